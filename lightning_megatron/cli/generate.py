@@ -167,10 +167,8 @@ def _own_precision(stored: Source, accelerator: str) -> Any:
 
 def _opened(options: GenerateOptions) -> Source:
     from lightning_megatron.convert.contents import open_source
-    from lightning_megatron.hub import local_folder
 
-    config = None if options.config is None else local_folder(options.config, "config")
-    stored = open_source(local_folder(options.load_path, "model"), config, options.iteration)
+    stored = open_source(options.load_path, options.config, options.iteration)
     if stored.model.architecture not in ("gpt", "t5"):
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
     if stored.model.architecture == "t5" and options.add_bos:

@@ -17,6 +17,7 @@ from lightning_megatron.convert.megatron_lm import TRACKER_FILE, MegatronLMSourc
 from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, WithBase
 from lightning_megatron.convert.shards import Source
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.hub import local_folder
 
 # ---- iterations ------------------------------------------------------------------------------------------------------
 
@@ -93,14 +94,15 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
     """Open the checkpoint at ``path``, whatever its format.
 
     Args:
-        path: A folder or file.
-        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is.
+        path: A folder or file, or the name of a model on the hub.
+        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is; likewise.
         iteration: Which one below a folder of several; None for that of the tracker file.
 
     Raises:
         CheckpointError: If there is none, or it is damaged or unsafe.
-        ConfigError: If an option would do nothing.
+        ConfigError: If an option would do nothing, or there is no such model on the hub.
     """
+    path, config = local_folder(path, "model"), config and local_folder(config, "config")
     if not path.exists():
         raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
     source = find_source(path, iteration)

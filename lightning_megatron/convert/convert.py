@@ -80,14 +80,15 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     """
     world = _world_size()
     layout = _check_options(options, world)
-    options = _with_local_folders(options)
+    tokenizer = None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer")
+    options = replace(options, tokenizer=tokenizer)
     save_path = _check_paths(options)
     source = open_source(options.load_path, options.config, options.iteration)
     model = source.model
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
-    others = [_same_model(open_source(local_folder(each, "model"), options.config), source) for each in average_with]
+    others = [_same_model(open_source(each, options.config), source) for each in average_with]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loading = Loading(chunks, source)
@@ -116,16 +117,6 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 beside = folder / COMPANIONS if options.to == "megatron" else folder
                 on_all_ranks_alike(lambda: copy_companions(companions, beside) if dist.get_rank() == 0 else None)
     return source.kind
-
-
-def _with_local_folders(options: ConvertOptions) -> ConvertOptions:
-    """``options`` with folders where they name models of the hub."""
-    return replace(
-        options,
-        load_path=local_folder(options.load_path, "model"),
-        tokenizer=None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer"),
-        config=None if options.config is None else local_folder(options.config, "config"),
-    )
 
 
 def _same_model(source: Source, first: Source) -> Source:

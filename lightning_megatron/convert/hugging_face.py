@@ -61,12 +61,10 @@ class WeightFiles:
     """The tensors of one model directory; their numbers are not read before they are asked for.
 
     Args:
-        directory: The folder.
         tensors: Each with its file as its place, or with the tensor itself if it is one of a mapped pickle.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Stored]) -> None:
-        self.directory = directory
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self.tensors = tensors
         self._opened: tuple[Path, Any] | None = None
         self._mapped = 0
@@ -121,7 +119,7 @@ def open_weights(directory: str | Path) -> WeightFiles:
         is_one = (directory / single).is_file()
         if is_one or (directory / index).is_file():
             files = [directory / single] if is_one else _files_of_index(directory / index)
-            return WeightFiles(directory, {name: each for file in files for name, each in read(file).items()})
+            return WeightFiles({name: each for file in files for name, each in read(file).items()})
     raise CheckpointError(
         f"model directory {directory} has no weights: none of {', '.join(ENTRY_FILES)}; save them with "
         "save_pretrained, or train from random weights with pretrained=False"

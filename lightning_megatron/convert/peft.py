@@ -179,7 +179,7 @@ class AdapterSource(HuggingFaceSource):
                 f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it"
             )
         self._config = read_json(path / CONFIG)
-        self._set_files(WeightFiles(path, read_safetensors(path / WEIGHTS)))
+        self._set_files(WeightFiles(read_safetensors(path / WEIGHTS)))
         self.facts = {"adapter": self._config}
         self.base = str(self._config.get("base_model_name_or_path"))
 
@@ -219,7 +219,7 @@ class AdapterSource(HuggingFaceSource):
             for name, part in zip(rule.names(key.layer), rule.shapes(shape), strict=True):
                 if ".lora_B." in name and name.replace(".lora_B.", ".lora_A.") not in stored:
                     tensors.setdefault(name, Stored(part, zero.dtype, zero.expand(part)))
-        self._set_files(WeightFiles(self.path, tensors))
+        self._set_files(WeightFiles(tensors))
         return super().match(expected)
 
 

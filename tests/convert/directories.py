@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from tests.families.parity import VOCAB_SIZE, tiny_model
-from tests.families.t5_models import mt5, t5
+from tests.families.parity import VOCAB_SIZE
+from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_gpts import changes_of, gpt_model
+from tests.families.test_megatron_bert import bert_model
 
 Format = Literal["safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin"]
 FORMATS: tuple[Format, ...] = ("safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin")
@@ -25,25 +26,12 @@ def tiny_llama(**fields: Any) -> Any:
 
 def tiny_gpt2(vocab_size: int = VOCAB_SIZE) -> Any:
     """A GPT-2 of two layers, whose output layer is the embedding."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    return tiny_model(AutoModelForCausalLM, GPT2Config(vocab_size=vocab_size, n_layer=2, n_embd=32, n_head=4))
+    return gpt_model("gpt2", {"vocab_size": vocab_size, "n_layer": 2, "n_inner": None, "n_positions": 1024})
 
 
-def tiny_bert(head: str, **fields: Any) -> Any:
-    """A Megatron-BERT of two layers; ``head`` as in ``MegatronBertFor<head>``."""
-    import transformers
-
-    config = transformers.MegatronBertConfig(
-        vocab_size=VOCAB_SIZE,
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        max_position_embeddings=24,
-        **fields,
-    )
-    return tiny_model(getattr(transformers, f"MegatronBertFor{head}"), config)
+def tiny_bert(head: str, num_labels: int = 2) -> Any:
+    """A Megatron-BERT of four layers; ``head`` as in ``MegatronBertFor<head>``."""
+    return copy.deepcopy(bert_model(head, num_labels))
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
@@ -90,16 +78,16 @@ _GPTS = (
     *("falcon 40b", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_neox", "opt", "cohere", "glm4"),
 )
 _BERT_HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
-MODELS = (*_GPTS, "t5", "mt5", *(f"megatron-bert-{head}" for head in _BERT_HEADS))
+_T5S = {"t5": t5, "t5 untied": t5_1_1, "mt5": mt5}
+MODELS = (*_GPTS, *_T5S, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
 """Families whose weights are laid out in different ways, with variants and heads, for ``tiny``."""
 
 
 def tiny(name: str) -> Any:
     """One of ``MODELS``."""
     if name.startswith("megatron-bert-"):
-        labels = {"num_labels": 3} if name.endswith("Classification") else {}
-        return tiny_bert(name.removeprefix("megatron-bert-"), **labels)
-    if name in ("t5", "mt5"):
-        return copy.deepcopy(t5() if name == "t5" else mt5())
+        return tiny_bert(name.removeprefix("megatron-bert-"), 3 if name.endswith("Classification") else 2)
+    if name in _T5S:
+        return copy.deepcopy(_T5S[name]())
     family, _, variant = name.partition(" ")
     return gpt_model(family, changes_of(family, variant) if variant else {})

@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
+from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
 from tests.convert.directories import (
     FORMATS,
     MODELS,
@@ -23,9 +26,14 @@ from tests.convert.directories import (
     tiny_gpt2,
     tiny_llama,
 )
-from tests.convert.legacy.written import flat, load
+from tests.convert.legacy.layouts import flat, load
+from tests.convert.weights import weights_of
+from tests.families.parity import Rows, padded_sentences
 from tests.families.test_experts import mixture
+from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _convert(source: Path, target: Path, **options: Any) -> Path:
@@ -51,7 +59,7 @@ def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None
     model = tiny(name)
     save_as(model, tmp_path / "hf", FORMATS[MODELS.index(name) % len(FORMATS)])
     expected = save_as(model, tmp_path / "expected", "safetensors")
-    layers = 5 if name in ("t5", "mt5") else 2 if "bert" in name else 3  # which other numbers of layers do not divide
+    layers = 5 if "t5" in name else 3  # which other numbers of layers do not divide
     steps: list[dict[str, Any]] = [
         {"to": "megatron-legacy", "tp": 4, "pp": layers, "make_vocab_size_divisible_by": 8},
         {"to": "megatron", "tp": 2, "pp": 2},
@@ -87,16 +95,6 @@ def test_experts_come_back_from_a_checkpoint_and_have_no_legacy_names(
         ConfigError, match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf"
     ):
         _convert(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
-
-
-@pytest.mark.parametrize("through", ["megatron", "megatron-legacy"])
-def test_an_output_layer_that_differs_from_the_embedding_stays_apart(tmp_path: Path, through: str) -> None:
-    tensors = save_as(tiny("t5"), tmp_path / "source", "safetensors")
-    tensors["lm_head.weight"] = tensors["shared.weight"] + 1  # as T5 v1.1 has it, whatever its config says
-    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    _convert(tmp_path / "source", tmp_path / "between", to=through, pp=3)
-    _convert(tmp_path / "between", tmp_path / "target")
-    assert_same(tensors_in(tmp_path / "target"), tensors)
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
@@ -261,3 +259,122 @@ def test_another_model_is_not_averaged_with(tmp_path: Path) -> None:
     ):
         convert(options, [tmp_path / "gpt2"])
     assert not (tmp_path / "mean").exists()
+
+
+# ---- who loads a checkpoint -----------------------------------------------------------------------------------------
+
+
+def validated(checkpoint: str, config: str, layout: Layout, rows: Rows) -> float:
+    """The loss of a module with random weights that gets those of ``checkpoint``."""
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import MegatronModule
+
+    loader: Any = DataLoader(rows, batch_size=len(rows))  # type: ignore[arg-type]
+    module = MegatronModule(model=config, make_vocab_size_divisible_by=8)
+    (logged,) = trainer_of(Case(layout=layout)).validate(module, loader, ckpt_path=checkpoint, verbose=False)
+    return float(logged["val_loss"])
+
+
+def trained_and_saved(run: Run, folder: str) -> None:
+    """Train, and save as a checkpoint and as a Hugging Face directory."""
+    trainer, _ = fit(run)
+    trainer.save_checkpoint(Path(folder) / "run.ckpt")
+    trainer.lightning_module.save_pretrained(Path(folder) / "expected")
+
+
+def trained(run: Run) -> Trace:
+    """Train."""
+    return fit(run)[1]
+
+
+def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
+    """This rank's weights of Megatron-Core's own GPT at tp=2, with nothing of ours but the groups."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from lightning_megatron.engine import groups
+    from lightning_megatron.engine.parallel import ParallelConfig
+    from lightning_megatron.engine.runtime import Runtime
+
+    dist.init_process_group("gloo")
+    runtime = Runtime(torch.device("cpu"))
+    groups.initialize(ParallelConfig(tp=2), timedelta(minutes=1))
+    runtime.seed(1, 0)
+    with runtime.active():
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            tensor_model_parallel_size=2,
+            use_cpu_initialization=True,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=128,
+            max_sequence_length=1024,
+            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=True,
+        )
+        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)["model"])
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama", Layout(tp=2)), ("t5", Layout(pp=2, num_microbatches=2))])
+def test_the_strategy_computes_hugging_faces_loss(tmp_path: Path, name: str, layout: Layout) -> None:
+    model = tiny(name)
+    save_as(model, tmp_path / "source", "safetensors")
+    rows = padded_sentences()
+    expected = model(**{field: torch.stack([row[field] for row in rows]) for field in rows[0]}).loss.item()
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", to="megatron")
+
+    arguments = (str(tmp_path / "model.ckpt"), str(tmp_path / "source" / "config.json"), layout, rows)
+    for found in run_ranks(validated, layout.world_size, *arguments):
+        assert found == pytest.approx(expected, rel=2e-6)  # other kernels add in another order
+
+
+@pytest.mark.parametrize(("model", "precision"), [(LLAMA, "32-true"), ({}, "bf16-mixed")], ids=["llama", "gpt2-bf16"])
+def test_a_trained_checkpoint_becomes_what_the_module_saves(
+    tmp_path: Path, model: dict[str, Any], precision: str
+) -> None:
+    strategy = {"tp": 2, "pp": 2, "sequence_parallel": True}
+    run = Run(model=model, strategy=strategy, trainer={"max_steps": 2, "precision": precision})
+    run_ranks(trained_and_saved, 4, run, str(tmp_path))
+
+    _convert(tmp_path / "run.ckpt", tmp_path / "back")
+    _convert(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
+    _convert(tmp_path / "run.ckpt", tmp_path / "weights.ckpt", to="megatron", pp=2, make_vocab_size_divisible_by=8)
+
+    for step, source in enumerate((tmp_path / "legacy", tmp_path / "weights.ckpt")):
+        _convert(source, tmp_path / f"from{step}")
+        assert_same(tensors_in(tmp_path / f"from{step}"), tensors_in(tmp_path / "expected"))
+    assert_same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "expected"))
+    assert open_source(tmp_path / "run.ckpt").iteration == 2
+    assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
+    assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))
+    begun = Run(model=model, strategy={"load_from": str(tmp_path / "weights.ckpt")}, trainer={"max_steps": 1})
+    assert list(run_ranks(trained, 1, begun)[0].steps) == [1]
+
+
+def test_megatron_core_loads_it_at_its_own_layout(tmp_path: Path) -> None:
+    save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
+    _convert(tmp_path / "source", tmp_path / "model.ckpt", to="megatron", pp=2)
+    tensors = weights_of(tmp_path / "source").tensors
+
+    for rank, found in enumerate(run_ranks(loaded_by_megatron_core, 2, str(tmp_path / "model.ckpt"))):
+        words = tensors[Key("embedding.word_embeddings.weight")]
+        here = words[64 * rank : 64 * (rank + 1)]
+        assert torch.equal(found["embedding.word_embeddings.weight"][: len(here)], here)
+        qkv = tensors[Key("decoder.layers.self_attention.linear_qkv.weight", 1)][48 * rank : 48 * (rank + 1)]
+        assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
+        norm = tensors[Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0)]
+        assert torch.equal(found["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
+        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)]
+        here = proj[:, 16 * rank : 16 * (rank + 1)]
+        assert torch.equal(found["decoder.layers.1.self_attention.linear_proj.weight"], here)

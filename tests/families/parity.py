@@ -78,12 +78,13 @@ class FamilyAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reference:
+class Reference:
     """What Hugging Face's model answers."""
 
     outputs: list[torch.Tensor]
     loss: float
     gradients: Tensors
+    """By the names in files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ def check_family(hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = 
             lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
         answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, name, case, rows, lora)
-        reference, real = _reference(hf_model, rows), _real_positions(hf_model, rows)
+        reference, real = reference_of(hf_model, rows), real_positions(hf_model, rows)
         logits_error = _compare_outputs(answers, reference, real, layout)
         for answer in answers:
             torch.testing.assert_close(answer.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
@@ -192,27 +193,28 @@ def _compare_saved_adapters(directory: Path) -> None:
     assert all(saved[name].equal(given[name]) for name in given)
 
 
-def _reference(hf_model: Any, rows: Rows) -> _Reference:
+def reference_of(hf_model: Any, rows: Rows) -> Reference:
+    """What ``hf_model`` computes on its device in its dtype, on the CPU in fp32."""
     from transformers.core_model_loading import revert_weight_conversion
 
     hf_model.zero_grad(set_to_none=True)
-    output = hf_model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
-    output.loss.backward()
+    output = hf_model(**{name: torch.stack([row[name] for row in rows]).to(hf_model.device) for name in rows[0]})
+    output.loss.float().backward()
     # A parameter that takes no part in the loss has no gradient there and a zero here.
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in hf_model.named_parameters()
     }
     # transformers keeps all experts of a layer in one tensor, and saves each one's by themselves.
-    gradients = revert_weight_conversion(hf_model, gradients)
+    gradients = {name: each.float().cpu() for name, each in revert_weight_conversion(hf_model, gradients).items()}
     named = ("logits", "prediction_logits", "seq_relationship_logits")
-    outputs = [output[name].detach() for name in named if output.get(name) is not None]
+    outputs = [output[name].detach().float().cpu() for name in named if output.get(name) is not None]
     if "start_logits" in output:
-        outputs.append(torch.stack([output.start_logits, output.end_logits], dim=-1).detach())
-    return _Reference(outputs=outputs, loss=output.loss.item(), gradients=gradients)
+        outputs.append(torch.stack([output.start_logits, output.end_logits], dim=-1).detach().float().cpu())
+    return Reference(outputs=outputs, loss=output.loss.item(), gradients=gradients)
 
 
-def _real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
+def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
     if hf_model.config.is_encoder_decoder:
         return torch.stack([row["labels"] for row in rows]) != -100
     if "attention_mask" not in rows[0]:
@@ -221,7 +223,7 @@ def _real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 
 
 def _compare_outputs(
-    answers: list[FamilyAnswer], reference: _Reference, real: torch.Tensor | None, layout: Layout
+    answers: list[FamilyAnswer], reference: Reference, real: torch.Tensor | None, layout: Layout
 ) -> float:
     errors = [0.0]
     last = sorted((a for a in answers if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))

@@ -36,8 +36,7 @@ def bert_model(head: str, num_labels: int = 2, problem_type: str | None = None) 
         type_vocab_size=TOKEN_TYPES,
         pad_token_id=PAD,
         layer_norm_eps=1e-3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
         num_labels=num_labels,
         problem_type=problem_type,
     )

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, pretrained_module
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
-from tests.parity.training import Layout
+from tests.parity.hugging_face import tensors_of
+from tests.parity.sharding import Tensors
+from tests.parity.training import MODELS, Case, Layout, module_of, trainer_of
+from tests.ranks import RankError, run_ranks
 
 
 def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: int = 10) -> Rows:
@@ -94,3 +98,56 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
     ours = model_config(config)
     assert ours.share_embeddings_and_output_weights
     assert not ours.scale_decoder_outputs
+
+
+# ---- random weights, and what is refused ----------------------------------------------------------------------------
+
+
+def _random_weights(fields: dict[str, Any]) -> Tensors:
+    from lightning_megatron import MegatronModule
+
+    module = MegatronModule(model=fields)
+    trainer_of(Case()).validate(module, DataLoader(_pairs()), verbose=False)  # type: ignore[arg-type]
+    return tensors_of(module)
+
+
+def test_random_weights_are_as_large_as_transformers_makes_them() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    fields = {**MODELS["t5"], "d_model": 96, "d_ff": 200, "feed_forward_proj": "gated-gelu", "initializer_factor": 0.5}
+    (ours,) = run_ranks(_random_weights, 1, fields)
+    theirs = dict(T5ForConditionalGeneration(T5Config(**fields)).named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        expected = theirs[name].detach()
+        # 32 numbers in a table, thousands elsewhere: four times the standard error of two standard deviations.
+        rtol = 4 / expected.numel() ** 0.5
+        assert weight.square().mean().sqrt().item() == pytest.approx(expected.square().mean().sqrt().item(), rel=rtol)
+
+
+def _fit(layout: Layout, num_labels: int) -> None:
+    row = {name: torch.ones(n, dtype=torch.long) for name, n in (("input_ids", 8), ("labels", num_labels))}
+    case = Case(model="t5", steps=1, layout=layout)
+    trainer_of(case).fit(module_of(case), DataLoader([row] * 4, batch_size=4))  # type: ignore[arg-type]
+
+
+def _overridden(name: str, value: Any) -> Layout:
+    recompute: Any = "selective" if name == "recompute_modules" else None
+    return Layout(recompute=recompute, transformer_config_overrides=((name, value),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_labels", "message"),
+    [
+        (_overridden("recompute_modules", ["core_attn"]), 8, "'core_attn' cannot train T5's attention bias"),
+        (_overridden("distribute_saved_activations", True), 8, "distribute_saved_activations=True cannot be used with"),
+        (Layout(pp=4, vpp=2, num_microbatches=4), 8, "8 chunks are more than the 7 layers"),
+        (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_with_the_reason(layout: Layout, num_labels: int, message: str) -> None:
+    with pytest.raises(RankError) as refusal:
+        run_ranks(_fit, layout.world_size, layout, num_labels)
+    assert refusal.value.error_type == "ConfigError"
+    assert message in str(refusal.value)

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.convert import ConvertOptions, convert
-from tests.convert.directories import save_as, tiny_bert
-from tests.convert.legacy.written import files, flat
-from tests.families.parity import VOCAB_SIZE, tiny_model
+from tests.convert.directories import save_as
+from tests.convert.legacy.layouts import flat
+from tests.families.test_gpts import gpt_model
+from tests.families.test_megatron_bert import bert_model
 from tests.peers.scripts import BERT, GPT2, Peer, prepare
 
 WRITES_HUGGING_FACE = "4.30.2"
@@ -54,7 +55,8 @@ def main() -> int:
 
 def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
     work.mkdir()
-    gpt2, bert = _gpt2(), tiny_bert("PreTraining", hidden_act="gelu")
+    # The script takes n_inner as it is.
+    gpt2, bert = gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}), bert_model("PreTraining")
     save_as(gpt2, work / "gpt2", "bin")
     save_as(bert, work / "bert", "bin")
     if peer.version == WRITES_HUGGING_FACE:
@@ -65,15 +67,6 @@ def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
     for dtype in _DTYPES:
         for is_distributed in (False, True):
             yield from _written(peer, work, gpt2, dtype, is_distributed)
-
-
-def _gpt2() -> Any:
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    # The script takes n_inner as it is.
-    sizes = {"vocab_size": VOCAB_SIZE, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 24, "n_inner": 96}
-    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    return tiny_model(AutoModelForCausalLM, config)
 
 
 # ---- ours, read by them ---------------------------------------------------------------------------------------------
@@ -145,10 +138,13 @@ def _saved(folder: Path) -> Tensors:
 
 
 def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
-    if files(theirs) != files(ours):
-        return [f"other files: {sorted(set(files(theirs)) ^ set(files(ours)))}"]
+    names, own = (
+        {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} for root in (theirs, ours)
+    )
+    if names != own:
+        return [f"other files: {sorted(names ^ own)}"]
     problems = []
-    for name in files(theirs):
+    for name in sorted(names):
         if not name.endswith(".pt"):
             problems += [f"{name} differs"] if (theirs / name).read_text() != (ours / name).read_text() else []
             continue

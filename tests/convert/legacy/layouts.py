@@ -141,6 +141,21 @@ def _nested(entries: Iterator[Entry], layout: Layout, rank: int, width: int) -> 
     return model
 
 
+def load(file: Path) -> dict[str, Any]:
+    """The pickle of one rank, by torch's own loader, which takes tensors and plain data."""
+    with torch.serialization.safe_globals([Namespace]):
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested dictionaries under the joined names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in nested.items():
+        tensors |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+    return tensors
+
+
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,459 @@
+"""Legacy checkpoints of Megatron-LM: of every layout, read bit for bit; refused with a reason; written by the layout.
+
+Both ways are compared with cuts made by hand (layouts.py). Arguments that are written, and the cuts of a T5, are
+compared with recorded ones in tests/golden.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.convert import megatron_arguments
+from lightning_megatron.convert.contents import find_source, open_source
+from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.errors import CheckpointError
+from tests.convert.directories import assert_same, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.legacy.layouts import (
+    FIRST_RELEASES,
+    LAST_RELEASES,
+    MEGATRON_CORE,
+    TRANSFORMER_ENGINE,
+    Layout,
+    bert,
+    even,
+    flat,
+    gpt2,
+    llama,
+    load,
+    write,
+)
+from tests.convert.weights import Weights, assert_same_weights, weights_of
+from tests.families.test_gpts import gpt_model
+
+LAYERS = 4
+UNEVEN = (((0,),), ((1, 2),), ((3,),))
+INTERLEAVED = (((0,), (2,)), ((1,), (3,)))
+PIPELINES = {"pp1": even(4), "pp2": even(4, 2), "pp3 uneven": UNEVEN, "pp2 vpp2": INTERLEAVED}
+
+
+@functools.cache
+def _gpt2() -> Any:
+    return gpt_model("gpt2", {"vocab_size": 45, "n_inner": None, "bos_token_id": 44, "eos_token_id": 44})
+
+
+@functools.cache
+def _llama() -> Any:
+    return tiny_llama(num_key_value_heads=4, num_attention_heads=8)
+
+
+@functools.cache
+def _bert() -> Any:
+    return tiny_bert("PreTraining")
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
+    """The models as Hugging Face saved them, opened."""
+    folder = tmp_path_factory.mktemp("references")
+    for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert())):
+        model.save_pretrained(folder / name)
+    return {each.name: weights_of(each) for each in folder.iterdir()}
+
+
+def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Layout:
+    return Layout(stages=PIPELINES[pipeline], version=version, tp=tp, **fields)
+
+
+LAYOUTS = (
+    *(_layout(None, 1, "pp1"), _layout(None, 2, "pp2 vpp2"), _layout(0, 2, "pp2"), _layout(0, 4, "pp3 uneven")),
+    *(_layout(1.0, 1, "pp2"), _layout(1.0, 4, "pp1"), _layout(2.0, 2, "pp3 uneven"), _layout(2.0, 4, "pp2 vpp2")),
+    *(_layout(3.0, 1, "pp2"), _layout(3.0, 2, "pp2 vpp2"), _layout(3.0, 4, "pp3 uneven")),
+    _layout(None, 2, "pp2", names=FIRST_RELEASES, is_zip=False),
+    _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
+    _layout(3.0, 2, "pp2", names=TRANSFORMER_ENGINE, dtype=torch.bfloat16, is_zip=False),
+)
+"""Versions, layouts, and names, dtypes and files of all releases."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_a_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_path: Path, layout: Layout) -> None:
+    write(tmp_path, layout, gpt2(_gpt2()))
+
+    read = weights_of(tmp_path)
+
+    assert_same_weights(read, references["gpt2"])
+    assert {tensor.dtype for tensor in read.tensors.values()} == {layout.dtype}
+    assert read.source.iteration == 40
+
+
+@pytest.mark.parametrize("is_of_core", [False, True])
+@pytest.mark.parametrize(("tp", "pipeline"), [(1, "pp1"), (2, "pp2"), (4, "pp3 uneven"), (2, "pp2 vpp2")])
+def test_a_decoder_with_groups_gates_and_an_output_layer(
+    references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_of_core: bool
+) -> None:
+    own: dict[str, Any] = {"version": None, "names": MEGATRON_CORE} if is_of_core else {"version": 3.0}
+    write(tmp_path, _layout(tp=tp, pipeline=pipeline, **own), llama(_llama()))
+
+    read = weights_of(tmp_path)
+
+    assert_same_weights(read, references["llama"])
+    assert read.source.model == references["llama"].source.model
+
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rotary_base": 500000}),
+    "llama with longer contexts": (
+        {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8192}},
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    ),
+    "qwen2": ({"tie_word_embeddings": True}, {}),
+    "qwen3": ({"head_dim": 16}, {}),
+    "mistral": ({"sliding_window": 8}, {"window_size": (7, 0)}),
+}
+"""Fields of the config, and what Megatron-LM's arguments say of them."""
+
+
+@pytest.mark.parametrize(("pp", "is_of_core"), [(1, False), (2, True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: str, pp: int, is_of_core: bool) -> None:
+    fields, arguments = FAMILIES[family]
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 24, "head_dim": 8, "sliding_window": None}
+    model = gpt_model(family.split()[0], {**sizes, "tie_word_embeddings": False, **fields})
+    model.save_pretrained(tmp_path / "hf")
+    layout = Layout(stages=even(2, pp), tp=2, arguments=arguments, names=MEGATRON_CORE if is_of_core else {})
+    write(tmp_path / "legacy", layout, llama(model))
+
+    read, reference = weights_of(tmp_path / "legacy"), weights_of(tmp_path / "hf")
+
+    assert_same_weights(read, reference)
+    assert read.source.model == reference.source.model
+
+
+@pytest.mark.parametrize(
+    ("told", "activation"), [("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")]
+)
+def test_activations(tmp_path: Path, told: str, activation: str) -> None:
+    _one_rank(tmp_path, arguments={name: name == told for name in ("bias_gelu_fusion", "openai_gelu")})
+    assert open_source(tmp_path).hf_config.activation_function == activation
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "version", "heads"),
+    [(1, 1, 0, (True, True)), (2, 2, 2.0, (True, True)), (4, 1, 1.0, (True, False)), (2, 2, 0, (False, True))],
+)
+def test_a_bert_with_and_without_its_second_head(
+    references: dict[str, Weights], tmp_path: Path, tp: int, pp: int, version: float, heads: tuple[bool, bool]
+) -> None:
+    layout = Layout(stages=even(LAYERS, pp), tp=tp, version=version)
+    write(tmp_path, layout, bert(_bert(), has_binary_head=heads[0], has_pooler=heads[1]))
+
+    read = weights_of(tmp_path)
+
+    assert read.source.model.task == ("pretraining" if all(heads) else "masked_lm")
+    if all(heads):
+        assert_same_weights(read, references["bert"])
+    second = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
+    assert set(read.tensors) == set(references["bert"].tensors) - (set() if all(heads) else second)
+
+
+# ---- where it is ----------------------------------------------------------------------------------------------------
+
+
+def _one_rank(folder: Path, **fields: Any) -> Path:
+    return write(folder, Layout(**{"stages": even(LAYERS), **fields}), gpt2(_gpt2()))
+
+
+def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path: Path) -> None:
+    iteration = _one_rank(tmp_path)
+    ways = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
+    for path in ways:
+        assert_same_weights(weights_of(path), references["gpt2"])
+    ways.append(tmp_path / "gpt2_345m.pt")
+    shutil.copyfile(ways[3], ways[4])
+    assert_same_weights(weights_of(ways[4]), references["gpt2"])
+
+    write(tmp_path, Layout(stages=even(LAYERS)), gpt2(_gpt2()), iteration=80)
+    assert open_source(tmp_path).iteration == 80
+    assert open_source(tmp_path, None, 40).iteration == 40
+    iteration.rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert_same_weights(weights_of(tmp_path), references["gpt2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("41")
+    with pytest.raises(ValueError, match="expected iter_0000041 .*says '41'.*, got iter_0000080, release"):
+        open_source(tmp_path)
+    with pytest.raises(ValueError, match="expected iter_0000007 .iteration=7., got iter_0000080, release"):
+        open_source(tmp_path, None, 7)
+    assert find_source(tmp_path / "latest_checkpointed_iteration.txt") is None
+
+
+@pytest.mark.parametrize(
+    ("member", "is_zip", "compression"),
+    [
+        ("release/mp_rank_00/model_optim_rng.pt", False, zipfile.ZIP_DEFLATED),
+        ("model_optim_rng.pt", True, zipfile.ZIP_STORED),
+        ("../../mp_rank_00/model_optim_rng.pt", True, zipfile.ZIP_DEFLATED),
+    ],
+)
+def test_nvidias_zip_files(
+    references: dict[str, Weights], tmp_path: Path, member: str, is_zip: bool, compression: int
+) -> None:
+    file = _one_rank(tmp_path / "in", is_zip=is_zip, version=None, names=FIRST_RELEASES)
+    archive = tmp_path / "megatron_gpt2_345m_v0_0.zip"
+    with zipfile.ZipFile(archive, "w", compression) as opened:
+        opened.writestr("latest_checkpointed_iteration.txt", "release")
+        opened.write(file / "mp_rank_00" / "model_optim_rng.pt", member)
+    before = sorted(path for path in tmp_path.parent.rglob("*"))
+
+    assert_same_weights(weights_of(archive), references["gpt2"])
+    assert sorted(path for path in tmp_path.parent.rglob("*")) == before
+
+
+def test_without_arguments_only_nvidias_345m_models_are_known(
+    references: dict[str, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = megatron_arguments._PUBLISHED
+    assert published["gpt"][:2] == ((24, 1024, 4096, 1024), (50257,))
+    assert published["bert"][:2] == ((24, 1024, 4096, 512), (28996, 30522))
+    of_tests = {"gpt": ((LAYERS, 32, 128, 24), (45,)), "bert": ((LAYERS, 32, 48, 24), (80,))}
+    small = {name: (*sizes, {**published[name][2], "num_attention_heads": 4}) for name, sizes in of_tests.items()}
+    for name, model in (("gpt2", gpt2(_gpt2())), ("bert", bert(_bert()))):
+        layout = Layout(stages=even(LAYERS), version=None, arguments=None, padding=0)
+        path = write(tmp_path / name, layout, model)
+        with pytest.raises(CheckpointError, match=r"no arguments \(args\), and its shapes .* are not those .*--config"):
+            open_source(path)
+        with monkeypatch.context() as patched:
+            patched.setattr(megatron_arguments, "_PUBLISHED", small)
+            found = weights_of(path)
+        assert_same_weights(found, references[name])
+        hf = found.source.hf_config
+        assert getattr(hf, "activation_function", None) or hf.hidden_act == {"gpt2": "gelu_new", "bert": "gelu"}[name]
+
+
+def test_heads_that_nothing_tells_need_a_config(tmp_path: Path) -> None:
+    """Heads of 64 columns, as NVIDIA's have, were guessed once: one head on two ranks left both without a row."""
+    model = gpt_model("gpt2", {"vocab_size": 50257, "n_layer": 1, "n_embd": 64, "n_inner": None})
+    write(tmp_path / "legacy", Layout(stages=even(1), version=None, arguments=None, padding=47, tp=2), gpt2(model))
+    model.save_pretrained(tmp_path / "hf")
+    options = ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "out", to="hf")
+    with pytest.raises(CheckpointError, match="nothing says how many heads.*--config"):
+        convert(options)
+    assert not options.save_path.exists()
+
+    assert_same_weights(weights_of(tmp_path / "legacy", tmp_path / "hf"), weights_of(tmp_path / "hf"))
+    model.config.n_head = 1
+    model.config.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
+        open_source(tmp_path / "legacy", tmp_path / "wrong")
+
+
+def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(
+    references: dict[str, Weights], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _one_rank(tmp_path, arguments={"orig_vocab_size": None})
+
+    assert open_source(tmp_path).model.vocab_size == 48
+    assert "whether some rows of its vocabulary of 48 only pad it" in caplog.text
+    caplog.clear()
+    config = references["gpt2"].source.path / "config.json"
+    assert_same_weights(weights_of(tmp_path, config), references["gpt2"])
+    assert not caplog.text
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------------
+
+FILE = "model_optim_rng.pt"
+
+
+def _small(folder: Path, **fields: Any) -> Path:
+    return write(folder, Layout(**{"stages": even(2, 2), "tp": 2, **fields}), gpt2(tiny_gpt2()))
+
+
+def _changed(folder: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / rank / FILE
+    state = load(file)
+    change(state)
+    torch.save(state, file)
+
+
+def _encoder(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    encoder: dict[str, torch.Tensor] = state["model"]["language_model"]["encoder"]
+    return encoder
+
+
+def test_files_that_are_missing(tmp_path: Path) -> None:
+    folder = _small(tmp_path)
+    alone = "written with tensor_model_parallel_size=2 and has the files of 1"
+    for path in (folder / "mp_rank_01_001", folder / "mp_rank_00_000" / FILE):
+        with pytest.raises(CheckpointError, match=alone):
+            weights_of(path)
+    (folder / "mp_rank_01_000" / FILE).unlink()
+    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"):
+        weights_of(folder)
+    (folder / "mp_rank_01_001" / FILE).unlink()
+    with pytest.raises(CheckpointError, match=alone):
+        weights_of(folder)
+
+
+CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "a shape of one rank": (
+        "mp_rank_01_000",
+        lambda state: _encoder(state).update({"layers.0.input_layernorm.weight": torch.ones(31)}),
+        "is a mixture: mp_rank_01_000 has other tensors or another version than mp_rank_00_000",
+    ),
+    "a version": (
+        "mp_rank_01_001",
+        lambda state: state.update(checkpoint_version=2.0),
+        "is a mixture: mp_rank_01_001 has other tensors or another version than mp_rank_00_000",
+    ),
+    "an unknown version": (
+        "mp_rank_*",
+        lambda state: state.update(checkpoint_version=4.0),
+        "checkpoint_version=4 is unknown; known are 0, 1, 2, 3",
+    ),
+    "the copy of the embedding": (
+        "mp_rank_01_001",
+        lambda state: state["model"]["word_embeddings_for_head"]["weight"][0, 0].add_(1),
+        "disagree in embedding.word_embeddings.weight",
+    ),
+    "a tensor of no model": (
+        "mp_rank_*_001",
+        lambda state: _encoder(state).update({"layers.0.mlp.router.weight": torch.ones(3)}),
+        "no known Hugging Face family has .*decoder.layers.mlp.router.weight",
+    ),
+    "a tensor too few": (
+        "mp_rank_*_001",
+        lambda state: _encoder(state).pop("layers.0.mlp.dense_4h_to_h.bias"),
+        "'decoder.layers.1.mlp.linear_fc2.bias' is missing",
+    ),
+    "experts": ("mp_rank_*", lambda state: vars(state["args"]).update(num_experts=8), "family has num_experts=8"),
+    "heads that do not divide": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(num_attention_heads=5),
+        "num_attention_heads=5 does not divide 32 columns",
+    ),
+    "a foreign config": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(hugging_face_config='{"model_type": "mamba"}'),
+        "'mamba' is not a known model family",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+    ranks, change, message = CHANGES[case]
+    folder = _small(tmp_path)
+    for rank in sorted(each.name for each in folder.glob(ranks)):
+        _changed(folder, rank, change)
+
+    with pytest.raises(ValueError, match=message) as error:
+        weights_of(tmp_path)
+
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_of_another_model(tmp_path: Path) -> None:
+    _small(tmp_path / "gpt2")
+    model = tiny_gpt2()
+    fields = {**model.config.to_dict(), "n_layer": 3, "n_inner": 64}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError) as error:
+        weights_of(tmp_path / "gpt2", config)
+    assert "'decoder.layers.2.self_attention.linear_qkv.weight' is missing" in str(error.value)
+    config.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 500}))
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight' has the shape \[\d+, 32\], not \[500, 32\]"):
+        weights_of(tmp_path / "gpt2", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rotary_percent", 0.25), ("position_embedding_type", "alibi"), ("position_embedding_type", "none")],
+)
+def test_decoders_of_no_known_family(tmp_path: Path, name: str, value: Any) -> None:
+    write(tmp_path, Layout(stages=even(4), arguments={name: value}), llama(tiny_llama()))
+    with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
+        weights_of(tmp_path)
+
+
+def test_damaged_zip_files(tmp_path: Path) -> None:
+    file = _small(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+        opened.write(file, f"release/mp_rank_00/{FILE}")
+    data = archive.read_bytes()
+    for damage in (b"\x00", b"\xff" * 200):  # other numbers, and no compressed numbers at all
+        middle = len(data) // 2
+        archive.write_bytes(data[:middle] + damage + data[middle + len(damage) :])
+        with pytest.raises(CheckpointError, match="zip file .* cannot be unpacked"):
+            weights_of(archive)
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
+    """Write ``model`` as ``folder / "legacy"``; returns its weights in Hugging Face's names."""
+    model.save_pretrained(folder / "hf")
+    # With a small multiple for the vocabulary each layout has rows that pad it.
+    asked: dict[str, Any] = {"to": "megatron-legacy", "make_vocab_size_divisible_by": 8, **fields}
+    convert(ConvertOptions(load_path=folder / "hf", save_path=folder / "legacy", **asked))
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
+    "gpt2 at tp2 pp2": (tiny_gpt2, gpt2, Layout(stages=even(2, 2), tp=2)),
+    "bert at tp2 pp2": (_bert, bert, Layout(stages=even(4, 2), tp=2)),
+    "llama at tp2": (tiny_llama, llama, Layout(stages=even(4), tp=2)),
+    "llama at tp2 pp2 vpp2": (tiny_llama, llama, Layout(stages=(((0,), (2,)), ((1,), (3,))), tp=2)),
+    "llama at pp3": (tiny_llama, llama, Layout(stages=(((0, 1),), ((2,),), ((3,),)))),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_every_rank_has_what_is_cut_by_hand(tmp_path: Path, case: str) -> None:
+    model, built, layout = WRITTEN[case]
+    # 83 tokens, and a multiple of 8 x tp.
+    layout = replace(layout, padding=13 if layout.tp == 2 else 5, padding_is_zero=True)
+    write(tmp_path / "by_hand", layout, built(model()))
+    num_chunks = len(layout.stages[0])
+    pipeline = {"pp": len(layout.stages), "vpp": num_chunks if num_chunks > 1 else None}
+    _write(model(), tmp_path, tp=layout.tp, **pipeline)
+
+    files = sorted((tmp_path / "by_hand").rglob("model_optim_rng.pt"))
+    assert len(files) == layout.tp * len(layout.stages)
+    for file in files:
+        by_hand, ours = load(file), load(tmp_path / "legacy" / "release" / file.parent.name / file.name)
+        for chunk in (key for key in by_hand.keys() | ours.keys() if key.startswith("model")):
+            theirs, found = flat(by_hand[chunk]), flat(ours[chunk])
+            assert found.keys() == theirs.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in theirs.items())
+            assert all(tensor.is_contiguous() for tensor in found.values())
+            # Readers take layers from the front of a dictionary, and a weight before its bias.
+            inside = [name for name in found if ".encoder.layers." in name]
+            assert [int(name.split(".")[3]) for name in inside] == sorted(int(name.split(".")[3]) for name in inside)
+            assert all(not name.endswith("bias") or f"{name[:-4]}weight" in inside[:i] for i, name in enumerate(inside))
+            assert not any("final_" in name for name in [n for n in found if ".encoder." in n][: len(inside)])
+    assert (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(tmp_path: Path) -> None:
+    expected = _write(tiny_llama(), tmp_path, pp=2, vpp=2, tp=2)
+    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # as Megatron-LM of 2022 named them
+        (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
+        (own / "optim.pt").touch()
+        file.rename(file.with_name("model_rng.pt"))
+    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+    assert_same(tensors_in(tmp_path / "back"), expected)

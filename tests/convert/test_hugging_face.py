@@ -1,0 +1,407 @@
+"""Model directories of Hugging Face: which files are read, what of them becomes the model, and what is written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_megatron.convert import hugging_face
+from lightning_megatron.convert.hugging_face import open_weights, size_in_bytes
+from lightning_megatron.errors import CheckpointError
+from tests.convert.directories import (
+    Format,
+    assert_same,
+    save_as,
+    save_pickled,
+    tensors_in,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+)
+from tests.convert.weights import assert_same_weights, weights_of
+from tests.families.parity import FOUR_RANKS, pretrained_module
+from tests.parity.training import Case, Layout, Sentences, trainer_of
+from tests.ranks import RankError, run_ranks
+
+Change = Callable[[Path], object]
+Tensors = dict[str, torch.Tensor]
+TWO_RANKS = Layout(tp=2)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_are_preferred(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"x": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert torch.equal(open_weights(tmp_path).read("x", (slice(0, 2),)), torch.ones(2))
+
+
+class _Malicious:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def _without_two_files(folder: Path) -> None:
+    for file in sorted(folder.glob("model-*.safetensors"))[:2]:
+        file.unlink()
+
+
+def _index(text: str) -> Change:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _index_to(file: str) -> Change:
+    return _index(json.dumps({"weight_map": {"lm_head.weight": file}}))
+
+
+def _cut(name: str, kept: int) -> Change:
+    return lambda folder: os.truncate(folder / name, kept if kept >= 0 else (folder / name).stat().st_size - 1)
+
+
+def _header(content: bytes) -> Change:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+def _pickled(content: Any, is_new: bool = True) -> Change:
+    return lambda folder: torch.save(
+        content(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_new
+    )
+
+
+_HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
+_DAMAGED = ("model.safetensors.index.json", "fetch it again")
+_RUNS_CODE = ("pytorch_model.bin", "it would run", "do not trust its source")
+DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
+    "no folder": (None, lambda folder: folder.rmdir(), ("does not exist",)),
+    "nothing": (None, lambda _: None, ("model.safetensors", "pytorch_model.bin", "pretrained=False")),
+    "two files less": ("sharded_safetensors", _without_two_files, ("model-00001-of-", "model-00002-of-", "fetch")),
+    **{f"index to {file}": ("sharded_safetensors", _index_to(file), ("lm_head.weight", "outside"))
+       for file in ("../other.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b", "C:/b")},
+    **{f"index {text[:20]}": ("sharded_safetensors", _index(text), _DAMAGED)
+       for text in ("", "{", "[]", "{}", "[" * 100_000, '{"weight_map": []}', '{"weight_map": {"x": 3}}')},
+    **{f"safetensors of {kept}": ("safetensors", _cut("model.safetensors", kept), ("fetch it again",))
+       for kept in (0, 4, 100, -1)},
+    **{f"pickle of {kept}": ("bin", _cut("pytorch_model.bin", kept), ("use another copy",))
+       for kept in (0, 4, 100, -1)},
+    "no header": (None, _header(b"no safetensors file, but long enough for one"), ("fetch it again",)),
+    "header of another file": (None, _header(len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(8)), ("fetch it",)),
+    "code": (None, _pickled(lambda folder: {"x": _Malicious(folder / "it_ran")}), _RUNS_CODE),
+    "code in an old file": (None, _pickled(lambda folder: {"x": _Malicious(folder / "it_ran")}, False), _RUNS_CODE),
+    "a tensor": (None, _pickled(lambda _: torch.ones(2)), ("state_dict()",)),
+    "a nested dict": (None, _pickled(lambda _: {"state_dict": {"x": torch.ones(2)}}), ("state_dict()",)),
+}  # fmt: skip
+"""Format that is written, what is changed then, and what the error says."""
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_wrong_with_files_is_named(tmp_path: Path, case: str) -> None:
+    kind, change, words = DAMAGE[case]
+    folder = tmp_path / "model"
+    if kind is None:
+        folder.mkdir()
+    else:
+        save_as(tiny_llama() if kind.startswith("sharded") else tiny_gpt2(), folder, kind)  # type: ignore[arg-type]
+    change(folder)
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(folder)
+    assert [word for word in (str(folder), *words) if word not in str(caught.value)] == []
+    assert not (folder / "it_ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("200MB", 200_000_000), ("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("10kb", 10_000), (1000, 1000), ("7", 7)],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert size_in_bytes(text) == expected
+
+
+# ---- weights of another model, another head or an earlier release ---------------------------------------------------
+
+
+def _change(directory: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _only_the_output_layer(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+
+
+def _with_a_buffer(tensors: Tensors) -> None:
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4).bool()
+
+
+@pytest.mark.parametrize("change", [None, _only_the_output_layer, _with_a_buffer, "headless"])
+def test_files_of_other_days_are_the_same_model(tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A tied output layer twice, alone, buffers, and the model without its head."""
+    model = tiny_gpt2()
+    save_as(model, tmp_path / "today", "safetensors")
+    if change == "headless":
+        model.transformer.save_pretrained(tmp_path / "model")
+    else:
+        save_as(model, tmp_path / "model", "bin" if change is None else "safetensors")
+    if callable(change):
+        _change(tmp_path / "model", change)
+    assert_same_weights(weights_of(tmp_path / "model"), weights_of(tmp_path / "today"))
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"), [(tiny_bert, "classifier.bias"), (tiny_llama, "lm_head.weight")], ids=["half a head", "a head"]
+)
+def test_a_lost_part_of_a_head_is_an_error(tmp_path: Path, model: Any, lost: str) -> None:
+    arguments = ["SequenceClassification"] if model is tiny_bert else []
+    save_as(model(*arguments), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", lambda tensors: tensors.pop(lost))
+    with pytest.raises(CheckpointError, match=f"1 problem: '{lost}' is missing"):
+        weights_of(tmp_path / "model")
+
+
+def _spoil(tensors: Tensors) -> None:
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["foreign.weight"] = torch.ones(3)
+    tensors["model.embed_tokens.weight"] = torch.ones(88, 32)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.ones(48, 32)
+    tensors["model.layers.2.self_attn.q_proj.weight"] = torch.ones(32, 32, dtype=torch.int8)
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.float8_e4m3fn)
+
+
+def test_all_problems_are_named_at_once_on_all_ranks(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "model", "safetensors")
+    _change(tmp_path / "model", _spoil)
+    with pytest.raises(RankError) as caught:
+        run_ranks(kept, 4, str(tmp_path / "model"), str(tmp_path / "saved"), FOUR_RANKS)
+    assert caught.value.error_type == "CheckpointError"
+    lines = [line for line in str(caught.value).splitlines() if "Error: " in line]
+    assert all("CheckpointError: " in line for line in lines), "a rank failed otherwise"
+    for problem in (
+        "6 problems",
+        "'model.layers.0.mlp.up_proj.weight' is missing",
+        "'foreign.weight' is not part of the model",
+        "'model.embed_tokens.weight' has the shape [88, 32], not [83, 32]",
+        "'model.layers.1.mlp.down_proj.weight' has the shape [48, 32], not [32, 48]",
+        "'model.layers.2.self_attn.q_proj.weight' is int8",
+        "'model.norm.weight' is float8_e4m3fn",
+    ):
+        assert problem in lines[-1]
+
+
+def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
+    tensors = save_as(tiny_gpt2(), tmp_path / "model", "bin")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    tensors["lm_head.weight"][50] += 1
+    save_pickled(tensors, tmp_path / "model", "bin")
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'transformer.wte.weight'.*tie_word_embe"):
+        weights_of(tmp_path / "model")
+
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    """No file may grow past 20 kB."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@contextlib.contextmanager
+def _killed() -> Iterator[None]:
+    """Rank 0 ends without a word when a part of the files is written."""
+    from unittest.mock import patch
+
+    write = hugging_face._write_weights
+
+    def write_and_die(folder: Path, name: str, tensors: Tensors) -> None:
+        write(folder, name, tensors)
+        if any(each.endswith("layers.1.mlp.down_proj.weight") for each in tensors):
+            os._exit(9)
+
+    with patch.object(hugging_face, "_write_weights", write_and_die):
+        yield
+
+
+_HARM: dict[str, Any] = {"": contextlib.nullcontext, "full disk": _full_disk, "killed": _killed}
+
+
+def kept(
+    source: str,
+    target: str,
+    layout: Layout,
+    precision: str = "32-true",
+    task: str | None = None,
+    size: str | int = "5GB",
+    harm: str = "",
+    accelerator: str = "cpu",
+) -> dict[str, Any]:
+    """Load ``source``, train a step at a rate of 0, and save it as ``target``; what this rank said and saw."""
+    import logging
+
+    from lightning.pytorch import Callback
+    from torch.utils.data import DataLoader
+
+    seen: dict[str, Any] = {"messages": [], "error": ""}
+
+    class Recorder(Callback):
+        """Looks at the master weights as they were made."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            weights = [
+                each for each in pl_module.model_chunks.parameters() if getattr(each, "main_param", None) is not None
+            ]
+            seen["masters"] = [torch.equal(each.main_param.view(-1), each.float().view(-1)) for each in weights]
+
+    handler = logging.Handler()
+    handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_megatron.convert.hugging_face").addHandler(handler)
+    module, rows = pretrained_module(source, task=task, lr=0.0), [Sentences(4)[i] for i in range(4)]
+    if module.model_config.architecture == "bert":
+        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(0)} for row in rows]
+    case: Any = Case(layout=layout, precision=precision, steps=1, accelerator=accelerator)  # type: ignore[arg-type]
+    trainer_of(case, callbacks=[Recorder()]).fit(module, DataLoader(rows, batch_size=4 // layout.dp))  # type: ignore[arg-type]
+    try:
+        with _HARM[harm]():
+            module.save_pretrained(target, max_shard_size=size)
+    except CheckpointError as error:
+        seen["error"] = str(error)
+    return {**seen, "is_on_gpu": all(each.is_cuda for each in module.parameters())}
+
+
+def _kept(folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target") -> Any:
+    """``kept``: what rank 0 saw; the others say nothing, and meet the same error."""
+    first, *others = run_ranks(kept, layout.world_size, str(folder / source), str(folder / target), layout, *options)
+    assert all(first["masters"])
+    assert not any(other["messages"] for other in others)
+    assert all(bool(other["error"]) == bool(first["error"]) for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "precision", "layout"),
+    [
+        ("sharded_bin", torch.float16, "32-true", FOUR_RANKS),
+        ("safetensors", torch.float64, "bf16-mixed", TWO_RANKS),
+        ("safetensors", torch.bfloat16, "bf16-mixed", Layout(dp=2, distributed_optimizer=False)),
+    ],
+)
+def test_files_of_any_precision_are_rounded_to_the_models(
+    tmp_path: Path, kind: Format, dtype: torch.dtype, precision: str, layout: Layout
+) -> None:
+    """And master weights are the same numbers."""
+    expected = save_as(tiny_llama().to(dtype), tmp_path / "source", kind)
+    seen = _kept(tmp_path, layout, precision)
+    rounded = torch.float32 if precision == "32-true" else torch.bfloat16
+    assert_same(tensors_in(tmp_path / "target"), {name: tensor.to(rounded) for name, tensor in expected.items()})
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == str(rounded)[6:]
+    assert bool(seen["masters"]) == (precision == "bf16-mixed")
+
+
+def test_an_output_layer_that_a_headless_model_lacks_is_new(tmp_path: Path) -> None:
+    tiny_llama().model.save_pretrained(tmp_path / "source")
+    (message,) = _kept(tmp_path, TWO_RANKS)["messages"]
+    assert "newly initialised: lm_head.weight" in message
+    assert tensors_in(tmp_path / "target")["lm_head.weight"].std() > 0
+
+
+def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path) -> None:
+    expected = save_as(tiny_bert("PreTraining"), tmp_path / "source", "safetensors")
+    ignored, new = _kept(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")["messages"]
+    assert new.endswith("newly initialised: classifier.weight, classifier.bias")
+    assert "cls.predictions.transform.dense.weight" in ignored
+    assert "cls.seq_relationship.weight" in ignored
+    saved = tensors_in(tmp_path / "target")
+    weight, bias = saved.pop("classifier.weight"), saved.pop("classifier.bias")
+    assert weight.std() > 0
+    assert (bias == 0).all()
+    assert_same(saved, {name: tensor for name, tensor in expected.items() if name.startswith("bert.")})
+
+
+def test_damaged_files_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "sharded_safetensors")
+    file = sorted((tmp_path / "source").glob("model-*.safetensors"))[2]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(RankError, match=f"CheckpointError: .*{file} is truncated"):
+        _kept(tmp_path, FOUR_RANKS)
+
+
+def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+    model = tiny_llama()
+    save_as(model, tmp_path / "source", "safetensors")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True}))
+    _kept(tmp_path, FOUR_RANKS, "32-true", None, "20KB")
+    files = sorted((tmp_path / "target").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+    ]
+    assert len(files) > 3
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files)
+    index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in model.parameters())
+    loaded, report = type(model).from_pretrained(tmp_path / "target", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(loaded.state_dict(), model.state_dict())
+    assert loaded.generation_config.temperature == 0.7
+
+
+def test_a_directory_that_exists_gets_the_new_model_and_keeps_other_files(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    save_as(tiny_llama(hidden_size=64), tmp_path / "target", "sharded_safetensors")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    for size in ("30KB", 10**6):
+        _kept(tmp_path, Layout(), "32-true", None, size)
+    names = {file.name for file in (tmp_path / "target").iterdir()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"}
+    assert load_file(tmp_path / "target" / "model.safetensors")["model.norm.weight"].shape == (32,)
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    expected = save_as(tiny_llama(hidden_size=64), tmp_path / "target", "safetensors")
+    error = _kept(tmp_path, FOUR_RANKS, "32-true", None, "5GB", "full disk")["error"]
+    assert "is not written" in error
+    assert "File too large" in error
+    names = {file.name for file in (tmp_path / "target").iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json"}
+    assert_same(tensors_in(tmp_path / "target"), expected)
+
+
+def test_a_killed_save_leaves_nothing_of_its_own_under_a_final_name(tmp_path: Path) -> None:
+    save_as(tiny_llama(), tmp_path / "source", "safetensors")
+    save_as(tiny_llama(hidden_size=64), tmp_path / "old", "sharded_safetensors")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
+    for target in ("old", "new"):
+        with pytest.raises(RankError, match="died without a result"):
+            _kept(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
+    assert not (tmp_path / "new").exists()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()} == before
+    _kept(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, num_microbatches=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+def test_weights_get_onto_gpus_and_back(tmp_path: Path, make: Any, layout: Layout) -> None:
+    expected = save_as(make().to(torch.bfloat16), tmp_path / "source", "safetensors")
+    assert _kept(tmp_path, layout, "bf16-mixed", None, "20KB", "", "gpu")["is_on_gpu"]
+    assert_same(tensors_in(tmp_path / "target"), expected)
