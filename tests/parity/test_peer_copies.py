@@ -36,7 +36,8 @@ class _Mail:
 
     def place(self, of: int, on: int, like: torch.Tensor) -> torch.Tensor:
         assert like.numel() * like.element_size() <= self.num_bytes
-        return self.got[of] if on == self.rank else self.sent.setdefault(on, torch.empty_like(like))
+        where = self.got[of] if on == self.rank else self.sent.setdefault(on, torch.empty_like(like).view(torch.uint8))
+        return where.view(like.dtype)
 
     def meet(self) -> None:
         self.met += 1
@@ -99,10 +100,34 @@ def test_copies_are_what_collectives_give(model: str, layout: Layout, exchanges:
         torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)  # fp32 sums in another order, trained
 
 
+def test_copies_in_fp8_are_what_collectives_give() -> None:
+    layout = Layout(tp=2, sequence_parallel=True, num_microbatches=3, fp8="tensorwise")
+    case = Case(steps=3, precision="bf16-mixed", layout=replace(layout, transformer_config_overrides=_FORCED))
+    ranks = run_ranks(_train_with_mail, 2, case)
+    assert {met for *_, met in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
+    assert_same_run(joined_outcome([run for run, *_ in ranks]), outcome(replace(case, layout=layout)))
+
+
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(cp=2, cp_comm_type="a2a")], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True),
+        Layout(tp=2, sequence_parallel=True, fp8="tensorwise"),
+        Layout(cp=2, cp_comm_type="a2a"),
+    ],
+    ids=str,
+)
 def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
-    case = Case(model="llama", layout=replace(layout, num_microbatches=3), accelerator="gpu")
+    precision = "32-true" if layout.fp8 is None else "bf16-mixed"
+    fields = (("intermediate_size", 64),)  # whose half is a multiple of 16
+    case = Case(
+        model="llama",
+        model_fields=fields,
+        layout=replace(layout, num_microbatches=3),
+        precision=precision,
+        accelerator="gpu",
+    )
     plain = run_ranks(_train_without_copies, layout.world_size, case)
     assert_same_run(outcome(case), joined_outcome([run for run, _ in plain]))
 

@@ -6,8 +6,9 @@ weights, e5m2 for gradients (Micikevicius et al. 2022, arXiv 2209.05433). Weight
 norms and what is saved stay as in bf16. Activations are kept in fp8 for the backward pass.
 
 - Under sequence parallelism the bytes that are gathered are fp8, half of bf16's, in both passes: activations before a
-  column-parallel linear, gradients before a row-parallel one. All ranks of the tp group take the group's largest
-  magnitude first (one all-reduce of a number), so the gathered tensor is exactly the one that one rank would make.
+  column-parallel linear, which are kept, and gradients before a row-parallel one. All ranks of the tp group take the
+  group's largest magnitude first (one all-reduce of a number), so the gathered tensor is exactly the one that one rank
+  would make. GPUs of one host copy beside the products (``peer_copies.py``).
 - Tensors that are not gathered (weights, activations inside a block) have a scale per shard, which is never coarser.
 - Training, validation and test compute so, whatever goes through ``Schedule``; text is generated in bf16.
 - Where the first microbatch of a step is, its weight gradient is written, not added: the buffer has just been zeroed.
@@ -22,7 +23,7 @@ checkpoints would have to hold), Transformer Engine's layers (other weight names
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -32,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.kernels import reported_gradient, summed_over_ranks
+from lightning_megatron.engine.fillers.peer_copies import Exchange, Product
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -114,16 +116,40 @@ def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, rows: bool, columns: bool
     return Quantized(numbers if rows else None, transposed, amax / most)
 
 
-def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """[m, k] and [n, k], fp8, to ``a @ b.t()``: [m, n]."""
-    return torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+def _times(weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Product:
+    """``rows @ weight.t()``; weight: [n, k], fp8."""
+
+    def write(rows: Tensor, out: Tensor) -> Tensor:
+        # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
+        where = None if out.data_ptr() % 256 else out
+        product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=where)
+        return product if where is out else out.copy_(product)
+
+    return Product(len(weight), dtype, write)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:
-    """The ranks' fp8 rows one after the other, [tp * m, n], and what to wait for."""
-    whole = torch.empty((group.size() * x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
-    handle = dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), group, async_op=not wait)
-    return whole, handle
+class Collectives:
+    """What ``Exchange`` does, by NCCL or gloo: gathers before a product, scatters beside what is computed meanwhile."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Of a tp group."""
+        self.group = group
+
+    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+        """As ``Exchange``'s."""
+        whole = x.new_empty(self.group.size() * len(x), x.shape[1])
+        dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), self.group)
+        return whole, product(whole)
+
+    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
+        """As ``Exchange``'s."""
+        whole = product(x)
+        part = whole.new_empty(len(whole) // self.group.size(), product.width)
+        handle = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+        if meanwhile is not None:
+            meanwhile()
+        handle.wait()
+        return part
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -148,6 +174,7 @@ class Fp8Linear:
         self.module = module
         self.native = module._forward_impl
         self.group: dist.ProcessGroup = module.tp_group
+        self.exchange: Collectives | Exchange = Collectives(self.group)
         self.is_row = isinstance(module, RowParallelLinear)
         if self.is_row and self.group.size() > 1:
             module.explicit_expert_comm = True
@@ -186,15 +213,13 @@ class Fp8Linear:
         """
         weight: Any = self.module.weight
         if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
-            return _multiply(gradient, inputs, scales, weight.dtype, FAST_BACKWARD)
+            return _times(inputs, scales, weight.dtype, FAST_BACKWARD)(gradient)
         main_grad: Tensor = weight.main_grad
-        # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
-        if self.has_gradient or main_grad.data_ptr() % 256:
-            main_grad.add_(_multiply(gradient, inputs, scales, torch.float32, FAST_BACKWARD))
+        product = _times(inputs, scales, torch.float32, FAST_BACKWARD)
+        if self.has_gradient:
+            main_grad.add_(product(gradient))
         else:
-            torch._scaled_mm(
-                gradient, inputs.t(), *scales, out_dtype=torch.float32, use_fast_accum=FAST_BACKWARD, out=main_grad
-            )
+            product.write(gradient, main_grad)
         self.has_gradient = True
         return reported_gradient(weight)
 
@@ -204,64 +229,59 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, linear: Fp8Linear, has_backward: bool) -> Tensor:
-        module, group = linear.module, linear.group
-        is_split = module.sequence_parallel
+        is_split = linear.module.sequence_parallel
         ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
         keeps_input = has_backward and ctx.needs_input_grad[1]
         x = quantize(
             input.reshape(-1, input.shape[-1]).contiguous(),
             E4M3,
             columns=keeps_input and not ctx.gathers,
-            group=group if ctx.gathers else None,
+            group=linear.group if ctx.gathers else None,
         )
-        whole = _gather(x.rows, group)[0] if ctx.gathers else x.rows
-        quantized = linear.quantized_weight(columns=has_backward or module.training)
-        output = _multiply(whole, quantized.rows, (x.scale, quantized.scale), input.dtype, True)
+        quantized = linear.quantized_weight(columns=has_backward or linear.module.training)
+        product, kept = _times(quantized.rows, (x.scale, quantized.scale), input.dtype, True), x.columns
+        if ctx.gathers:
+            kept, output = linear.exchange.product_of_gathered(x.rows, product)
+        elif ctx.scatters:
+            output = linear.exchange.scattered_product(x.rows, product)
+        else:
+            output = product(x.rows)
         if has_backward:
-            kept = (x.rows if ctx.gathers else x.columns) if keeps_input else None
-            ctx.save_for_backward(kept, x.scale, quantized.columns, quantized.scale)
+            ctx.save_for_backward(kept if keeps_input else None, x.scale, quantized.columns, quantized.scale)
             ctx.linear, ctx.shape = linear, input.shape
-        output = output.view(-1, *input.shape[1:-1], output.shape[-1])
-        return _scatter(output, group)[0] if ctx.scatters else output
+        return output.view(-1, *input.shape[1:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         linear: Fp8Linear = ctx.linear
-        group, (needs_input, needs_weight, *_) = linear.group, ctx.needs_input_grad
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
         of_output = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
-        if ctx.gathers and needs_weight:
-            # Behind the product for the input: CUDA_DEVICE_MAX_CONNECTIONS=1 keeps the order in which both start.
-            x, gathered = _gather(x, group, wait=False)
-        dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group if ctx.scatters else None)
-        rows, columns = dy.rows, dy.columns
+        group = linear.group if ctx.scatters else None
+        dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group)
+        product = _times(weight, (dy.scale, weight_scale), of_output.dtype, FAST_BACKWARD)
+        columns, of_weight = dy.columns, None
+
+        def make_weight_gradient() -> None:
+            nonlocal of_weight
+            if needs_weight:
+                inputs = _transposed(x) if ctx.gathers else x
+                of_weight = linear.add_weight_gradient(columns, inputs, (dy.scale, x_scale))
+
         if ctx.scatters:
-            rows = _gather(rows, group)[0]
+            rows, of_input = linear.exchange.product_of_gathered(dy.rows, product)
             columns = _transposed(rows) if needs_weight else None
-        of_input = of_weight = handle = None
-        if needs_input:
-            of_input = _multiply(rows, weight, (dy.scale, weight_scale), gradients[0].dtype, FAST_BACKWARD)
-        if ctx.gathers and needs_weight:
-            gathered.wait()
-            x = _transposed(x)
-        if of_input is not None:
-            # Behind the product for the weight.
-            if ctx.gathers:
-                of_input, handle = _scatter(of_input, group, wait=False)
-            elif not linear.is_row and linear.module.allreduce_dgrad:
-                handle = dist.all_reduce(of_input, group=group, async_op=True)
-            of_input = of_input.view(ctx.shape)
-        if needs_weight:
-            of_weight = linear.add_weight_gradient(columns, x, (dy.scale, x_scale))
-        if handle is not None:
-            handle.wait()
-        return of_input, of_weight, None, None
-
-
-def _scatter(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:
-    """This rank's part of the sum over the ranks, [s / tp, ...], and what to wait for."""
-    part = torch.empty((x.shape[0] // group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return part, dist.reduce_scatter_tensor(part, x, group=group, async_op=not wait)
+            make_weight_gradient()
+        elif ctx.gathers and needs_input:
+            of_input = linear.exchange.scattered_product(dy.rows, product, make_weight_gradient)
+        else:
+            of_input, handle = product(dy.rows) if needs_input else None, None
+            if of_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
+                handle = dist.all_reduce(of_input, group=linear.group, async_op=True)
+            make_weight_gradient()
+            if handle is not None:
+                handle.wait()
+        return of_input if of_input is None else of_input.view(ctx.shape), of_weight, None, None
 
 
 def use_fp8(chunks: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,24 @@ class Window:
         self._memory.barrier()
 
 
+@dataclass(frozen=True)
+class Product:
+    """What rows [m, k] become: [m, width]."""
+
+    width: int
+    """Columns of the result."""
+    dtype: torch.dtype
+    """Of the result."""
+    write: Callable[[Tensor, Tensor], object]
+    """From rows to where their product belongs."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The product in memory of its own."""
+        out = rows.new_empty(len(rows), self.width, dtype=self.dtype)
+        self.write(rows, out)
+        return out
+
+
 class Exchange:
     """What the linears of a chunk, or its attentions, share: a window, and the stream for copies beside products."""
 
@@ -78,22 +97,22 @@ class Exchange:
         self._stream: torch.cuda.Stream | None = None
         self._window: Window | None = None
 
-    def product_of_gathered(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Gather rows and multiply all of them.
 
         Args:
             x: [rows, k]: this rank's.
-            weight: [k, n].
-            bias: [n]; None for none.
+            product: Of rows.
 
         Returns:
             All rows, [tp * rows, k], and their product, [tp * rows, n].
         """
         main, window, stream = torch.cuda.current_stream(), *self._begin(x)
-        whole, product = (x.new_empty(self.size * len(x), width) for width in weight.shape)
-        of_rank, rows = product.split(len(x)), whole.split(len(x))
+        whole = x.new_empty(self.size * len(x), x.shape[1])
+        products = x.new_empty(len(whole), product.width, dtype=product.dtype)
+        of_rank, rows = products.split(len(x)), whole.split(len(x))
         began = main.record_event()
-        _multiply(x, weight, bias, of_rank[self.rank])
+        product.write(x, of_rank[self.rank])
         stream.wait_event(began)
         with torch.cuda.stream(stream):
             for rank in self._others:
@@ -104,31 +123,31 @@ class Exchange:
                 rows[rank].copy_(x if rank == self.rank else window.place(rank, self.rank, x))
         main.wait_event(arrived)
         for rank in self._others:
-            _multiply(window.place(rank, self.rank, x), weight, bias, of_rank[rank])
+            product.write(window.place(rank, self.rank, x), of_rank[rank])
         main.wait_stream(stream)
-        return whole, product
+        return whole, products
 
-    def scattered_product(self, x: Tensor, weight: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
         """Multiply and give each rank the sum of all ranks' products of its rows.
 
         Args:
             x: [tp * rows, k]: rows of all ranks.
-            weight: [k, n].
+            product: Of rows.
             meanwhile: What else is to be computed.
 
         Returns:
             [rows, n].
         """
         rows = x.split(len(x) // self.size)
-        total = x.new_empty(len(rows[0]), weight.shape[1])
+        total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
         main, window, stream = torch.cuda.current_stream(), *self._begin(total)
         parts = []  # kept until they have been sent
         for rank in self._others:
-            parts.append(rows[rank] @ weight)
+            parts.append(product(rows[rank]))
             stream.wait_event(main.record_event())
             with torch.cuda.stream(stream):
                 window.place(self.rank, rank, total).copy_(parts[-1])
-        torch.mm(rows[self.rank], weight, out=total)
+        product.write(rows[self.rank], total)
         with torch.cuda.stream(stream):
             window.meet()
         if meanwhile is not None:
@@ -181,11 +200,13 @@ class Exchange:
         return self._window, self._stream
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)
+def _times(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """``rows @ weight + bias``; weight: [k, n]."""
+
+    def write(rows: Tensor, out: Tensor) -> Tensor:
+        return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
+
+    return Product(weight.shape[1], weight.dtype, write)
 
 
 class PeerLinear:
@@ -221,7 +242,7 @@ class PeerLinear:
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, linear: PeerLinear) -> Tensor:
-        whole, product = linear.exchange.product_of_gathered(input, weight.t(), bias)
+        whole, product = linear.exchange.product_of_gathered(input, _times(weight.t(), bias))
         ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None)
         ctx.weight, ctx.linear = weight, linear
         return product
@@ -238,7 +259,7 @@ class _ColumnProduct(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 found[1] = gradient.sum(0)
 
-        of_input = ctx.linear.exchange.scattered_product(gradient, ctx.weight, of_parameters)
+        of_input = ctx.linear.exchange.scattered_product(gradient, _times(ctx.weight), of_parameters)
         return of_input, *found, None
 
 
@@ -247,12 +268,12 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: None, linear: PeerLinear) -> Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
         ctx.weight, ctx.linear = weight, linear
-        return linear.exchange.scattered_product(input, weight.t())
+        return linear.exchange.scattered_product(input, _times(weight.t()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
-        whole, of_input = ctx.linear.exchange.product_of_gathered(gradients[0].contiguous(), ctx.weight, None)
+        whole, of_input = ctx.linear.exchange.product_of_gathered(gradients[0].contiguous(), _times(ctx.weight))
         of_weight = ctx.linear.weight_gradient(ctx.weight, inputs, whole) if ctx.needs_input_grad[1] else None
         return of_input, of_weight, None, None
 
@@ -274,21 +295,22 @@ def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
 
 
 def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let linears that gather or scatter rows copy them, if ranks can; every rank must call.
-
-    Those of experts and in fp8 stay.
-    """
+    """Let linears that gather or scatter rows copy them, if ranks can; every rank must call. Those of experts stay."""
     exchanges: dict[dist.ProcessGroup, Exchange | None] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or not module.sequence_parallel:
             continue
-        if module.explicit_expert_comm or "_forward_impl" in vars(module):
+        stands_in: Any = vars(module).get("_forward_impl")  # a PeerLinear of an earlier fit, or an Fp8Linear
+        if stands_in is None and module.explicit_expert_comm:
             continue
-        group = module.tp_group
-        if group not in exchanges:
-            exchanges[group] = exchange_of(group)
-        if (exchange := exchanges[group]) is not None:
+        if module.tp_group not in exchanges:
+            exchanges[module.tp_group] = exchange_of(module.tp_group)
+        if (exchange := exchanges[module.tp_group]) is None:
+            continue
+        if stands_in is None:
             module._forward_impl = PeerLinear(module, exchange)
+        else:
+            stands_in.exchange = exchange
 
 
 def share_memory(group: dist.ProcessGroup) -> bool:
