@@ -260,7 +260,9 @@ class _Product(torch.autograd.Function):
         group = linear.group if ctx.scatters else None
         dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group)
         product = _times(weight, (dy.scale, weight_scale), of_output.dtype, FAST_BACKWARD)
-        columns, of_weight = dy.columns, None
+        columns = dy.columns
+        of_input: Tensor | None
+        of_weight: Tensor | None = None
 
         def make_weight_gradient() -> None:
             nonlocal of_weight
