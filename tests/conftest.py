@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import Baseline, drop_process_groups, process_group_leaks
-from tests.ranks import close_pool
 
 # Tests must not depend on the network; set before any library reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -78,8 +77,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if present < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA devices, {present} on this machine"))
-
-
-def pytest_sessionfinish() -> None:
-    """End the process that the ranks are forked from."""
-    close_pool()

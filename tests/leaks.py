@@ -1,6 +1,6 @@
 """Detection of what a test leaves behind in its process.
 
-Shared by the guard of the pytest process (conftest.py) and by the ranks (rank_zygote.py). Nothing heavy is imported
+Shared by the guard of the pytest process (conftest.py) and by the ranks (ranks.py). Nothing heavy is imported
 here: a library that the test did not load cannot have been changed by it.
 """
 

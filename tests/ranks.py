@@ -1,8 +1,8 @@
-"""Pool of ranks for tests: run a function on several ranks without eight seconds of imports for each.
+"""Ranks for tests: run a function on several ranks without eight seconds of imports for each.
 
 ``run_ranks(fn, world_size, *args)`` runs ``fn(*args)`` on every rank and returns the results in rank order. The ranks
-are forked from one warm process per session (rank_zygote.py) that has imported torch, Lightning, Megatron and this
-package once. A forked rank starts in milliseconds and is never reused, so nothing leaks from one test to the next and a
+are processes of multiprocessing's fork server, which has imported torch, Lightning, Megatron and this package once
+(preload.py). A forked rank starts in milliseconds and is never reused, so nothing leaks from one test to the next and a
 rank may die in any way.
 
 ``fn`` must be a function at the top level of an importable module (``tests.…``), without a fixture's closure; it is
@@ -14,27 +14,60 @@ caller's working directory, environment and import path.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 _GRACE_SECONDS = 1.0
 """How long the other ranks may take to report once one has failed; usually they hang in a collective."""
-_POLL_SECONDS = 0.01
 _LOG_TAIL_CHARACTERS = 6000
+PRELOADED = (
+    "pytest",
+    "numpy.ctypeslib",
+    "torch._dynamo",  # torch.optim imports it at the first step
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
+    "megatron.core.models.gpt",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.megatron_bert.modeling_megatron_bert",
+    "transformers.models.t5.modeling_t5",
+    "lightning_megatron.cli.train",
+    "lightning_megatron.convert.convert",
+    "lightning_megatron.generate.pipeline",
+    "lightning_megatron.model_summary",
+    "lightning_megatron.models.build",
+    "tests.cli.command",
+    "tests.checkpoint.runs",
+    "tests.families.parity",
+)
+"""What most rank functions need, and what it imports."""
+_SERVER_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    # One thread a process: the server must have none when it forks, and ranks share few cores.
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    # Asking the driver library whether a GPU exists would make CUDA unusable in the forked ranks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 
 
 class RankError(AssertionError):
@@ -48,162 +81,180 @@ class RankError(AssertionError):
         """Name of the exception's class, e.g. ``ConfigError``; None if the process died or was too slow."""
 
 
-class _Job:
-    """One call of ``run_ranks``: a folder with the function, and for each rank a log and a result."""
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 
-    def __init__(self, folder: Path, fn: Callable[..., Any], pids: list[int]) -> None:
-        self.folder, self._fn, self._pids = folder, fn, pids
-        self._results: dict[int, dict[str, Any]] = {}
-        """Of the ranks that have ended: ``value``, or ``traceback`` and ``error_type``."""
+    Args:
+        fn: A function at the top level of an importable module.
+        world_size: Number of processes.
+        args: Picklable arguments, the same for every rank.
+        timeout: Seconds until every rank is killed, its stack shown.
 
-    def wait(self, timeout: float) -> list[Any]:
+    Raises:
+        RankError: If a rank raises, dies or does not end in time; the text holds the tracebacks and the output.
+    """
+    job = Job(fn, world_size, *args)
+    try:
+        return job.results(timeout)
+    finally:
+        job.close()
+
+
+class Job:
+    """The ranks of one call of ``run_ranks``, and a folder with what each prints."""
+
+    def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        with patch.dict(os.environ, _SERVER_ENVIRONMENT):
+            forkserver.ensure_running()
+        self.processes: list[Any] = []
+        self._fn, self._folder = fn, Path(tempfile.mkdtemp(prefix="ranks_"))
+        self._pipes: list[Connection] = []
+        self._ended: dict[int, dict[str, Any]] = {}
+        """Of the ranks that have ended: ``value``, or ``traceback`` and ``error_type``, in this order."""
+        environment = {**os.environ, **_torchrun_environment(world_size)}
+        call = pickle.dumps((fn, args))  # as plain data: a tensor in a process's arguments would be shared
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_run_rank, args=(ranked, call, self._log(rank), theirs))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def results(self, timeout: float) -> list[Any]:
         """What the ranks return; after a first failure the others have a moment to report theirs."""
         deadline = time.monotonic() + timeout
-        while len(self._results) < len(self._pids) and time.monotonic() < deadline:
+        while (left := self._left()) and (seconds := deadline - time.monotonic()) > 0:
             had_failed = self._failed()
+            wait([each for rank in left for each in (self._pipes[rank], self.processes[rank].sentinel)], seconds)
             self._collect()
             if self._failed() and not had_failed:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            time.sleep(_POLL_SECONDS)
         if failed := self._failed():
             raise self._failure(failed)
-        if len(self._results) < len(self._pids):
+        if self._left():
             raise RankError(self._timeout(timeout))
-        return [self._results[rank]["value"] for rank in range(len(self._pids))]
+        return [self._ended[rank]["value"] for rank in range(len(self.processes))]
 
-    def kill(self) -> None:
-        """End every rank and what it started; each rank leads a process group of its own."""
-        for pid in self._pids:
+    def close(self) -> None:
+        """End every rank and what it started, each being the leader of a process group; forget what they printed."""
+        for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while any(_is_alive(pid) for pid in self._pids) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def logs(self) -> str:
+        """The end of what each rank printed."""
+        paths = [self._log(rank) for rank in range(len(self.processes))]
+        texts = [path.read_text(errors="replace").strip() if path.exists() else "" for path in paths]
+        ends = [text[-_LOG_TAIL_CHARACTERS:] for text in texts]
+        return "".join(f"---- output of rank {rank} ----\n{end}\n" for rank, end in enumerate(ends) if end)
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"log_{rank}.txt"
 
     def _collect(self) -> None:
-        for rank in self._unfinished():
-            # Whether it lives is asked before the file is looked for: a rank writes its result before it ends.
-            alive = _is_alive(self._pids[rank])
-            path = self.folder / f"result_{rank}.pickle"
-            if path.exists():
-                self._results[rank] = pickle.loads(path.read_bytes())
-            elif not alive:
-                self._results[rank] = {"traceback": f"rank {rank} (pid {self._pids[rank]}) died without a result\n"}
+        for rank in self._left():
+            code = self.processes[rank].exitcode  # asked before its result: a rank that sends one lives on
+            died = {"traceback": f"rank {rank} died without a result (exit code {code})\n"}
+            if self._pipes[rank].poll():
+                try:
+                    self._ended[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    self._ended[rank] = died
+            elif code is not None:
+                self._ended[rank] = died
 
-    def _unfinished(self) -> list[int]:
-        return [rank for rank in range(len(self._pids)) if rank not in self._results]
+    def _left(self) -> list[int]:
+        return [rank for rank in range(len(self.processes)) if rank not in self._ended]
 
     def _failed(self) -> list[int]:
-        """The ranks that failed, the first one first."""
-        return [rank for rank, result in self._results.items() if "traceback" in result]
+        return [rank for rank, result in self._ended.items() if "traceback" in result]
 
     def _failure(self, failed: list[int]) -> RankError:
         first, *others = failed
-        told = self._results[first]
-        lines = [f"{self._fn.__name__} failed on rank {first} of {len(self._pids)}\n", told["traceback"]]
+        told = self._ended[first]
+        lines = [f"{self._fn.__name__} failed on rank {first} of {len(self.processes)}\n", told["traceback"]]
         for rank in others:
-            if self._results[rank]["traceback"] != told["traceback"]:
-                lines.append(f"---- rank {rank} failed too ----\n{self._results[rank]['traceback']}")
-        if self._unfinished():
-            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._unfinished()))} ----\n")
-        return RankError("".join([*lines, self._logs()]), rank=first, error_type=told.get("error_type"))
+            if self._ended[rank]["traceback"] != told["traceback"]:
+                lines.append(f"---- rank {rank} failed too ----\n{self._ended[rank]['traceback']}")
+        if self._left():
+            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._left()))} ----\n")
+        return RankError("".join([*lines, self.logs()]), rank=first, error_type=told.get("error_type"))
 
     def _timeout(self, seconds: float) -> str:
-        for rank in self._unfinished():
+        for rank in self._left():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
+                os.kill(self.processes[rank].pid, signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
         time.sleep(0.5)
-        names = ", ".join(map(str, self._unfinished()))
-        return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self._logs()}"
-
-    def _logs(self) -> str:
-        """The end of what each rank printed."""
-        texts = [(self.folder / f"log_{rank}.txt").read_text(errors="replace") for rank in range(len(self._pids))]
-        ends = [text.strip()[-_LOG_TAIL_CHARACTERS:] for text in texts]
-        return "".join(f"---- output of rank {rank} ----\n{end}\n" for rank, end in enumerate(ends) if end)
+        names = ", ".join(map(str, self._left()))
+        return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self.logs()}"
 
 
-def _is_alive(pid: int) -> bool:
-    # The zygote ignores SIGCHLD, so ended ranks are reaped at once and never linger as zombies.
+# ---- in a rank ------------------------------------------------------------------------------------------------------
+
+
+def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Connection) -> None:
+    """Do one rank's part of a job, send how it ended, and wait to be killed.
+
+    Were it to end by itself, the store that rank 0 hosts would vanish under ranks that still need it.
+    """
+    os.setsid()  # a process group of its own, so that whatever it starts can be killed with it
+    die_with_parent(os.getppid())
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [__file__]
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        payload = pickle.dumps({"value": _call(call)})
+    except BaseException as error:  # SystemExit too: a rank that exits has not returned a result
+        payload = pickle.dumps({"traceback": traceback.format_exc(), "error_type": type(error).__name__})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    results.send_bytes(payload)
+    while True:
+        signal.pause()
 
 
-class RankPool:
-    """Starts ranks by asking one warm process to fork; started itself on first use and after a failure of its own."""
+def _call(pickled: bytes) -> Any:
+    """Call the function with the same random state whatever ran before, and refuse patches that it leaves behind."""
+    import numpy
+    import torch
+    from lightning_utilities.core.rank_zero import rank_zero_only
 
-    def __init__(self) -> None:
-        self._zygote: subprocess.Popen[str] | None = None
-        self._folder: Path | None = None
-        self._jobs = 0
+    from tests.leaks import Baseline
 
-    def run(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """Do one call of ``run_ranks``."""
-        self._start_if_needed()
-        job = self._submit(fn, world_size, args)
-        try:
-            return job.wait(timeout)
-        finally:
-            job.kill()
-            shutil.rmtree(job.folder, ignore_errors=True)
+    torch.set_num_threads(1)
+    rank_zero_only.rank = int(os.environ["RANK"])  # Lightning read it at import, in the server, where there was no rank
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    fn, args = pickle.loads(pickled)
+    baseline = Baseline()
+    value = fn(*args)
+    if leaks := baseline.leaks():
+        raise AssertionError("the rank function left behind: " + "; ".join(leaks))
+    return value
 
-    def close(self) -> None:
-        """End the warm process, and with it whatever it forked."""
-        if self._zygote is not None:
-            with self._zygote as zygote:
-                zygote.kill()
-            self._zygote = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
-    def _start_if_needed(self) -> None:
-        if self._zygote is not None and self._zygote.poll() is None:
-            return
-        self.close()
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-            # One thread a process: the warm process must have none when it forks, and ranks share few cores.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            # Asking the driver library whether a GPU exists would make CUDA unusable in the forked ranks.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
-    def _submit(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> _Job:
-        zygote: Any = self._zygote
-        self._jobs += 1
-        folder = Path(str(self._folder)) / f"job_{self._jobs}"
-        folder.mkdir()
-        request = {
-            "environment": {**os.environ, **_torchrun_environment(world_size)},
-            "cwd": os.getcwd(),
-            "path": list(sys.path),
-            # Pickled apart: the rank can unpickle it only after it has the caller's import path.
-            "call": pickle.dumps((fn, args)),
-        }
-        (folder / "request.pickle").write_bytes(pickle.dumps(request))
-        zygote.stdin.write(f"{world_size} {folder}\n")
-        zygote.stdin.flush()
-        reply = zygote.stdout.readline()
-        if not reply:
-            raise RankError("the process that ranks are forked from died; run `python -m tests.rank_zygote` to see why")
-        return _Job(folder, fn, [int(pid) for pid in reply.split()])
 
+# ---- ports ----------------------------------------------------------------------------------------------------------
 
 _ports = range(15_000, 30_000)
 _reserved: list[socket.socket] = []
@@ -234,37 +285,12 @@ def _free_port() -> int:
 
 def _torchrun_environment(world_size: int) -> dict[str, str]:
     """What torchrun exports, apart from the ranks, which are set in each process."""
-    port = _free_port()
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(_free_port()),
         "TORCHELASTIC_RUN_ID": "ranks",
         "OMP_NUM_THREADS": "1",
     }
-
-
-_pool = RankPool()
-atexit.register(_pool.close)
-
-
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0) -> list[Any]:
-    """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
-
-    Args:
-        fn: A function at the top level of an importable module.
-        world_size: Number of processes.
-        args: Picklable arguments, the same for every rank.
-        timeout: Seconds until every rank is killed, its stack shown.
-
-    Raises:
-        RankError: If a rank raises, dies or does not end in time; the text holds the tracebacks and the output.
-    """
-    return _pool.run(fn, world_size, args, timeout)
-
-
-def close_pool() -> None:
-    """End the warm process; the next ``run_ranks`` starts another."""
-    _pool.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import PRELOADED, RankError, run_ranks
 
 
 def _environment_and_tensor() -> tuple[dict[str, str], str, object]:
@@ -88,6 +88,4 @@ def test_a_rank_that_fails_dies_or_hangs_ends_the_others_and_is_shown(
 
 def test_what_is_imported_once_for_all_ranks_exists() -> None:
     """A module that is missing is passed over, and each rank would import in vain what the warm process could."""
-    from tests.rank_zygote import _PRELOADED
-
-    assert [name for name in _PRELOADED if importlib.util.find_spec(name) is None] == []
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []

@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.campaigns import Attempt, Outcome
 from tests.checkpoint.runs import Run, fit
-from tests.ranks import _is_alive, _pool
+from tests.ranks import Job
 
 _PHASES = {
     "training": "on_train_batch_start",
@@ -146,21 +146,21 @@ def _run_to_end(
     faults = folder / "faults.txt"
     for old in [*folder.glob("code_*.txt"), *folder.glob("faults.txt")]:
         old.unlink()
-    _pool._start_if_needed()
-    job = _pool._submit(_train, len(_RANKS), (run, folder, fault))
+    job = Job(_train, len(_RANKS), run, folder, fault)
     begin = time.time()
     try:
         while True:
-            left = [rank for rank, pid in enumerate(job._pids) if rank not in stopped and _is_alive(pid)]
+            left = [rank for rank in _RANKS if rank not in stopped and job.processes[rank].is_alive()]
             times = faults.read_text().split() if faults.exists() else []
             if not left or time.time() > (float(times[0]) if times else begin + 60) + patience:
                 break
             time.sleep(0.02)
         seconds = time.time() - (float(times[0]) if times else begin)
+        printed = job.logs()
     finally:
-        job.kill()
+        job.close()
     codes = {int(path.stem[5:]): int(path.read_text()) for path in folder.glob("code_*.txt")}
-    return _Ended(codes=codes, left=left, seconds=seconds, printed=job._logs())
+    return _Ended(codes=codes, left=left, seconds=seconds, printed=printed)
 
 
 def _losses(folder: Path) -> dict[str, set[str]]:

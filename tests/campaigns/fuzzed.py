@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns import Attempt, Outcome
-from tests.rank_zygote import _die_with_parent
+from tests.ranks import die_with_parent
 
 _MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
 _MOST_OF_LARGER_MODELS = 1000
@@ -313,7 +313,7 @@ def _run(command: str, folder: Path) -> _Ended:
     output = folder.parent / f"{folder.name}.printed"
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        _die_with_parent(parent)
+        die_with_parent(parent)
         signal.alarm(_PATIENCE)
         _be(command, folder, output)
     _, status, usage = os.wait4(pid, 0)
