@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import Baseline, drop_process_groups, process_group_leaks
+from tests.leaks import Baseline, process_group_leaks
 
 # Tests must not depend on the network; set before any library reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,7 +56,6 @@ def _no_leaks() -> Iterator[None]:
             else:
                 del os.environ[key]
     torch_state.restore()
-    drop_process_groups()
     assert not leaks, "the test left behind: " + "; ".join(leaks)
 
 

@@ -1,11 +1,12 @@
 """Detection of what a test leaves behind in its process.
 
-Shared by the guard of the pytest process (conftest.py) and by the ranks (ranks.py). Nothing heavy is imported
-here: a library that the test did not load cannot have been changed by it.
+Shared by the guard of the pytest process (conftest.py) and by the ranks (ranks.py). Nothing heavy is imported here: a
+library that the test did not load cannot have been changed by it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -13,57 +14,66 @@ _MISSING = object()
 
 
 class Baseline:
-    """The state of torch at one moment, as far as it is loaded; ``leaks()`` names what differs later."""
+    """The state of torch, Lightning and Megatron at one moment, as far as they are loaded."""
 
     def __init__(self) -> None:
-        torch = sys.modules.get("torch")
-        self._loaded = torch is not None
-        if torch is not None:
-            self._dtype = torch.get_default_dtype()
-            self._cuda = {name: value for name, value in vars(torch.cuda).items() if callable(value)}
+        self._places, self._switches = _places(), _switches()
 
     def leaks(self) -> list[str]:
-        """What was changed and not restored; empty if nothing, or if torch was not loaded at the baseline."""
-        if not self._loaded:
-            return []
-        torch = sys.modules["torch"]
-        found = [
-            f"torch.cuda.{name} is patched"
-            for name, value in self._cuda.items()
-            if vars(torch.cuda).get(name, _MISSING) is not value
+        """What has been changed and not restored since then."""
+        now, switches = _places(), _switches()
+        found = [f"{owner.__name__}.{name} is patched" for owner, name in self._changed(now)]
+        return found + [
+            f"torch's {name} is {switches[name]}" for name in self._switches if self._switches[name] != switches[name]
         ]
-        if torch.get_default_dtype() != self._dtype:
-            found.append(f"torch's default dtype is {torch.get_default_dtype()}")
-        return found
 
     def restore(self) -> None:
-        """Put back what ``leaks()`` names, so that one bad test does not fail the next."""
-        if not self._loaded:
-            return
-        torch = sys.modules["torch"]
-        torch.set_default_dtype(self._dtype)
-        for name, value in self._cuda.items():
-            if vars(torch.cuda).get(name, _MISSING) is not value:
-                setattr(torch.cuda, name, value)
+        """Put back what is patched, and the default dtype, so that one bad test does not fail the next."""
+        for owner, name in self._changed(_places()):
+            if self._places[owner, name] is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, self._places[owner, name])
+        if self._switches:
+            sys.modules["torch"].set_default_dtype(self._switches["default dtype"])
+
+    def _changed(self, now: dict[tuple[Any, str], Any]) -> list[tuple[Any, str]]:
+        return [place for place, value in self._places.items() if now.get(place, _MISSING) is not value]
 
 
-def process_group_leaks() -> list[str]:
-    """Process groups that exist in this process: fine in a rank, a leak in the pytest process."""
-    found = []
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        found.append("torch.distributed is initialised; use run_ranks() instead of the pytest process")
-    parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        found.append("megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process")
+def _places() -> dict[tuple[Any, str], Any]:
+    """Every place that the strategy patches in a run, and all functions of torch.cuda, as they are now."""
+    torch = sys.modules.get("torch")
+    table = sys.modules.get("lightning_megatron.engine.patches")
+    found = {(torch.cuda, name): each for name, each in vars(torch.cuda).items() if callable(each)} if torch else {}
+    for patch in (*table.patches("cpu"), *table.CPU) if table else ():
+        if (module := sys.modules.get(patch.module)) is not None:
+            *path, name = patch.attribute.split(".")
+            owner = functools.reduce(getattr, path, module)
+            found[owner, name] = vars(owner).get(name, _MISSING)
     return found
 
 
-def drop_process_groups() -> None:
-    """Destroy what ``process_group_leaks`` names."""
+def _switches() -> dict[str, Any]:
+    if (torch := sys.modules.get("torch")) is None:
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "number of function modes": torch.overrides._len_torch_function_stack(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+    }
+
+
+def process_group_leaks() -> list[str]:
+    """Process groups that exist in this process, which are destroyed: fine in a rank, a leak in the pytest process."""
+    found = []
+    distributed: Any = sys.modules.get("torch.distributed")
     parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        found.append("megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process")
         parallel_state.destroy_model_parallel()
-    distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        found.append("torch.distributed is initialised; use run_ranks() instead of the pytest process")
         distributed.destroy_process_group()
+    return found

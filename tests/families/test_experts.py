@@ -19,7 +19,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 28}),
     "olmoe": ("Olmoe", {**_LIKE_LLAMA, "num_experts": 4, "router_aux_loss_coef": 0.1}),
-    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 12, "max_window_layers": 4, "norm_topk_prob": True}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 

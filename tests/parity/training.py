@@ -8,7 +8,7 @@ so that any layout can be compared with one process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -216,7 +216,26 @@ def joined_outcome(ranks: list[RankOutcome], copies_rtol: float = 0.0) -> Outcom
     )
 
 
+def same_on_all(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
+    """What ``fn(case, *args)`` returns on the ranks of the case's layout: on each the same."""
+    first, *others = run_ranks(fn, case.layout.world_size, case, *args, timeout=240)
+    assert all(other == first for other in others)
+    return first
+
+
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def told(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The line with which a call is refused."""
+    import pytest
+
+    from lightning_megatron.errors import ConfigError
+
+    with pytest.raises(ConfigError) as error:
+        call(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -246,9 +265,9 @@ def train(case: Case) -> RankOutcome:
 
 
 def train_module(
-    module: Any, case: Case, loader: Any, callbacks: Sequence[Any] = (), logger: Any = False, collect: Any = shards
+    module: Any, case: Case, loader: Any, collect: Any = shards, ckpt_path: Any = None, **options: Any
 ) -> RankOutcome:
-    """Train a module of one's own on data of one's own; ``collect`` takes its tensors."""
+    """Train a module on a loader of one's own; ``collect`` takes its tensors, ``options`` are those of the Trainer."""
     from lightning.pytorch import Callback
 
     class Recorder(Callback):
@@ -273,7 +292,8 @@ def train_module(
             self.grad_norms.append(trainer.strategy.optimizer_report.grad_norm)
 
     recorder = Recorder()
-    trainer_of(case, callbacks=[recorder, *callbacks], logger=logger).fit(module, loader)
+    options["callbacks"] = [recorder, *options.pop("callbacks", ())]
+    trainer_of(case, **options).fit(module, loader, ckpt_path=ckpt_path)
     finish_parameter_gathers(module)
     return RankOutcome(
         losses=recorder.losses,

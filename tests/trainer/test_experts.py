@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train_and_save
+from tests.parity.training import told
 from tests.ranks import run_ranks
 
 MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.1}
@@ -59,12 +61,6 @@ def test_a_bias_follows_the_load_of_the_whole_batch(ranks: int, strategy: dict[s
 
 
 def test_sigmoids_are_chosen_as_by_megatron() -> None:
-    run_ranks(_choose_as_megatron, 1)
-
-
-def _choose_as_megatron() -> None:
-    from types import SimpleNamespace
-
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     from lightning_megatron.engine.fillers.experts import Router
@@ -77,39 +73,21 @@ def _choose_as_megatron() -> None:
     torch.testing.assert_close(torch.zeros(50, 8).scatter(1, chosen, probs), dense)
 
 
-def test_the_published_config_of_qwen3_is_taken() -> None:
-    from lightning_megatron.convert.registry import model_config
-
-    published = {"model_type": "qwen3_moe", "head_dim": 128, "max_window_layers": 48, "num_hidden_layers": 48}
-    assert model_config(published).kv_channels == 128
-
-
-def _refused(run: Run, path: Path | None = None, then: str = "") -> str:
-    """What a run is told, or then its export; or the conversion of a checkpoint."""
-    from lightning_megatron import ConfigError
-    from lightning_megatron.convert import ConvertOptions
-    from lightning_megatron.convert.convert import convert
-
-    try:
-        if then == "convert":
-            convert(ConvertOptions(load_path=Path(str(path)), save_path=Path(f"{path}.hf"), to="hf"))
-        else:
-            fit(run)[0].lightning_module.save_pretrained(f"{path}.hf")
-    except ConfigError as error:
-        return str(error)
-    return ""
+def _exported(run: Run) -> None:
+    fit(run)[0].lightning_module.save_pretrained("exported")
 
 
 def test_biases_are_not_left_out_silently(tmp_path: Path) -> None:
+    from lightning_megatron.convert.convert import ConvertOptions, convert
+
     biased, path, plain = RUN.but(strategy=EXPERT_BIAS), tmp_path / "a.ckpt", tmp_path / "b.ckpt"
     run_ranks(train_and_save, 1, biased, path)
     run_ranks(train_and_save, 1, RUN, plain)
-    for arguments, says in (
-        ((biased, path), "no Hugging Face mixtral model has biases of experts"),
-        ((RUN, path, "convert"), "expert_bias"),
-        ((RUN.but(ckpt_path=str(path)),), "expert_bias=True there and None here"),
-        ((biased.but(ckpt_path=str(plain)),), "expert_bias"),
-        ((RUN.but(model={"num_local_experts": 8}, ckpt_path=str(plain)),), "experts.num_experts=4 there and 8 here"),
+    for says, call, *arguments in (
+        ("no Hugging Face mixtral model has biases of experts", _exported, biased),
+        ("expert_bias", convert, ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf")),
+        ("expert_bias=True there and None here", fit, RUN.but(ckpt_path=str(path))),
+        ("expert_bias", fit, biased.but(ckpt_path=str(plain))),
+        ("experts.num_experts=4 there and 8 here", fit, RUN.but(model={"num_local_experts": 8}, ckpt_path=str(plain))),
     ):
-        (told,) = run_ranks(_refused, 1, *arguments)
-        assert says in told
+        assert says in run_ranks(told, 1, call, *arguments)[0]

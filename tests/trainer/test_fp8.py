@@ -11,9 +11,19 @@ import torch
 
 from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_and_keep
 from tests.parity.comparison import relative_error
-from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, outcome, train_module, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    RankOutcome,
+    loader_of,
+    module_of,
+    outcome,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
+from tests.trainer.test_freezing import train_frozen
 
 BF16 = Case(precision="bf16-mixed")
 WIDE_MLP = (("intermediate_size", 64),)
@@ -31,6 +41,10 @@ def _in_fp8(case: Case, **layout: Any) -> Outcome:
     return outcome(replace(case, layout=Layout(fp8="tensorwise", **layout)))
 
 
+def _assert_near(found: Outcome | RankOutcome, near: Outcome | RankOutcome) -> None:
+    assert found.losses == pytest.approx(near.losses, abs=NEAR)
+
+
 @pytest.mark.parametrize(
     ("model", "fields"), [("gpt2", ()), ("llama", WIDE_MLP), ("t5", ())], ids=["gpt2", "llama", "t5"]
 )
@@ -38,8 +52,7 @@ def test_a_run_stays_near_that_of_bf16(model: str, fields: tuple[tuple[str, Any]
     case = replace(BF16, model=model, model_fields=fields)
     exact, near, found = outcome(replace(case, precision="32-true")), outcome(case), _in_fp8(case)
     assert found.losses[0] != near.losses[0]
-    for one, other in zip(found.losses, near.losses, strict=True):
-        assert one == pytest.approx(other, abs=NEAR)
+    _assert_near(found, near)
     for key, gradient in exact.gradients.items():
         error = relative_error(found.gradients[key], gradient)
         assert error < TIMES_BF16 * relative_error(near.gradients[key], gradient), key
@@ -69,53 +82,24 @@ def test_what_does_not_cut_a_tensor_changes_nothing(layout: Layout, same_as: Lay
 
 def test_a_gathered_sequence_is_quantized_as_a_whole_one() -> None:
     whole, parts = _in_fp8(BF16, tp=2), _in_fp8(BF16, tp=2, sequence_parallel=True)
-    near = outcome(BF16)
     # What norms add up over ranks, in bf16, is all that differs before the first update.
     assert parts.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
     for key, gradient in whole.gradients.items():
         assert relative_error(parts.gradients[key], gradient) < 0.05, key
-    for one, other in zip(parts.losses, near.losses, strict=True):
-        assert one == pytest.approx(other, abs=NEAR)
-
-
-def test_all_axes_together_stay_near_bf16() -> None:
+    _assert_near(parts, outcome(BF16))
     layout = {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2, "recompute": "full"}
-    for one, other in zip(_in_fp8(BF16, **layout).losses, outcome(BF16).losses, strict=True):
-        assert one == pytest.approx(other, abs=NEAR)
-
-
-def _last_layers_trained(case: Case) -> tuple[list[float], set[int]]:
-    """The losses, and the layers of this rank whose matrices have moved; those below the middle are frozen."""
-    from lightning_megatron import MegatronModule
-
-    losses, before = [], []
-
-    class Frozen(MegatronModule):
-        def configure_model(self) -> None:
-            super().configure_model()
-            (chunk,) = self.model_chunks
-            chunk.embedding.requires_grad_(False)
-            chunk.decoder.layers[:2].requires_grad_(False)
-
-        def on_train_start(self) -> None:
-            before.extend(shards(self))
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            losses.append(outputs["loss"].item())
-
-    module = module_of(case, Frozen)
-    trainer_of(case).fit(module, loader_of(case))
-    pairs = zip(before, shards(module), strict=True)
-    return losses, {a.offset[0] for a, b in pairs if "linear" in a.key and not torch.equal(a.data, b.data)}
+    _assert_near(_in_fp8(BF16, **layout), outcome(BF16))
 
 
 def test_frozen_layers_stay_as_they_are() -> None:
     layout = Layout(tp=2, sequence_parallel=True)
-    near = run_ranks(_last_layers_trained, 2, replace(BF16, layout=layout))
-    found = run_ranks(_last_layers_trained, 2, replace(BF16, layout=replace(layout, fp8="tensorwise")))
-    assert [moved for _, moved in found] == [{2, 3}] * 2
-    for one, other in zip(found[0][0], near[0][0], strict=True):
-        assert one == pytest.approx(other, abs=NEAR)
+    near, found = (
+        run_ranks(train_frozen, 2, replace(BF16, layout=each), "lower half")[0][0]
+        for each in (layout, replace(layout, fp8="tensorwise"))
+    )
+    moved = {name for name, weight in found.weights.items() if not torch.equal(weight, found.initial_weights[name])}
+    assert {name.split(".")[2] for name in moved if ".h." in name} == {"2", "3"}
+    _assert_near(found, near)
 
 
 def _logits_and_losses(case: Case, folder: str) -> dict[str, Any]:
@@ -169,17 +153,3 @@ def test_a_run_is_resumed_exactly_and_checkpoints_are_those_of_bf16(tmp_path: Pa
             if name == saved:
                 assert found.steps == {step: numbers for step, numbers in expected.steps.items() if step > 2}
                 assert differences(expected.state, found.state) == []
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
-def _warned(case: Case) -> list[str]:
-    with pytest.warns(UserWarning, match="fp8: hidden_size=32 is below") as caught:
-        trainer_of(case).fit(module_of(case), loader_of(case))
-    return [str(each.message) for each in caught if str(each.message).startswith("fp8")]
-
-
-def test_a_narrow_model_is_warned_of_once() -> None:
-    case = replace(BF16, layout=Layout(fp8="tensorwise"), steps=1)
-    assert len(run_ranks(_warned, 1, case)[0]) == 1

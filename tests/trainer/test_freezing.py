@@ -13,69 +13,40 @@ import torch
 from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
-from tests.parity.sharding import Tensors, finish_parameter_gathers, shards
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.parity.sharding import finish_parameter_gathers, shards
+from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, told, train_module, trainer_of
 from tests.ranks import run_ranks
 
-What = Literal["embeddings", "lower half", "all but the last layer", "nothing"]
+What = Literal["embeddings", "lower half", "all but the last layer"]
 OPTIMIZER = (("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
 CASE = Case(steps=3, optimizer=OPTIMIZER, clip=0.5, labels="uneven")
 
 
-def _module(case: Case, what: What) -> Any:
-    """A module that freezes what a user would, on whichever rank it is."""
+def train_frozen(case: Case, what: What, **options: Any) -> tuple[RankOutcome, int, int]:
+    """What a run does, by Hugging Face's names on the first rank, numbers in moments and those that may change."""
     from lightning_megatron import MegatronModule
     from lightning_megatron.engine.wrap import unwrap
 
-    if what == "nothing":
-        return module_of(case)
+    class Freezing(MegatronModule):
+        """Freezes what a user would, on whichever rank it is."""
 
-    class InConfigureModel(MegatronModule):
+        def setup(self, stage: str) -> None:
+            if what == "all but the last layer":
+                self.freeze()
+
         def configure_model(self) -> None:
             super().configure_model()
             for chunk in map(unwrap, self.model_chunks):  # type: ignore[arg-type]
                 if hasattr(chunk, "embedding"):
                     chunk.embedding.requires_grad_(False)
-                if what == "lower half":
-                    for layer in chunk.decoder.layers:
-                        layer.requires_grad_(layer.layer_number > 2)
+                for layer in chunk.decoder.layers if what != "embeddings" else ():
+                    layer.requires_grad_(layer.layer_number > (2 if what == "lower half" else 3))
 
-    class InSetup(MegatronModule):
-        def setup(self, stage: str) -> None:
-            self.freeze()
-
-        def configure_model(self) -> None:
-            super().configure_model()
-            for chunk in map(unwrap, self.model_chunks):  # type: ignore[arg-type]
-                for layer in chunk.decoder.layers:
-                    layer.requires_grad_(layer.layer_number == 4)
-
-    return module_of(case, InSetup if what == "all but the last layer" else InConfigureModel)
-
-
-Result = tuple[list[float], list[float], Tensors, Tensors, int, int]
-"""Tensors on the first rank, by Hugging Face's names."""
-
-
-def _train(case: Case, what: What, **options: Any) -> Result:
-    """Losses, gradient norms, weights before and after, and numbers in moments and in weights that may change."""
-    losses, norms = [], []
-    before: Tensors = {}
-
-    def keep(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        losses.append(outputs["loss"].item())
-        norms.append(trainer.strategy.optimizer_report.grad_norm)
-
-    watch = callback(on_train_start=lambda _, module: before.update(tensors_of(module)), on_train_batch_end=keep)
-    ckpt_path = options.pop("ckpt_path", None)
-    options["callbacks"] = [watch, *options.pop("callbacks", [])]
-    module, trainer = _module(case, what), trainer_of(case, **options)
-    trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
-    finish_parameter_gathers(module)
-    states = trainer.strategy.optimizers[0].parts[0].optimizer.state
+    module = module_of(case, Freezing)
+    run = train_module(module, case, loader_of(case), collect=tensors_of, **options)
+    states = module.trainer.strategy.optimizers[0].parts[0].optimizer.state
     moments = sum(t.numel() for state in states.values() for t in state.values())
-    trained = sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad)
-    return losses, norms, before, tensors_of(module), moments, trained
+    return run, moments, sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad)
 
 
 def _freeze(model: Any, what: What) -> None:
@@ -85,10 +56,8 @@ def _freeze(model: Any, what: What) -> None:
         model.requires_grad_(False)
         body.h[3].requires_grad_(True)
         return
-    for embedding in (body.wte, body.wpe):
-        embedding.requires_grad_(False)
-    if what == "lower half":
-        body.h[:2].requires_grad_(False)
+    for part in (body.wte, body.wpe, *(body.h[:2] if what == "lower half" else ())):
+        part.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -105,50 +74,42 @@ def _freeze(model: Any, what: What) -> None:
 )
 def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, layout: Layout) -> None:
     case = replace(CASE, layout=layout)
-    ranks = run_ranks(_train, layout.world_size, case, what)
-    (theirs,) = run_ranks(train_hugging_face, 1, case, ranks[0][2], partial(_freeze, what=what))
-    for ours, our_norms, _, _, moments, trained in ranks:
+    ranks = run_ranks(train_frozen, layout.world_size, case, what)
+    begun = ranks[0][0].initial_weights
+    (theirs,) = run_ranks(train_hugging_face, 1, case, begun, partial(_freeze, what=what))
+    for ours, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
-        assert ours == pytest.approx(theirs.losses, rel=1.5e-6)
-        assert our_norms == pytest.approx(theirs.grad_norms, rel=5e-5)
+        assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
+        assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=5e-5)
         assert moments <= 2 * trained
-    assert_same_tensors(ranks[0][3], theirs.weights)
+    assert_same_tensors(ranks[0][0].weights, theirs.weights)
 
 
-def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Result, Result]:
+def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[RankOutcome, RankOutcome, str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    through = _train(case, "lower half", callbacks=[saving], enable_checkpointing=True)
-    return through, _train(other, "lower half", ckpt_path=folder / "step=1.ckpt")
+    saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
+    through, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
+    resumed, *_ = train_frozen(other, "lower half", ckpt_path=path)
+    return through, resumed, told(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
 
 
 def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
     case = replace(CASE, layout=Layout(pp=2, dp=2))
-    for index, layout in enumerate([case.layout, Layout(tp=2, dp=2, distributed_optimizer=False)]):
-        ranks = run_ranks(_saved_and_resumed, 4, case, replace(case, layout=layout), tmp_path / str(index))
-        through, resumed = (ranks[0][run][3] for run in (0, 1))
-        assert_same_tensors(resumed, through, atol=0.0 if layout == case.layout else 5e-6)
-        assert len(ranks[0][1][0]) == 2
-    for run, target in (("0", "hf"), ("1", "megatron")):
-        options = ConvertOptions(load_path=tmp_path / run / "step=3.ckpt", save_path=tmp_path / target, to=target)
-        convert(options)
-    for message in run_ranks(_resumed_without_freezing, 2, replace(CASE, layout=Layout(pp=2)), tmp_path / "0"):
-        assert "frozen" in message
-
-
-def _resumed_without_freezing(case: Case, folder: Path) -> str:
-    from lightning_megatron import CheckpointError
-
-    with pytest.raises(CheckpointError) as raised:
-        trainer_of(case).fit(_module(case, "nothing"), loader_of(case), ckpt_path=folder / "step=1.ckpt")
-    return str(raised.value)
+    for target, layout in (("hf", case.layout), ("megatron", Layout(tp=2, dp=2, distributed_optimizer=False))):
+        ranks = run_ranks(_saved_and_resumed, 4, case, replace(case, layout=layout), tmp_path / target)
+        through, resumed, not_frozen = ranks[0]
+        assert_same_tensors(resumed.weights, through.weights, atol=0.0 if layout == case.layout else 5e-6)
+        assert len(resumed.losses) == 2
+        assert "frozen" in not_frozen
+        path = tmp_path / target / "step=3.ckpt"
+        convert(ConvertOptions(load_path=path, save_path=tmp_path / f"as_{target}", to=target))
 
 
 def _refused(case: Case) -> list[str]:
-    from lightning_megatron import ConfigError, MegatronModule
+    from lightning_megatron import MegatronModule
 
     late = callback(on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False))
 
@@ -158,12 +119,8 @@ def _refused(case: Case) -> list[str]:
 
     frozen = module_of(case)
     frozen.freeze()
-    messages = []
-    for module, callbacks in ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, [])):
-        with pytest.raises(ConfigError) as raised:
-            trainer_of(case, callbacks=callbacks).fit(module, loader_of(case))
-        messages.append(str(raised.value))
-    return messages
+    runs = ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, []))
+    return [told(trainer_of(case, callbacks=given).fit, module, loader_of(case)) for module, given in runs]
 
 
 def _frozen_between_fits(case: Case) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,18 +23,18 @@ from tests.parity.training import (
     joined_outcome,
     loader_of,
     module_of,
+    same_on_all,
     train_module,
     trainer_of,
 )
 from tests.ranks import run_ranks
 
 Rows = list[dict[str, torch.Tensor]]
-
+FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 # ---- which rows -----------------------------------------------------------------------------------------------------
 
-
-NUMBERED = [{"input_ids": torch.full((SEQ_LENGTH,), index)} for index in range(24)]
+NUMBERED: Any = [{"input_ids": torch.full((SEQ_LENGTH,), index)} for index in range(24)]
 """Each row consists of its own number."""
 
 
@@ -46,15 +47,14 @@ def _rows_seen(layout: Layout, loader_options: dict[str, Any], in_order: bool = 
     class InOrder(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
             place = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
-            sampler: Any = DistributedSampler(NUMBERED, shuffle=False, **place)  # type: ignore[arg-type]
-            return DataLoader(NUMBERED, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+            return DataLoader(NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **place))
 
     watch = callback(
         on_train_epoch_start=lambda *_: seen.append([]),
         on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(batch["input_ids"][:, 0].tolist()),
     )
     trainer = trainer_of(Case(layout=layout), max_steps=-1, max_epochs=2, callbacks=[watch])
-    loader = None if in_order else DataLoader(NUMBERED, batch_size=4, **loader_options)  # type: ignore[arg-type]
+    loader = None if in_order else DataLoader(NUMBERED, batch_size=4, **loader_options)
     trainer.fit(module_of(Case(layout=layout), InOrder if in_order else None), loader)
     return trainer.strategy.data_parallel_rank, seen
 
@@ -76,25 +76,24 @@ def test_a_sampler_of_ones_own_is_left_alone() -> None:
     assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), {}, True) == [even, even, odd, odd]
 
 
+# ---- every layout trains on them as one process ---------------------------------------------------------------------
+
+
 class _Stream(IterableDataset[dict[str, torch.Tensor]]):
     """The rows of a loader where they count, and noise of another length elsewhere."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.is_data_source = True
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.is_data_source = num_rows, True
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        if self.is_data_source:
-            yield from iter(Sentences(self.case.steps * self.case.global_batch_size))
-        else:
-            for _ in range(self.case.steps * self.case.global_batch_size):
-                yield {"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}
+        noise = [{"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}] * self.num_rows
+        yield from iter(Sentences(self.num_rows) if self.is_data_source else noise)
 
 
-def _train_on_a_stream(case: Case) -> RankOutcome:
+def _on_a_stream(case: Case) -> RankOutcome:
     from lightning_megatron import MegatronModule
 
-    stream = _Stream(case)
+    stream = _Stream(case.steps * case.global_batch_size)
 
     class Streaming(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
@@ -104,101 +103,75 @@ def _train_on_a_stream(case: Case) -> RankOutcome:
     return train_module(module_of(case, Streaming), case, None)
 
 
-def test_only_the_batches_of_the_first_rank_of_a_copy_count() -> None:
-    _assert_same_as_one_process(_train_on_a_stream, Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=4))
+def _on_a_ragged_last_batch(case: Case) -> RankOutcome:
+    rows = Sentences(2 * case.global_batch_size + 2, "uneven")
+    return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
 
 
-def _assert_same_as_one_process(train: Any, case: Case) -> None:
-    alone = joined_outcome(run_ranks(train, 1, case.on_one_process))
-    assert_same_run(joined_outcome(run_ranks(train, case.layout.world_size, case)), alone)
+def _on_batches_of_several_lengths(case: Case) -> RankOutcome:
+    rows, batches = Sentences(case.steps * case.global_batch_size, "uneven"), []
+    parts = zip(rows.tokens.chunk(case.steps), rows.labels.chunk(case.steps), (16, 10, 4, 12), strict=True)
+    batches = [{"input_ids": tokens[:, :length], "labels": labels[:, :length]} for tokens, labels, length in parts]
+    return train_module(module_of(case), case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
-# ---- ragged batches -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("train", "case"),
+    [
+        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),  # only the batches of the first rank of a copy count
+        (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
+        (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
+        (
+            _on_batches_of_several_lengths,
+            Case(model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4),
+        ),
+    ],
+)
+def test_every_layout_trains_on_them_as_one_process(train: Any, case: Case) -> None:
+    alone, split = (
+        joined_outcome(run_ranks(train, each.layout.world_size, each)) for each in (case.on_one_process, case)
+    )
+    assert_same_run(split, alone)
 
 
-def _val_loss(layout: Layout, rows: Rows, batch_size: int | None) -> float:
-    case = Case(layout=layout)
+def _without_targets(case: Case) -> RankOutcome:
+    row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
+    loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train_module(module_of(case), case, loader)
+    told = [str(each.message) for each in caught if "no label" in str(each.message)]
+    assert len(told) == (torch.distributed.get_rank() == 0)
+    return run
+
+
+def test_a_step_without_a_target_is_told_has_the_loss_zero_and_leaves_the_weights() -> None:
+    layout = Layout(pp=2, dp=2, num_microbatches=2)
+    case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
+    run = joined_outcome(run_ranks(_without_targets, 4, case))
+    assert (run.losses, run.grad_norms) == ([0.0], [0.0])
+    assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+
+def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
     loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
     (metrics,) = trainer_of(case).validate(module_of(case), loader, verbose=False)
     return metrics["val_loss"]
 
 
-def _assert_val_loss(layout: Layout, rows: Rows, batch_size: int | None, same_rows: Rows) -> None:
-    """``rows`` have on every rank the loss that one process finds for ``same_rows``, given as one batch."""
-    (expected,) = run_ranks(_val_loss, 1, Layout(), same_rows, len(same_rows))
-    losses = run_ranks(_val_loss, layout.world_size, layout, rows, batch_size)
-    assert losses == pytest.approx([expected] * layout.world_size, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("layout", "batch_size"),
-    [
-        (Layout(num_microbatches=3), 3),
-        (Layout(pp=2, dp=2, num_microbatches=2), 4),
-    ],
-    ids=str,
-)
-def test_validation_is_the_mean_over_all_targets_of_all_rows(layout: Layout, batch_size: int) -> None:
-    # Rows have 0 to 15 targets; 11 of them fit none of the layouts.
-    rows = list(Sentences(11, "uneven"))
-    _assert_val_loss(layout, rows, batch_size, rows)
-
-
-def _train_with_a_ragged_last_batch(case: Case) -> RankOutcome:
-    rows = Sentences(2 * case.global_batch_size + 2, "uneven")
-    return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(dp=2, num_microbatches=3), Layout(pp=2, num_microbatches=4)],
-    ids=str,
-)
-def test_a_ragged_last_training_batch_trains_on_its_rows_alone(layout: Layout) -> None:
-    _assert_same_as_one_process(_train_with_a_ragged_last_batch, Case(steps=3, layout=layout))
-
-
-def _train_on_batches_of_several_lengths(case: Case) -> RankOutcome:
-    sentences = Sentences(case.steps * case.global_batch_size, "uneven")
-    batches = []
-    for step, length in zip(range(case.steps), (16, 10, 4, 12), strict=True):
-        rows = slice(step * case.global_batch_size, (step + 1) * case.global_batch_size)
-        batches.append({"input_ids": sentences.tokens[rows, :length], "labels": sentences.labels[rows, :length]})
-    return train_module(module_of(case), case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-
-
-def test_batches_may_have_different_lengths() -> None:
-    case = Case(model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4)
-    _assert_same_as_one_process(_train_on_batches_of_several_lengths, case)
-
-
-def _train_without_targets(case: Case) -> RankOutcome:
-    row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
-    loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
-    return train_module(module_of(case), case, loader)
-
-
-def test_a_step_without_a_target_has_the_loss_zero_and_leaves_the_weights() -> None:
-    layout = Layout(pp=2, dp=2, num_microbatches=2)
-    case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
-    run = joined_outcome(run_ranks(_train_without_targets, 4, case))
-    assert (run.losses, run.grad_norms) == ([0.0], [0.0])
-    assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
-
-
-# ---- what a batch may hold ------------------------------------------------------------------------------------------
-
-
-def test_a_text_batch_is_shifted_once_and_its_negative_tokens_are_no_targets() -> None:
+def _as_text() -> tuple[Rows, Rows]:
+    """The last token of ``text`` is only a target; in Hugging Face's batch it is fed too, but predicts nothing."""
     rows = list(Sentences(4))
-    as_text = [{"text": row["input_ids"].clone()} for row in rows]
-    as_text[1]["text"][-4:] = -1
+    texts = [{"text": row["input_ids"].clone()} for row in rows]
+    texts[1]["text"][-4:] = -1
     rows[1]["labels"][-4:] = -100
-    # The last token of ``text`` is only a target; in Hugging Face's batch it is fed too, but predicts nothing.
-    _assert_val_loss(Layout(pp=2, num_microbatches=2), as_text, 4, rows)
+    return texts, rows
 
 
-def test_masks_leave_out_rows_and_tokens() -> None:
+def _masked() -> tuple[Rows, Rows]:
     rows = list(Sentences(4))
     masks = [{"sample_mask": torch.tensor(1.0), "loss_mask": torch.ones(SEQ_LENGTH)} for _ in rows]
     masked = [{"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)]
@@ -207,7 +180,29 @@ def test_masks_leave_out_rows_and_tokens() -> None:
     # ``loss_mask`` stands at the position that predicts, a label at the one that is predicted.
     masked[0]["loss_mask"][4:] = 0
     rows[0]["labels"][5:] = -100
-    _assert_val_loss(Layout(tp=2), masked, 4, rows)
+    return masked, rows
+
+
+_RAGGED = list(Sentences(11, "uneven"))
+"""Rows of 0 to 15 targets, which fit none of the layouts."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch_size", "rows"),
+    [
+        (Layout(num_microbatches=3), 3, (_RAGGED, _RAGGED)),
+        (Layout(pp=2, dp=2, num_microbatches=2), 4, (_RAGGED, _RAGGED)),
+        (Layout(pp=2, num_microbatches=2), 4, _as_text()),
+        (Layout(tp=2), 4, _masked()),
+    ],
+    ids=["ragged", "ragged on 4", "text", "masked"],
+)
+def test_validation_is_the_mean_over_all_targets_of_all_rows(
+    layout: Layout, batch_size: int, rows: tuple[Rows, Rows]
+) -> None:
+    given, in_one_batch = rows
+    expected = same_on_all(_val_loss, Case(), in_one_batch, len(in_one_batch))
+    assert same_on_all(_val_loss, Case(layout=layout), given, batch_size) == pytest.approx(expected, rel=1e-6)
 
 
 def _validate_on_two(case: Case) -> dict[str, float]:
@@ -220,23 +215,19 @@ def _validate_on_two(case: Case) -> dict[str, float]:
 
 def test_each_of_several_validation_loaders_has_a_loss_and_metrics_of_its_own() -> None:
     case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
-    (alone,) = run_ranks(_validate_on_two, 1, case.on_one_process)
-    assert alone.keys() == {
-        f"{name}/dataloader_idx_{index}" for name in ("val_loss", "val_perplexity") for index in (0, 1)
-    }
+    alone = same_on_all(_validate_on_two, case.on_one_process)
+    assert len(alone) == 4
     for index in (0, 1):
         loss = alone[f"val_loss/dataloader_idx_{index}"]
         assert alone[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
     # The exponential of a mean near 4 has four times its relative error.
-    assert run_ranks(_validate_on_two, 2, case) == [pytest.approx(alone, rel=6e-6)] * 2
+    assert same_on_all(_validate_on_two, case) == pytest.approx(alone, rel=6e-6)
 
 
 # ---- batches with wrong numbers are refused on every rank that waits for them ---------------------------------------
 
-FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
-
-def _rows(key: str, value: int) -> list[dict[str, torch.Tensor]]:
+def _rows(key: str, value: int) -> Rows:
     """Four rows, in the third of which a number is wrong."""
     rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in Sentences(4)]  # type: ignore[attr-defined]
     rows[2][key] = rows[2][key].clone()
@@ -277,21 +268,3 @@ def test_every_rank_says_what_is_wrong() -> None:
         assert all(word in first for word in words)
     # A defect in a check of one's own ends all ranks of the copy.
     assert [told[-1] for told in ranks] == ["KeyError: 'mine'"] + ["DataError: KeyError('mine')"] * 3
-
-
-def _warnings_without_labels(case: Case) -> list[str]:
-    import warnings
-
-    rows = [{"input_ids": torch.arange(16), "labels": torch.full((16,), -100)} for _ in range(12)]
-    rows[11] = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = trainer_of(case, use_distributed_sampler=False)
-        trainer.fit(module_of(case), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
-    return [str(w.message) for w in caught if "no label" in str(w.message)]
-
-
-def test_a_step_without_any_label_is_told_by_a_warning() -> None:
-    first, *others = run_ranks(_warnings_without_labels, 4, Case(layout=FOUR_RANKS, steps=3))
-    assert len(first) == 2
-    assert others == [[], [], []]

@@ -7,18 +7,18 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
-from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, trainer_of
+from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, same_on_all, trainer_of
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -49,27 +49,26 @@ def _counting_step() -> Any:
     return CountingStep()
 
 
-def _validate_twice(case: Case, on_epoch: Callable[[], None] = lambda: None) -> list[dict[str, float]]:
-    watch = callback(on_validation_epoch_end=lambda *_: on_epoch(), on_test_epoch_end=lambda *_: on_epoch())
-    module = module_of(case, train_step=_counting_step())
+def _validate_twice(case: Case, inference: bool = False) -> list[dict[str, float]]:
+    """In inference mode as on GPUs; where the backend is gloo Lightning turns it off."""
+    modes: set[bool] = set()
+    watch = callback(on_validation_epoch_end=lambda *_: modes.add(torch.is_inference_mode_enabled()))
+    module, trainer = module_of(case, train_step=_counting_step()), trainer_of(case, callbacks=[watch])
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
-    trainer = trainer_of(case, callbacks=[watch])
-    first = trainer.validate(module, loader, verbose=False)[0]
-    second = trainer.validate(module, loader, verbose=False)[0]
-    tested = trainer.test(module, loader, verbose=False)[0]
-    return [dict(first), dict(second), dict(tested)]
+    keep_on = patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
+    with keep_on if inference else contextlib.nullcontext():
+        found = [phase(module, loader, verbose=False)[0] for phase in (*[trainer.validate] * 2, trainer.test)]
+    assert modes == {inference}
+    return [dict(metrics) for metrics in found]
 
 
 def test_metrics_are_the_same_on_any_layout_every_rank_and_every_epoch() -> None:
-    results = {layout: run_ranks(_validate_twice, layout.world_size, Case(layout=layout)) for layout in LAYOUTS}
-    expected = results[LAYOUTS[0]][0][0]
-    assert expected["val_rows"] == ROWS
-    for layout, ranks in results.items():
-        for first, second, tested in ranks:
-            assert first == pytest.approx(expected, rel=1e-5), layout  # sums in another order
-            assert second == first
-            assert tested["test_rows"] == ROWS
-            assert tested["test_first_loss"] == pytest.approx(expected["val_first_loss"], rel=1e-5)
+    alone, *others = (same_on_all(_validate_twice, Case(layout=layout)) for layout in LAYOUTS)
+    expected, again, tested = alone
+    assert expected["val_rows"] == tested["test_rows"] == ROWS
+    assert tested["test_first_loss"] == expected["val_first_loss"]
+    assert again == expected
+    assert others == [[pytest.approx(metrics, rel=1e-5) for metrics in alone]] * 2  # sums in another order
 
 
 def _gather_in_validation(case: Case) -> dict[str, Any]:
@@ -83,19 +82,16 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
         gathered: dict[str, Any]
 
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-            loss = super().validation_step(batch, batch_idx)
             rank = self.megatron.data_parallel_rank
             tokens = batch["input_ids"][: rank + 1]  # another number of rows on each rank
-            self.gathered = gather_across_data_parallel_groups(
-                {"tokens": tokens, "pair": (torch.tensor(float(rank)), [torch.full((2, 1), rank)])}
-            )
+            given = {"tokens": tokens, "pair": (torch.tensor(float(rank)), [torch.full((2, 1), rank)])}
             losses = [torch.tensor(float(rank)), torch.tensor([2.0 * rank])]
+            self.gathered = gather_across_data_parallel_groups(given)
             self.gathered["mean"] = avg_losses_across_data_parallel_group(losses)
-            return loss
+            return super().validation_step(batch, batch_idx)
 
     module = module_of(case, Gathering)
-    loader: DataLoader[Any] = DataLoader(Sentences(8), batch_size=4)
-    trainer_of(case).validate(module, loader, verbose=False)
+    trainer_of(case).validate(module, DataLoader(Sentences(8), batch_size=4), verbose=False)
     return module.gathered
 
 
@@ -116,20 +112,8 @@ def test_without_groups_there_is_one_clear_error() -> None:
         gather_across_data_parallel_groups(torch.zeros(2))
 
 
-def _validate_twice_in_inference_mode() -> list[dict[str, float]]:
-    """As on GPUs; where the backend is gloo Lightning turns inference mode off."""
-    from unittest.mock import patch
-
-    seen = []
-
-    with patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
-        results = _validate_twice(Case(), on_epoch=lambda: seen.append(torch.is_inference_mode_enabled()))
-    assert seen == [True] * 3
-    return results
-
-
 def test_metrics_of_a_second_epoch_begin_anew_in_inference_mode_too() -> None:
-    (first, second, _) = run_ranks(_validate_twice_in_inference_mode, 1)[0]
+    first, second, _ = same_on_all(_validate_twice, Case(), True)
     assert first == second
 
 
@@ -160,43 +144,32 @@ def _metrics_on_the_way(case: Case) -> list[Metrics]:
 )
 def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
     case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
-    first, *others = run_ranks(_metrics_on_the_way, layout.world_size, case, timeout=240)
-    assert all(other == first for other in others)
+    split, alone = same_on_all(_metrics_on_the_way, case), same_on_all(_metrics_on_the_way, case.on_one_process)
     logged = {"train_loss", "train_lm_loss", "val_loss", "val_lm_loss", "val_perplexity", "lr", "grad_norm"}
-    assert set(first[-1]) == logged
-    (alone,) = run_ranks(_metrics_on_the_way, 1, case.on_one_process)
+    assert set(split[-1]) == logged
     # A loss of 5 has a last place of 5e-7; norms differ more after some steps (comparison.py).
-    assert [m.keys() for m in first] == [m.keys() for m in alone]
-    for ours, theirs in zip(first, alone, strict=True):
-        assert ours == pytest.approx(theirs, rel=5e-5)
+    assert split == [pytest.approx(metrics, rel=5e-5) for metrics in alone]
 
 
 @pytest.mark.gpu(4)
 def test_all_gpus_see_the_same_metrics() -> None:
     layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
     case = Case(layout=layout, labels="uneven", steps=STEPS, precision="bf16-mixed", accelerator="gpu")
-    first, *others = run_ranks(_metrics_on_the_way, 4, case)
-    assert all(other == first for other in others)
+    assert same_on_all(_metrics_on_the_way, case)
 
 
 # ---- callbacks and loggers ------------------------------------------------------------------------------------------
 
 
-def _with_everything(case: Case, folder: Path) -> SimpleNamespace:
+def _with_everything(case: Case, folder: Path) -> dict[str, Any]:
     """What one rank saw of a run with Lightning's own callbacks and loggers."""
     from lightning.pytorch import callbacks, loggers
-
-    val_losses: list[float] = []
-
-    def keep(trainer: Any, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            val_losses.append(trainer.callback_metrics["val_loss"].item())
 
     stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
     shown = callbacks.TQDMProgressBar(), callbacks.LearningRateMonitor(), callbacks.ModelSummary(max_depth=3)
     trainer = trainer_of(
         case,
-        callbacks=[callback(on_validation_end=keep), stopping, *shown],
+        callbacks=[stopping, *shown],
         logger=loggers.CSVLogger(folder, "csv"),
         enable_progress_bar=True,
         enable_model_summary=True,
@@ -204,69 +177,31 @@ def _with_everything(case: Case, folder: Path) -> SimpleNamespace:
         max_steps=-1,
         max_epochs=10,
     )
-    module, validation = module_of(case), loader_of(replace(case, steps=1))
-    with contextlib.redirect_stdout(io.StringIO()) as printed, _captured_summary() as summary:
-        trainer.fit(module, loader_of(case), validation)
-    return SimpleNamespace(
-        printed=printed.getvalue(),
-        summary=summary.getvalue(),
-        val_losses=val_losses,
-        stopped_epoch=stopping.stopped_epoch,
-    )
-
-
-@contextlib.contextmanager
-def _captured_summary() -> Any:
-    text = io.StringIO()
-    handler, log = logging.StreamHandler(text), logging.getLogger("lightning.pytorch.callbacks.model_summary")
-    log.addHandler(handler)
-    try:
-        yield text
-    finally:
-        log.removeHandler(handler)
+    summary, log = io.StringIO(), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    log.addHandler(logging.StreamHandler(summary))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=1)))
+    return {"printed": printed.getvalue(), "summary": summary.getvalue(), "stopped": stopping.stopped_epoch}
 
 
 def test_lightnings_callbacks_and_loggers_work_under_pipeline_parallelism(tmp_path: Path) -> None:
-    case = Case(layout=TWO_STAGES, steps=STEPS)
-    first, second = run_ranks(_with_everything, 2, case, tmp_path)
-
-    # Two epochs are waited for after the first.
-    assert first.stopped_epoch == second.stopped_epoch == 2
-    assert first.val_losses == second.val_losses
-    assert len(first.val_losses) == 3
-    assert "train_loss" in first.printed
-    assert "val_loss" in first.printed
-    assert second.printed == ""
-    _check_summary(first.summary)
-    assert second.summary == ""
-    _check_csv(tmp_path, first.val_losses)
-
-
-def _check_summary(summary: str) -> None:
-    """Both stages, of which the first one has printed it: 12 h^2 + 13 h for a layer, h = 32."""
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[3:6]] for cells in map(_cells, summary.splitlines())}
-    assert rows["Name"] == ["Params", "Params per Device", "Mode"]
+    first, second = run_ranks(_with_everything, 2, Case(layout=TWO_STAGES, steps=STEPS), tmp_path)
+    assert second == {"printed": "", "summary": "", "stopped": 2}  # two epochs are waited for after the first
+    assert first["stopped"] == 2
+    assert "train_loss" in first["printed"]
+    assert "val_loss" in first["printed"]
+    (file,) = tmp_path.glob("csv/**/*.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(3 * STEPS))
+    assert sum(bool(row["val_loss"]) for row in rows) == 3
+    assert {name for name in rows[0] if name.startswith("lr/")} == {"lr/no_weight_decay", "lr/weight_decay"}
+    # Both stages, of which the first one has printed them: 12 h^2 + 13 h for a layer, h = 32.
+    lines = [[cell.strip() for cell in line.split("|")] for line in first["summary"].splitlines()]
+    table = {cells[1]: cells[3:6] for cells in lines if len(cells) > 5}
+    assert table["Name"] == ["Params", "Params per Device", "Mode"]
     # 83 tokens and 16 positions; here with 5 rows that pad the vocabulary to a multiple of 8.
-    assert rows["embedding"] == ["3.2 K", "3.3 K", "train"]
-    assert rows["decoder"] == ["50.9 K", "25.4 K", "train"]
-    assert rows["decoder.layers.0"] == ["12.7 K", "12.7 K", "train"]
-    assert rows["decoder.layers.3"] == ["12.7 K", "0", "train"]
-    assert rows["output_layer"] == ["0", "0", "train"]
-    assert re.search(r"54.0 K +Total params", summary)
-
-
-def _cells(line: str) -> list[str]:
-    return [*line.split("|"), ""]
-
-
-def _check_csv(folder: Path, val_losses: list[float]) -> None:
-    (file,) = folder.glob("csv/**/*.csv")
-    with file.open() as stream:
-        rows = list(csv.DictReader(stream))
-    train_steps = [int(row["step"]) for row in rows if row["train_loss"]]
-    assert train_steps == list(range(3 * STEPS))
-    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == pytest.approx(val_losses)
-    assert {name for name in rows[0] if name.startswith("lr/")} == {
-        "lr/no_weight_decay",
-        "lr/weight_decay",
-    }
+    assert table["embedding"] == ["3.2 K", "3.3 K", "train"]
+    assert table["decoder"] == ["50.9 K", "25.4 K", "train"]
+    assert table["decoder.layers.3"] == ["12.7 K", "0", "train"]
+    assert table["output_layer"] == ["0", "0", "train"]
+    assert re.search(r"54.0 K +Total params", first["summary"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, Sentences, module_of, trainer_of
+from tests.parity.training import Case, Layout, Sentences, module_of, same_on_all, trainer_of
 from tests.ranks import run_ranks
 
 Kind = Literal["nan", "infinite loss", "nan gradient"]
@@ -52,31 +51,36 @@ def _bad_step(kind: Kind | None) -> Any:
     return BadStep()
 
 
-Run = SimpleNamespace
-"""What one run did on this rank: the keywords at the end of ``_run``."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run did on this rank."""
+
+    error: str
+    global_step: int
+    warnings: list[str]
+    skipped_steps: float
+    rates: list[float]
+    first_weights: list[torch.Tensor]
+    weights: list[torch.Tensor]
 
 
-def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, **options: Any) -> Run:
-    """Five steps, or those but the bad one; ``options`` are ``fit``'s ``ckpt_path`` and the Trainer's."""
+def _run(
+    case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, ckpt_path: Any = None, **options: Any
+) -> Run:
+    """Five steps, or those but the bad one; ``options`` are the Trainer's."""
     from lightning_megatron import LRSchedule
     from lightning_megatron.errors import NonFiniteError
 
-    skipped: list[float] = []
     rates: list[float] = []
     first_weights: list[torch.Tensor] = []
     watch = callback(
         on_train_start=lambda _, module: first_weights.extend(shard.data for shard in shards(module)),
         on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
-        on_train_end=lambda trainer, _: skipped.append(float(trainer.callback_metrics.get("skipped_steps", math.nan))),
     )
-    tokens = Sentences(5 * 12).tokens
-    dp = case.layout.dp
-    copy = int(os.environ["RANK"]) // case.layout.tp % dp
-    batches = [part.chunk(dp)[copy] for part in tokens.split(12)]
+    copy = int(os.environ["RANK"]) // case.layout.tp % case.layout.dp
+    batches = [part.chunk(case.layout.dp)[copy] for part in Sentences(5 * 12).tokens.split(12)]
     given = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
-    loader = DataLoader(given, batch_size=None)  # type: ignore[arg-type]
     module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
-    ckpt_path = options.pop("ckpt_path", None)
     options["callbacks"] = [watch, *options.pop("callbacks", [])]
     trainer = trainer_of(replace(case, steps=len(given)), use_distributed_sampler=False, **options)
     trainer.strategy.on_nan = on_nan
@@ -84,14 +88,14 @@ def _run(case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, loader, ckpt_path=ckpt_path)
+            trainer.fit(module, DataLoader(given, batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
         except NonFiniteError as raised:
             error = str(raised)
     return Run(
         error=error,
         global_step=trainer.global_step,
         warnings=[text for text in (str(w.message) for w in caught) if text.startswith("step ")],
-        skipped_steps=skipped,
+        skipped_steps=float(trainer.callback_metrics.get("skipped_steps", math.nan)),
         rates=rates,
         first_weights=first_weights,
         weights=[shard.data for shard in shards(module)],
@@ -105,17 +109,13 @@ def _decide_on_device() -> None:
     MegatronOptimizer._settles_late = property(lambda self: not self._context.may_skip)  # type: ignore[assignment, method-assign]
 
 
-def _all_kinds(case: Case, on_device: bool = False) -> list[tuple[Kind, Run, Run]]:
-    """Each kind raised and skipped; and, under the key of no kind, the run that never meets the step."""
-    if on_device:
+def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, Run]]]:
+    """The run up to the step and the one that never meets it; then each kind raised and skipped."""
+    without = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
+    if late:
         _decide_on_device()
     kinds: tuple[Kind, ...] = ("nan", "infinite loss", "nan gradient")
-    return [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
-
-
-def _without_the_step(case: Case) -> tuple[Run, Run]:
-    two_steps = _run(case, "nan", "raise")
-    return two_steps, _run(case, None, "raise", leave_out=True)
+    return *without, [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,8 @@ def test_the_step_ends_all_ranks_or_is_left_out_by_all(
 ) -> None:
     options = (("name", optimizer), ("eps", 1e-3), ("weight_decay", 0.1))
     case = Case(layout=layout, clip=clip, optimizer=options, accelerator=accelerator, lr=5e-3)
-    without = run_ranks(_without_the_step, layout.world_size, case)
     found = run_ranks(_all_kinds, layout.world_size, case, is_late and accelerator == "cpu")
-    for of_rank, (two_steps, never) in zip(found, without, strict=True):
+    for two_steps, never, of_rank in found:
         for kind, raised, skipped in of_rank:
             place = PLACES[layout]
             where = {"nan": f"{place} is nan", "infinite loss": f"{place} is inf", "nan gradient": "a gradient is NaN"}
@@ -148,7 +147,7 @@ def test_the_step_ends_all_ranks_or_is_left_out_by_all(
             assert raised.global_step == BAD_STEP + is_late
             assert skipped.error == ""
             assert skipped.global_step == 5
-            assert skipped.skipped_steps == [1.0]
+            assert skipped.skipped_steps == 1.0
             assert where[kind] in "".join(skipped.warnings) or not skipped.warnings
             tolerance = 0 if accelerator == "cpu" and not is_late else 1e-6  # the device clips by a division
             for mine, expected in zip(raised.weights, two_steps.weights, strict=True):
@@ -159,34 +158,28 @@ def test_the_step_ends_all_ranks_or_is_left_out_by_all(
                 torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
 
 
-def _ended_late_and_resumed(case: Case, folder: Path) -> tuple[Run, Run, list[str]]:
-    _decide_on_device()
-    return _ended_and_resumed(case, folder)
-
-
-def _ended_and_resumed(case: Case, folder: Path) -> tuple[Run, Run, list[str]]:
+def _ended_and_resumed(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-    on_exception = OnExceptionCheckpoint(folder, "failed")
-    every_step = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    run = _run(case, "nan", "raise", callbacks=[on_exception, every_step], enable_checkpointing=True)
+    if late:
+        _decide_on_device()
+    every_step = {"every_n_train_steps": 1, "save_top_k": -1}
+    keepers = [OnExceptionCheckpoint(folder, "failed"), ModelCheckpoint(folder, "{step}", **every_step)]
+    run = _run(case, "nan", "raise", callbacks=keepers, enable_checkpointing=True)
     saved = sorted(path.name for path in folder.iterdir())
     for name in ("failed.ckpt", "step=2.ckpt"):
         resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
         assert all(torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True))
-    skipping = ModelCheckpoint(folder, "skipping-{step}", every_n_train_steps=1, save_top_k=-1)
+    skipping = ModelCheckpoint(folder, "skipping-{step}", **every_step)
     first = _run(case, "nan", "skip", callbacks=[skipping], enable_checkpointing=True, max_steps=4)
-    again = _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt")
-    return first, again, saved
+    return first, _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt"), saved
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(_ended_and_resumed, marks=pytest.mark.exhaustive), _ended_late_and_resumed]
-)
-def test_checkpoints_are_whole_and_keep_count_of_skipped_steps(tmp_path: Path, run: Any) -> None:
-    for first, again, saved in run_ranks(run, 2, Case(layout=Layout(dp=2)), tmp_path):
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_checkpoints_are_whole_and_keep_count_of_skipped_steps(tmp_path: Path, late: bool) -> None:
+    for first, again, saved in run_ranks(_ended_and_resumed, 2, Case(layout=Layout(dp=2)), tmp_path, late):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
-        assert first.skipped_steps == again.skipped_steps == [1.0]
+        assert first.skipped_steps == again.skipped_steps == 1.0
 
 
 def _in_fp16(case: Case, scale: float) -> list[Run]:
@@ -202,7 +195,7 @@ def test_an_overflow_of_the_loss_scale_is_none() -> None:
     # Times 2**22 gradients are beyond fp16's 65504: the first steps overflow, with finite losses.
     for runs in run_ranks(_in_fp16, 2, Case(layout=Layout(pp=2)), 2.0**22):
         assert [run.error[:7] for run in runs] == ["step 2:", "", "step 2:", ""]
-        assert [run.skipped_steps for run in runs if not run.error] == [[1.0], [1.0]]
+        assert [run.skipped_steps for run in runs if not run.error] == [1.0, 1.0]
 
 
 def _waits(case: Case) -> list[int]:
@@ -231,9 +224,6 @@ def _waits(case: Case) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu(2))])
-def test_the_host_waits_for_no_gpu(on_gpus: bool) -> None:
-    layout = Layout(pp=2, num_microbatches=3) if on_gpus else STAGES_AND_COPIES
-    case = Case(layout=layout, accelerator="gpu" if on_gpus else "cpu")
-    # On a CPU, where nothing is waited for, the gradient norm is read at once.
-    assert run_ranks(_waits, layout.world_size, case) == [[0, 0] if on_gpus else [1, 1]] * layout.world_size
+@pytest.mark.gpu(2)
+def test_the_host_waits_for_no_gpu() -> None:
+    assert same_on_all(_waits, Case(layout=Layout(pp=2, num_microbatches=3), accelerator="gpu")) == [0, 0]

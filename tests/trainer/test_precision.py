@@ -12,23 +12,6 @@ from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
-FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
-
-
-def _formats(precision: str) -> dict[str, set[torch.dtype]]:
-    """Formats of everything that training keeps on this rank."""
-    settings = {"precision": precision, "max_steps": 2}
-    trainer, _ = fit(Run(trainer=settings, optimizer={"initial_loss_scale": 2.0**10}))
-    parameters = list(trainer.lightning_module.model_chunks.parameters())
-    (part,) = trainer.strategy.optimizers[0].parts
-    return {
-        "weights": {p.dtype for p in parameters},
-        "main gradients": {p.main_grad.dtype for p in parameters},
-        "master weights": {p.dtype for group in part.optimizer.param_groups for p in group["params"]},
-        "moments": {v.dtype for state in part.optimizer.state.values() for v in state.values() if v.numel() > 1},
-    }
-
-
 WEIGHTS = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
@@ -37,30 +20,39 @@ WEIGHTS = {
 }
 
 
-def _formats_of_all() -> dict[str, Any]:
-    return {precision: _formats(precision) for precision in WEIGHTS}
+def _formats() -> dict[str, dict[str, set[torch.dtype]]]:
+    """By precision: formats of everything that training keeps on this rank."""
+    formats = {}
+    for precision in WEIGHTS:
+        settings = {"precision": precision, "max_steps": 2}
+        trainer, _ = fit(Run(trainer=settings, optimizer={"initial_loss_scale": 2.0**10}))
+        parameters = list(trainer.lightning_module.model_chunks.parameters())
+        (part,) = trainer.strategy.optimizers[0].parts
+        formats[precision] = {
+            "weights": {p.dtype for p in parameters},
+            "main gradients": {p.main_grad.dtype for p in parameters},
+            "master weights": {p.dtype for group in part.optimizer.param_groups for p in group["params"]},
+            "moments": {v.dtype for state in part.optimizer.state.values() for v in state.values() if v.numel() > 1},
+        }
+    return formats
 
 
 def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
-    fp32 = {torch.float32}
-    others = {"main gradients": fp32, "master weights": fp32, "moments": fp32}
-    for formats in run_ranks(_formats_of_all, 2):
+    others = dict.fromkeys(("main gradients", "master weights", "moments"), {torch.float32})
+    for formats in run_ranks(_formats, 2):
         assert formats == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
 
+FIRST_SCALE, OVERFLOW_AT = 2.0**22, 6
+"""Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not."""
 
-def _steps_in_fp16(
-    layout: Layout, initial_scale: float, overflow_at: int | None = None, accelerator: Literal["cpu", "gpu"] = "cpu"
-) -> list[dict[str, Any]]:
-    """What each step did in fp16 with a warm-up, so that every step has another learning rate.
 
-    Args:
-        layout: The layout.
-        initial_scale: Of the loss.
-        overflow_at: The step at which the last rank, and only that one, gets infinite gradients.
-        accelerator: Where to train.
+def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
+    """What each step did, with a warm-up, so that every step has another learning rate.
+
+    In one of the steps the last rank, and only that one, gets infinite gradients.
     """
     from lightning_megatron import LRSchedule, MegatronPrecision
 
@@ -71,7 +63,7 @@ def _steps_in_fp16(
         weights.append([shard.data for shard in shards(module)])
 
     def overflow(trainer: Any, module: Any, optimizer: Any) -> None:
-        if trainer.global_step == overflow_at and trainer.global_rank == trainer.world_size - 1:
+        if len(steps) == OVERFLOW_AT and trainer.global_rank == trainer.world_size - 1:
             for parameter in module.model_chunks.parameters():
                 parameter.main_grad.fill_(torch.inf)
 
@@ -83,8 +75,9 @@ def _steps_in_fp16(
         steps.append({"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed})
 
     watch = callback(on_train_start=keep, on_before_optimizer_step=overflow, on_train_batch_end=note)
-    optimizer = (("initial_loss_scale", initial_scale), ("loss_scale_window", 4), ("eps", 1e-3))
-    case = Case(layout=layout, steps=10, labels="uneven", optimizer=optimizer, accelerator=accelerator)
+    optimizer = (("initial_loss_scale", FIRST_SCALE), ("loss_scale_window", 4), ("eps", 1e-3))
+    layout = Layout(tp=2, pp=2, num_microbatches=2)
+    case = Case(layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator)
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
     on_cpu = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}  # Lightning would make it bf16-mixed
     options = on_cpu if accelerator == "cpu" else {"precision": "16-mixed"}
@@ -92,14 +85,9 @@ def _steps_in_fp16(
     return steps
 
 
-def _lr_after(num_updates: int) -> float:
-    """Of the warm-up in ``_steps_in_fp16``: in nine steps from a tenth to the whole."""
-    return Case().lr * (1 + num_updates) / 10
-
-
-def _loss_scales(initial: float, skipped: list[bool]) -> list[float]:
+def _loss_scales(skipped: list[bool]) -> list[float]:
     """After each step: halved by every overflow but the first (loss_scale_hysteresis=2), doubled by four good steps."""
-    scale, good, tolerated, scales = initial, 0, 1, []
+    scale, good, tolerated, scales = FIRST_SCALE, 0, 1, []
     for overflow in skipped:
         good = 0 if overflow else good + 1
         if overflow and not tolerated:
@@ -112,23 +100,16 @@ def _loss_scales(initial: float, skipped: list[bool]) -> list[float]:
     return scales
 
 
-def test_steps_that_overflow_change_nothing_but_the_loss_scale() -> None:
-    # Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not.
-    (steps,) = run_ranks(_steps_in_fp16, 1, Layout(), 2.0**22)
-    assert [step["skipped"] for step in steps[:2]] == [True, True]
-    assert not all(step["skipped"] for step in steps)
-    assert [step["scale"] for step in steps] == _loss_scales(2.0**22, [step["skipped"] for step in steps])
-    updates = 0
-    for step in steps:
-        updates += not step["skipped"]
-        assert step["changed"] == (not step["skipped"])
-        assert step["lr"] == pytest.approx(_lr_after(updates))
-
-
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))])
-def test_an_overflow_on_one_rank_is_skipped_by_all(accelerator: str) -> None:
-    for steps in run_ranks(_steps_in_fp16, 4, FOUR_RANKS, 2.0**10, 2, accelerator):
-        assert [step["skipped"] for step in steps] == [False, False, True] + [False] * 7
-        assert [step["changed"] for step in steps] == [not step["skipped"] for step in steps]
-        assert [step["scale"] for step in steps] == [2.0**10] * 6 + [2.0**11] * 4
-        assert [step["lr"] for step in steps[1:4]] == pytest.approx([_lr_after(2), _lr_after(2), _lr_after(3)])
+def test_steps_that_overflow_on_any_rank_change_nothing_but_the_loss_scale(accelerator: str) -> None:
+    for steps in run_ranks(_steps_in_fp16, 4, accelerator):
+        skipped = [step["skipped"] for step in steps]
+        assert skipped[:2] == [True, True]
+        assert skipped[OVERFLOW_AT - 1 : OVERFLOW_AT + 2] == [False, True, False]
+        assert [step["scale"] for step in steps] == _loss_scales(skipped)
+        updates = 0
+        for step in steps:
+            updates += not step["skipped"]
+            assert step["changed"] == (not step["skipped"])
+            # In nine steps from a tenth to the whole.
+            assert step["lr"] == pytest.approx(Case().lr * min(1 + updates, 10) / 10)

@@ -8,35 +8,32 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit
+from tests.parity.training import told
 from tests.ranks import run_ranks
 
 MIXTRAL = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
 FP8 = Run(strategy={"fp8": "tensorwise"})
 NARROW = {**LLAMA, "intermediate_size": 48}
 BF16 = {"precision": "bf16-mixed"}
+
+
+def _by_hand(run: Run, **fields: Any) -> Run:
+    return run.but(strategy={"transformer_config_overrides": fields})
+
+
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
         (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 10**9})),
         ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
         ("fp8: expected precision='bf16-mixed'", FP8),
         ("ep=2: expected a divisor of the 1 ranks", MIXTRAL.but(strategy={"ep": 2})),
-        ("ep=0 must be at least 1", MIXTRAL.but(strategy={"ep": 0})),
         ("expected at most num_experts=4, got 5", MIXTRAL.but(model={"num_experts_per_tok": 5})),
-        (
-            "together, got one of",
-            MIXTRAL.but(strategy={"transformer_config_overrides": {"moe_router_score_function": "sigmoid"}}),
-        ),
-        (
-            "moe_token_dispatcher_type='flex' is unknown",
-            MIXTRAL.but(strategy={"transformer_config_overrides": {"moe_token_dispatcher_type": "flex"}}),
-        ),
+        ("together, got one of", _by_hand(MIXTRAL, moe_router_score_function="sigmoid")),
+        ("moe_token_dispatcher_type='flex' is unknown", _by_hand(MIXTRAL, moe_token_dispatcher_type="flex")),
         ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
         ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
-        (
-            "transformer_config_overrides: got fp4_param=True, and Megatron says: ",
-            Run(strategy={"transformer_config_overrides": {"fp4_param": True}}),
-        ),
+        ("overrides: got fp4_param=True, and Megatron says: ", _by_hand(Run(), fp4_param=True)),
     ),
     2: (
         ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
@@ -49,14 +46,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
 
 
 def _refusals(runs: list[Run]) -> list[str]:
-    from lightning_megatron import ConfigError
-
-    said = []
-    for run in runs:
-        with pytest.raises(ConfigError) as error:
-            fit(run)
-        said.append(str(error.value))
-    return said
+    return [told(fit, run) for run in runs]
 
 
 @pytest.mark.parametrize("ranks", REFUSED)
@@ -64,13 +54,12 @@ def test_what_does_not_fit_together_is_one_line_on_every_rank(ranks: int) -> Non
     for said in run_ranks(_refusals, ranks, [run for _, run in REFUSED[ranks]]):
         for (expected, _), text in zip(REFUSED[ranks], said, strict=True):
             assert re.search(expected, text), text
-            assert "\n" not in text
 
 
 def _refused_callbacks() -> list[str]:
     from lightning.pytorch import callbacks
 
-    from lightning_megatron import ConfigError, MegatronModule
+    from lightning_megatron import MegatronModule
 
     class Unfreezing(callbacks.BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None: ...
@@ -80,15 +69,11 @@ def _refused_callbacks() -> list[str]:
     class ByHand(MegatronModule):
         automatic_optimization = False
 
-    said, run = [], Run(trainer={"max_steps": 1})
-    accumulating = callbacks.GradientAccumulationScheduler({0: 1, 4: 2})
+    run = Run(trainer={"max_steps": 1})
     averaging = callbacks.StochasticWeightAveraging(1e-2), callbacks.EMAWeightAveraging()
-    for callback in (accumulating, *averaging, Unfreezing(), None):
-        with pytest.raises(ConfigError) as error:
-            fit(run, *([callback] if callback else []), module_class=None if callback else ByHand)
-        said.append(str(error.value))
+    refused = (callbacks.GradientAccumulationScheduler({0: 1, 4: 2}), *averaging, Unfreezing())
     assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
-    return said
+    return [*(told(fit, run, each) for each in refused), told(fit, run, module_class=ByHand)]
 
 
 def test_callbacks_that_cannot_take_effect_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Replacing the batch, the forward pass or the model alone (the loss: tests/test_custom_train_step.py)."""
+"""Replacing the loss, the batch, the forward pass or the model alone; the loss is that of an example."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import Case, Layout, loader_of, module_of, train_module
-from tests.ranks import run_ranks
+from examples.custom_train_step import KeyTokenTrainStep
+from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, train_module
 
-CASE = Case(layout=Layout(pp=2, num_microbatches=2), steps=2, global_batch_size=4)
+CASE = Case(layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven")
 
 
 def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
@@ -42,6 +42,7 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
 
     options: dict[str, dict[str, Any]] = {
         "nothing": {},
+        "loss_func": {"train_step": KeyTokenTrainStep(key_tokens=[3, 30, 60], alpha=0.5)},
         "get_batch": {"train_step": ZeroTokens()},
         "forward_step": {"train_step": Unmasked()},
         "model": {"model_provider": with_relu},
@@ -49,12 +50,24 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
     return [train_module(module_of(case, **options[part]), case, loader_of(case)).losses for part in parts]
 
 
-def test_the_batch_the_forward_pass_or_the_model_alone() -> None:
-    original, *on_two, with_relu = run_ranks(_losses, 2, CASE, ("nothing", "get_batch", "forward_step", "model"))[1]
-    (on_one,) = run_ranks(_losses, 1, CASE.on_one_process, ("get_batch", "forward_step"))
-    for ours, alone in zip(on_two, on_one, strict=True):
+def test_the_loss_the_batch_the_forward_pass_or_the_model_alone() -> None:
+    replaced = ("loss_func", "get_batch", "forward_step")
+    original, *split, with_relu = same_on_all(_losses, CASE, ("nothing", *replaced, "model"))
+    for ours, alone in zip(split, same_on_all(_losses, CASE.on_one_process, replaced), strict=True):
         assert ours == pytest.approx(alone, rel=1.5e-6)
         assert ours[0] != pytest.approx(original[0], rel=1e-3)
     relu = replace(CASE, model_fields=(("activation_function", "relu"),))
-    assert run_ranks(_losses, 2, relu, ("nothing",)) == [[with_relu]] * 2
-    assert with_relu != original
+    assert same_on_all(_losses, relu, ("nothing",)) == [with_relu] != [original]
+
+
+def test_the_loss_of_the_example_is_what_one_gets_by_hand() -> None:
+    step = KeyTokenTrainStep(key_tokens=[7, 9], alpha=0.5)
+    batch = {
+        "tokens": torch.tensor([[7, 1, 9, 7], [1, 2, 3, 4], [9, 0, 0, 0]]),
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]),
+    }
+    losses = torch.tensor([[2.0, 4.0, 100.0, 100.0], [1.0, 2.0, 3.0, 6.0], [50.0, 50.0, 50.0, 50.0]])
+    term = step.loss_func(batch, losses)["lm_loss"]
+    # First row: mean (2 + 4) / 2 = 3, three key tokens: times 2.5. Second: (1 + 2 + 3 + 6) / 4 = 3. Third: no targets.
+    assert term.sum.item() == pytest.approx(3 * 2.5 + 3)
+    assert term.targets.item() == step.counts(batch)["lm_loss"].item() == 2

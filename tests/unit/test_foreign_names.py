@@ -11,15 +11,9 @@ import pytest
 from lightning.pytorch import callbacks, loggers
 
 import lightning_megatron
-from lightning_megatron import (
-    ConfigError,
-    GenerationOptions,
-    LRSchedule,
-    MegatronModule,
-    MegatronStrategy,
-)
+from lightning_megatron import ConfigError, GenerationOptions, LRSchedule, MegatronModule, MegatronStrategy
 from lightning_megatron.cli import main
-from lightning_megatron.cli.commands import PROG
+from lightning_megatron.cli.commands import PROG, _parser
 from lightning_megatron.foreign_names import foreign_names
 
 _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
@@ -32,11 +26,7 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
         (MegatronStrategy, {"gradient_clipping": 1.0}, r"here it is Trainer\(gradient_clip_val=\.\.\.\), 0 clips"),
         (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each copy of the model reads"),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
-        (
-            MegatronStrategy,
-            {"sequence_parallel": "false"},
-            "sequence_parallel='false' must be True or False, and is a str",
-        ),
+        (MegatronStrategy, {"sequence_parallel": "false"}, "='false' must be True or False, and is a str"),
         (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"here it is LRSchedule\(min_lr=\.\.\.\)"),
         (LRSchedule, {"lr_decay_style": "cosine"}, "here it is style,"),
         (GenerationOptions, {"add_BOS": True}, "here it is bos_token_id, the token"),
@@ -48,20 +38,12 @@ def test_an_option_of_another_tool_is_told_by_our_name(build: Callable[..., Any]
         build(**options)
 
 
-def test_signatures_stay_readable_for_people_and_command_lines() -> None:
-    assert list(inspect.signature(MegatronStrategy).parameters)[:3] == ["tp", "pp", "vpp"]
-    with pytest.raises(TypeError, match="positional"):
-        MegatronStrategy(*range(100))  # type: ignore[arg-type]
-
-
 def test_a_command_tells_it_by_the_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--checkpoint", "x", "--prompt", "y", "--tokens_to_generate", "3"]) == 2
     assert "--tokens_to_generate 3; here it is --max-new-tokens; see" in capsys.readouterr().err
 
 
 def test_what_the_table_calls_ours_exists_and_stands_once_for_each_tool() -> None:
-    from lightning_megatron.cli.commands import _parser
-
     names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
     assert len(set(names)) == len(names)
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.convert.convert import build_on_cpu
+from lightning_megatron.convert.hugging_face import copy_companions
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.data.indexed import is_old_format
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.errors import ConfigError, DataError
 
 
 def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> None:
-    from lightning_megatron.convert.hugging_face import copy_companions
-
     model, new = tmp_path / "model", tmp_path / "new"
     (model / "additional_chat_templates").mkdir(parents=True)
     (model / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
@@ -30,45 +34,25 @@ def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> N
     ("fields", "says"),
     [
         ({"dtype": "../../etc/passwd"}, "the gpt2 config is invalid: .*; correct it"),
-        ({"n_embd": 32, "n_head": 2**62}, "kv_channels=0 must be at least 1"),
+        ({"n_head": 2**62}, "kv_channels=0 must be at least 1"),
+        ({"initializer_range": float("nan")}, "init_method_std=nan: expected a finite number, at least 0"),
+        ({"n_inner": 2**40}, r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
-    from lightning_megatron.convert.registry import model_config
-
+def test_a_config_that_cannot_be_is_refused_before_anything_is_built(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        model_config({"model_type": "gpt2", **fields})
-
-
-def test_random_weights_need_a_finite_deviation() -> None:
-    from lightning_megatron.convert.registry import model_config
-
-    with pytest.raises(ConfigError, match="init_method_std=nan: expected a finite number, at least 0"):
-        model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "initializer_range": float("nan")})
+        build_on_cpu(
+            model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, **fields}), ParallelConfig()
+        )
 
 
 def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    from lightning_megatron.data.indexed import is_old_format
-
     os.mkfifo(tmp_path / "corpus.idx")
     assert not is_old_format(str(tmp_path / "corpus"))
 
 
-def test_a_model_that_no_host_can_hold_is_refused_before_it_is_built() -> None:
-    from lightning_megatron.convert.convert import build_on_cpu
-    from lightning_megatron.convert.registry import model_config
-    from lightning_megatron.engine.parallel import ParallelConfig
-
-    model = model_config({"model_type": "gpt2", "n_embd": 32, "n_inner": 2**40, "n_head": 4, "n_layer": 2})
-    with pytest.raises(ConfigError, match=r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"):
-        build_on_cpu(model, ParallelConfig())
-
-
 def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
-
-    from lightning_megatron.data.tokenizer import load_tokenizer
-    from lightning_megatron.errors import DataError
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     text = '{"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "model_max_length": %s}'

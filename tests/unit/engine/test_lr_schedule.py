@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
-from lightning_megatron.errors import CheckpointError, ConfigError
-
-LINEAR = LRSchedule(style="linear", warmup_steps=2, min_lr=0.0)
+from lightning_megatron.errors import ConfigError
 
 
 def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
@@ -67,11 +65,8 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
 
 @pytest.mark.parametrize(("settings", "total", "message"), [
     ({"style": "square"}, 30, r"style='square' is unknown; choose from constant, linear, cosine"),
-    ({"warmup_steps": "10"}, 30, r"warmup_steps='10' must be an integer, and is a str; correct warmup_steps"),
     ({"warmup_steps": 5, "warmup_fraction": 0.1}, 30, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
-    ({"warmup_fraction": 1.0}, 30, r"warmup_fraction=1.0 must be in \[0, 1\)"),
     ({"style": "cosine", "wsd_decay_steps": 5}, 30, r"wsd_decay_steps=5 has no effect on style='cosine'"),
-    ({"weight_decay_incr_style": "linear"}, 30, r"nothing to ramp between; set end_weight_decay"),
     ({"style": "linear"}, -1, "style='linear' needs the number of steps; set max_steps"),
     ({"warmup_steps": 30}, 30, r"warmup_steps=30 must be less than trainer.max_steps=30"),
     ({"style": "cosine", "min_lr": 0.5}, 30, r"min_lr=0.5 is above the peak lr=0.1"),
@@ -84,26 +79,14 @@ def test_settings_that_contradict_themselves_or_the_run_are_refused(
         scheduler_settings(LRSchedule(**settings), lr=0.1, weight_decay=0.01, total_steps=total)
 
 
-def _run(scheduler: MegatronLRScheduler, steps: int) -> list[tuple[float, ...]]:
-    """The learning rate of each group that each optimizer step used."""
-    used = []
-    for _ in range(steps):
-        used.append(tuple(group["lr"] for group in scheduler.optimizer.param_groups))
-        scheduler.optimizer.step()
-        scheduler.step()
-    return used
-
-
 def test_the_settings_of_the_run_win_over_those_in_groups() -> None:
     """Megatron's optimizer writes ``min_lr=None`` into its groups, and a foreign checkpoint may have rates there."""
-    schedule = LRSchedule(style="linear", min_lr=0.2)
+    schedule, used = LRSchedule(style="linear", min_lr=0.2), []
     optimizer = _optimizer({"default_config": False, "max_lr": 7.0, "min_lr": None, "start_wd": 5.0})
     scheduler = _scheduler(optimizer, schedule, lr=1.0, weight_decay=0.1, total_steps=4)
-    assert [lr for (lr,) in _run(scheduler, 5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    for _ in range(5):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert used == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
-
-
-def test_the_state_of_another_scheduler_is_refused() -> None:
-    scheduler = _scheduler(_optimizer(), LINEAR, lr=1.0, total_steps=6)
-    with pytest.raises(CheckpointError, match=r"has the keys \['max_lr', 'num_steps'\] and no 'last_epoch'"):
-        scheduler.load_state_dict({"num_steps": 4, "max_lr": 1.0})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.steps.t5 import T5TrainStep
 from tests.unit.models.test_t5_layout import MODEL
 
@@ -22,12 +22,6 @@ def _step() -> T5TrainStep:
     step = T5TrainStep()
     step.bind(replace(MODEL, decoder_start_token_id=START, pad_token_id=PAD))
     return step
-
-
-def _prepared(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    step, batch = _step(), {**BATCH, **changes}
-    step.check_batch(batch)
-    return step.prepare_batch(batch)
 
 
 # ---- Megatron's samples ---------------------------------------------------------------------------------------------
@@ -76,9 +70,6 @@ def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
 def test_the_decoder_must_see_what_the_encoder_sees() -> None:
     with pytest.raises(DataError, match="enc_dec_mask shows other tokens"):
         _step().check_batch(_megatrons(enc_dec_mask=torch.ones(2, 4)))
-    without = {name: tensor for name, tensor in _megatrons(enc_dec_mask=ENCODER_MASK).items() if name != "enc_mask"}
-    with pytest.raises(DataError, match="enc_dec_mask shows other tokens"):
-        _step().check_batch(without)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -88,28 +79,15 @@ def test_the_decoder_must_see_what_the_encoder_sees() -> None:
     ("changes", "message"),
     [
         ({"input_ids": IDS + 90}, r"input_ids\[0, 2\] is 99 and must be in 0..96 \(vocab_size=97\)"),
-        ({"labels": LABELS + 90}, r"labels\[0, 0\] is 101"),
         ({"labels": LABELS - 20}, r"labels\[0, 0\] is -9 "),
         ({"decoder_input_ids": LABELS}, r"decoder_input_ids\[0, 1\] is -100"),
-        ({"labels": LABELS[0]}, "give it as"),
-        ({"labels": LABELS[:, :0]}, r"labels has the shape \[2, 0\]"),
         ({"input_ids": IDS[:, :0]}, "at least 1 each"),
-        ({"labels": LABELS.float()}, r"labels is torch.float32 and must be an integer type"),
-        ({"input_ids": IDS.float()}, r"input_ids is torch.float32 and must be an integer type"),
-        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has the shape \[2, 3\] and must have \[2, 4\]"),
         ({"attention_mask": -1e4 * (IDS == 0)}, r"attention_mask\[0, 3\] is -10000.0 and must be 1 to be seen or 0"),
         ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
-        ({"sample_mask": torch.ones(2, 1)}, r"sample_mask has the shape \[2, 1\]"),
         ({"position_ids": IDS}, "batch key 'position_ids' is not understood by T5TrainStep"),
         ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
-        (_megatrons(text_enc=IDS + 90), r"text_enc\[0, 2\] is 99"),
     ],
 )
 def test_wrong_batches_are_refused_by_name(changes: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        _step().check_batch(changes if "text_dec" in changes else {**BATCH, **changes})
-
-
-def test_other_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match="use train_step='gpt'"):
-        T5TrainStep().bind(replace(MODEL, architecture="gpt"))
+        _step().check_batch({**BATCH, **changes})
