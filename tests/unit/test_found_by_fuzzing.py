@@ -11,7 +11,6 @@ import pytest
 from lightning_megatron.convert.convert import build_on_cpu
 from lightning_megatron.convert.hugging_face import copy_companions
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.data.indexed import is_old_format
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, DataError
@@ -44,11 +43,6 @@ def test_a_config_that_cannot_be_is_refused_before_anything_is_built(fields: dic
         build_on_cpu(
             model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, **fields}), ParallelConfig()
         )
-
-
-def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "corpus.idx")
-    assert not is_old_format(str(tmp_path / "corpus"))
 
 
 def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
