@@ -20,9 +20,9 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.fillers import adam, kernels, loss
+from lightning_megatron.engine.fillers import adam, kernels
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
-from lightning_megatron.engine.fillers.dispatch import AllGatherDispatcher, Dispatcher
+from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, Dispatcher
 
 _MISSING = object()
 
@@ -108,7 +108,7 @@ MEGATRON: tuple[Patch, ...] = (
     _row(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
-        loss.loss_method,
+        kernels.loss_method,
         "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
     ),
     _row(_FACTORY, "Adam", _being(adam.FusedAdam), "torch's is unfused; Apex's clips and copies in passes apart"),

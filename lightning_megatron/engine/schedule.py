@@ -26,8 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from lightning_megatron.engine.fillers.dispatch import gathering_dispatchers, padded_to_most
-from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
+from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport, gathering_dispatchers, padded_to_most
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress

@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
-from lightning_megatron.engine.fillers.kernels import Norm
-from lightning_megatron.engine.fillers.loss import soft_capped
+from lightning_megatron.engine.fillers.kernels import Norm, soft_capped
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import join_additions_and_norms, layer_spec, norm_spec
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies

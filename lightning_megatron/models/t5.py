@@ -43,8 +43,6 @@ from lightning_megatron.models.layers import join_additions_and_norms, layer_spe
 from lightning_megatron.models.t5_layout import OVERRIDE, shares, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
-_LENGTHS_AT_ONCE = 256
-"""While text grows the rows of so many lengths are computed at once."""
 _ALIGNMENT = 16
 """Rows of scores start at multiples of this many numbers: the memory-efficient kernel would copy them otherwise."""
 
@@ -302,31 +300,18 @@ def _layer(spec: ModuleSpec, config: TransformerConfig, number: int) -> Transfor
 # ---- relative positions ----------------------------------------------------------------------------------------------
 
 
-def relative_buckets(
-    length: int, *, bidirectional: bool, num_buckets: int, max_distance: int, num_queries: int | None = None
-) -> Tensor:
-    """The row of the table for each pair of a query and a key: [num_queries, length], int64, on the CPU.
-
-    The queries are the last ones of the sequence; None for all.
-
-    Half of the rows stand for one distance each, the others for ranges that grow in geometric progression up to
-    ``max_distance``; in both directions each has half of all rows.
-
-    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1, by Megatron-Core, which rounds as Hugging Face's T5.
-    """
-    position = torch.arange(length)
-    distance = position[None, :] - position[length - (length if num_queries is None else num_queries) :, None]
-    # Its module would gather the table for all queries, without context parallelism and masks; this needs no ``self``.
-    bucket_of: Any = RelativePositionEmbedding._relative_position_bucket
-    buckets: Tensor = bucket_of(None, distance, bidirectional, num_buckets, max_distance)
-    return buckets
-
-
 class RelativeBias(MegatronModule):
     """One stack's table, the columns of this rank's heads: weight [num_buckets, heads/tp].
 
+    Half of its rows stand for one distance each, the others for ranges that grow in geometric progression up to
+    ``max_distance``; in both directions each has half of all rows. Source: Raffel et al. 2020, arXiv 1910.10683,
+    section 2.1, by Megatron-Core, which rounds as Hugging Face's T5.
+
     Split, not copied: its gradient needs no sum over tp, and the gradient norm counts each number once.
     """
+
+    buckets: Tensor
+    """[2 * max_distance + 1], int64: the row of each distance between key and query, from -max_distance on."""
 
     def __init__(self, config: TransformerConfig, num_buckets: int, max_distance: int, *, bidirectional: bool) -> None:
         """Create the table.
@@ -338,14 +323,17 @@ class RelativeBias(MegatronModule):
             bidirectional: Whether keys to the right of the query have rows of their own (in encoders).
         """
         super().__init__(config=config)
-        self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
+        self.max_distance, self.bidirectional = max_distance, bidirectional
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
             torch.empty(num_buckets, heads, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
-        self._buckets: Tensor | None = None
-        self._last_buckets: Tensor | None = None
+        # Its module would gather the table for all queries, without context parallelism and masks; this needs no self.
+        bucket_of: Any = RelativePositionEmbedding._relative_position_bucket
+        distances = torch.arange(-max_distance, max_distance + 1)
+        buckets = bucket_of(None, distances, bidirectional, num_buckets, max_distance)
+        self.register_buffer("buckets", buckets.to(self.weight.device), persistent=False)
 
     def forward(self, length: int, attention_mask: Tensor | None, num_queries: int | None = None) -> Tensor:
         """What is added to the scores, hidden keys included; in one direction, keys to the right are hidden.
@@ -361,7 +349,9 @@ class RelativeBias(MegatronModule):
             backward passes.
         """
         queries = length if num_queries is None else num_queries
-        buckets = self._buckets_for(length) if queries == length else self._last_buckets_for(length, queries)
+        places = torch.arange(-(-length // _ALIGNMENT) * _ALIGNMENT, device=self.weight.device)
+        distances = places - places[length - queries : length, None]
+        buckets = self.buckets[distances.clamp(-self.max_distance, self.max_distance) + self.max_distance]
         context = ContextParallel(self.config)
         of_heads = context.own_heads(self.weight, 1)
         scores = F.embedding(context.own_queries(buckets, 0), of_heads).permute(2, 0, 1)[None].contiguous()
@@ -370,40 +360,12 @@ class RelativeBias(MegatronModule):
             hidden = torch.ones_like(buckets, dtype=torch.bool).triu(1 + length - queries)[None, None]
             hidden = context.own_queries(hidden, 2)
         if attention_mask is not None:
-            padding = F.pad(attention_mask == 0, (0, buckets.shape[1] - length))[:, None, None, :]
+            padding = F.pad(attention_mask == 0, (0, len(places) - length))[:, None, None, :]
             hidden = padding if hidden is None else hidden | padding
         if hidden is not None:
             # Overwritten, not added: a large bias must not make a hidden key visible.
             scores = scores.masked_fill(hidden, MASKED_SCORE)
         return scores[..., :length]
-
-    def _buckets_for(self, length: int) -> Tensor:
-        """[s, s rounded up], so that what is cut to s columns in the end has aligned rows."""
-        if self._buckets is None or self._buckets.shape[0] != length:
-            rounded = -(-length // _ALIGNMENT) * _ALIGNMENT
-            self._buckets = self._computed_buckets(rounded, rounded)[:length].to(self.weight.device)
-        return self._buckets
-
-    def _last_buckets_for(self, length: int, num_queries: int) -> Tensor:
-        """[num_queries, s]: the end of a longer sequence, whose last queries see their last keys at the same distances.
-
-        So the next lengths need neither the host nor another copy to the device.
-        """
-        last = self._last_buckets
-        if last is None or last.shape[0] != num_queries or last.shape[1] < length:
-            rounded = -(-length // _LENGTHS_AT_ONCE) * _LENGTHS_AT_ONCE
-            last = self._computed_buckets(rounded, num_queries).to(self.weight.device)
-            self._last_buckets = last
-        return last[:, last.shape[1] - length :]
-
-    def _computed_buckets(self, length: int, num_queries: int) -> Tensor:
-        return relative_buckets(
-            length,
-            bidirectional=self.bidirectional,
-            num_buckets=self.num_buckets,
-            max_distance=self.max_distance,
-            num_queries=num_queries,
-        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -133,7 +133,7 @@ def test_a_step_that_cannot_be_recorded_is_refused_and_runs_kernel_by_kernel() -
 
 def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any:
     """Answers, what was recorded, and how many caches and steps outlived their call without help from the collector."""
-    from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
+    from lightning_megatron.engine.fillers.attention import KeyValueCache, TokenStep
     from lightning_megatron.generate import pipeline
 
     recorders: list[TapeRecorder] = []
@@ -215,7 +215,7 @@ def _memory_of_calls(directory: str, case: Case, calls: list[Call]) -> list[Any]
 
 def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
     """What is said where a step asks the device for a number while it is recorded, and what is written without."""
-    from lightning_megatron.engine.fillers.kv_cache import TokenStep
+    from lightning_megatron.engine.fillers.attention import TokenStep
 
     write = _writer(set_up(directory, case, calls[0].model), calls[0])
     before, original = write(False), TokenStep.scores

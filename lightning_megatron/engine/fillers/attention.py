@@ -18,9 +18,8 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +34,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_megatron.engine.fillers import masks
-from lightning_megatron.engine.fillers.loss import soft_capped
+from lightning_megatron.engine.fillers.kernels import soft_capped
 from lightning_megatron.engine.fillers.masks import Alibi, AlibiKind, Pattern
 from lightning_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_megatron.engine.fillers.kv_cache import KeyValueCache, TokenStep
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -128,7 +124,7 @@ class SDPAttention(MegatronModule):
             attention_mask: Integers [b, sk], the segment of each key (``masks.py``), cached ones included; or
                 bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
-            attention_bias: Added to the scores, [b or 1, np or 1, sq or 1, sk].
+            attention_bias: Added to the scores in place of a mask, [b or 1, np or 1, sq or 1, sk].
             packed_seq_params: Unused; packed rows have a mask of segments.
 
         Returns:
@@ -137,13 +133,8 @@ class SDPAttention(MegatronModule):
         Raises:
             ConfigError: If a mask has another shape.
         """
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        return self.attend(query, key, value, attention_mask, mask_type, attention_bias)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, bias: Tensor | None
-    ) -> Tensor:
-        """As ``forward``, of what it has chosen."""
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        mask = None if kind == AttnMaskType.no_mask else attention_mask
         sq, b, np, hn = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.kv_cache is not None:
@@ -151,19 +142,20 @@ class SDPAttention(MegatronModule):
             if self.kv_cache.step is not None:
                 return self._attend_in_step(self.kv_cache.step, q, k, v)
         causal = kind in CAUSAL and sq > 1
-        mask = None if kind == AttnMaskType.no_mask else mask
         if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
             raise ConfigError(f"attention_mask has the shape {list(mask.shape)}; give {[b, k.shape[2]]}")
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
-            if mask is None and bias is None and self._is_plain(sq, k.shape[2], causal):
+            if attention_bias is not None:
+                out = _attend_with_mask(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
+            elif mask is None and self._is_plain(sq, k.shape[2], causal):
                 out = F.scaled_dot_product_attention(
                     q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
             else:
-                out = self._attend_to_some(q, k, v, mask, bias, causal, dropout)
+                out = self._attend_to_some(q, k, v, mask, causal, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
     def _is_plain(self, num_queries: int, num_keys: int, causal: bool) -> bool:
@@ -173,19 +165,24 @@ class SDPAttention(MegatronModule):
         return is_sum and sees_all and (not causal or num_queries == num_keys)
 
     def _attend_to_some(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
     ) -> Tensor:
-        """Where a mask, a bias, a window or ALiBi has a say: [b, np, sq, hn]."""
+        """Where a mask, a window, ALiBi or a cap has a say: [b, np, sq, hn]."""
         pattern = masks.pattern_of(
             q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross
         )
-        is_one_change = self.softcap is None or self.alibi is None
-        if dropout == 0.0 and bias is None and _is_flat(mask) and is_one_change and can_use_flex(q, k):
-            return self._attend_by_blocks(q, k, v, mask, pattern)
-        if (found := self._runs(q, k, mask, pattern, bias)) is not None:
-            return attend_to_runs(q, k, v, found, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
-        is_seen = mask is None and bias is None and self.alibi is None and not pattern.hides
-        scores = None if is_seen else self._scores(q, mask, pattern, bias)
+        if mask is None or mask.dim() == 2:  # of segments
+            is_one_change = self.softcap is None or self.alibi is None
+            if dropout == 0.0 and is_one_change and can_use_flex(q, k):
+                return self._attend_by_blocks(q, k, v, mask, pattern)
+            runs, is_no_change = None, self.softcap is None and self.alibi is None
+            if mask is not None and is_no_change and can_use_varlen(q, k, pattern):
+                runs = PER_MASK.get(mask, "runs", runs_of)
+            if runs is not None:
+                return attend_to_runs(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
+        alibi = self._alibi_of(q)
+        make = partial(_added_scores, pattern, alibi, q.dtype, q.device)
+        scores = make(None) if mask is None else PER_MASK.get(mask, (pattern, alibi, q.dtype), make)
         if self.softcap is not None:
             return attend_capped(q, k, v, scores, dropout, self.softmax_scale, self.softcap)
         assert scores is not None, "what hides nothing is plain"
@@ -200,14 +197,6 @@ class SDPAttention(MegatronModule):
             out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _runs(self, q: Tensor, k: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Runs | None:
-        """The runs of a mask of segments, if they are all that has to be said."""
-        if mask is None or not _is_flat(mask) or bias is not None or self.alibi is not None or self.softcap is not None:
-            return None
-        if not can_use_varlen(q, k, pattern):
-            return None
-        return PER_MASK.get(mask, "runs", runs_of)
-
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
@@ -216,18 +205,6 @@ class SDPAttention(MegatronModule):
         biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
         change = biases if self.softcap is None else self.softcap
         return attend_by_blocks(q, k, v, blocks, pattern, change, self.softmax_scale)
-
-    def _scores(self, q: Tensor, mask: Tensor | None, pattern: Pattern, bias: Tensor | None) -> Tensor:
-        """What is added to the scores where a dense tensor must say it, [b or 1, np or 1, sq or 1, sk] in q's dtype."""
-        alibi = self._alibi_of(q)
-        if mask is None or not _is_flat(mask):
-            hidden = masks.hidden_keys(None, pattern, q.device)
-            hidden = mask if hidden is None else hidden if mask is None else mask | hidden
-            return masks.added_scores(hidden, _sum_of(bias, _linear_bias(alibi, None, pattern, q.device)), q.dtype)
-        if bias is None:
-            return PER_MASK.get(mask, (pattern, alibi, q.dtype), partial(_own_scores, pattern, alibi, q.dtype))
-        hidden = PER_MASK.get(mask, (pattern, "hidden"), lambda own: masks.hidden_keys(own, pattern, own.device))
-        return masks.added_scores(hidden, _sum_of(bias, _linear_bias(alibi, mask, pattern, q.device)), q.dtype)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """The linear biases of the heads of ``q``: [b, np, sq, hn]."""
@@ -243,10 +220,16 @@ class SDPAttention(MegatronModule):
         )
 
 
-def _own_scores(pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, segments: Tensor) -> Tensor:
-    """What a mask of segments and ALiBi add to the scores, made once for all layers."""
-    hidden = masks.hidden_keys(segments, pattern, segments.device)
-    return masks.added_scores(hidden, _linear_bias(alibi, segments, pattern, segments.device), dtype)
+def _added_scores(
+    pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, device: torch.device, mask: Tensor | None
+) -> Tensor | None:
+    """What a mask, if any, a pattern and ALiBi add to the scores, as one dense tensor; None for nothing."""
+    hidden = masks.hidden_keys(mask, pattern, device)
+    biases = _key_biases(alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device)
+    if hidden is None and biases is None:
+        return None
+    bias = None if biases is None else masks.relative(biases, pattern.num_queries)
+    return masks.added_scores(hidden, bias, dtype)
 
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
@@ -256,21 +239,6 @@ def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, 
     if segments is None:
         return masks.key_biases_without_mask(alibi, pattern.num_keys, device)
     return PER_MASK.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
-
-
-def _linear_bias(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
-    """ALiBi's biases of all pairs: [b or 1, np, sq, sk], fp32."""
-    biases = _key_biases(alibi, segments, pattern, device)
-    return None if biases is None else masks.relative(biases, pattern.num_queries)
-
-
-def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
-def _is_flat(mask: Tensor | None) -> bool:
-    """Whether a mask, if any, is one of segments."""
-    return mask is None or mask.dim() == 2
 
 
 def attend_capped(
@@ -439,8 +407,7 @@ def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
 # ---- variable-length FlashAttention ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runs:
+class Runs(NamedTuple):
     """Where the runs of equal segment numbers are in a batch of rows that lie one after the other."""
 
     bounds: Tensor
@@ -575,3 +542,122 @@ def _compiled_joining(function: Any) -> Any:
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- caches of keys and values, while text is generated --------------------------------------------------------------
+# Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) keeps them one level higher, in
+# Attention, where it knows one position for all rows of a batch, rotates queries and keys by it, and refuses virtual
+# pipeline stages. Below the rotation nothing has to be known but the order in which tokens came.
+#
+# The caches never change their size. In a TokenStep a pass that reads one token per row looks at the same slots
+# whatever the texts' length, and nothing of it depends on numbers of the host, so that a GPU can replay it as a CUDA
+# graph.
+
+SLOT_ALIGNMENT = 8
+"""Slots come in multiples of it: the memory-efficient kernel copies masks whose rows do not."""
+
+MANY_SLOTS = 512
+"""Above it slots come in multiples of ``SMALLEST_PART``, so that they can be cut into parts."""
+
+
+def slots_for(tokens: int) -> int:
+    """How many slots a cache for so many tokens has."""
+    alignment = SLOT_ALIGNMENT if tokens <= MANY_SLOTS else SMALLEST_PART
+    return -(-tokens // alignment) * alignment
+
+
+class KeyValueCache:
+    """Keys and values of one layer on one rank, in the dtype in which they are computed, at addresses that stay."""
+
+    step: TokenStep | None = None
+    """Set while single tokens are read whose place only the device knows."""
+
+    def __init__(self, slots: int) -> None:
+        """Memory is taken when the first keys come.
+
+        Args:
+            slots: How many tokens a row may have.
+        """
+        self.length = 0
+        """Tokens of a row that are there, those of steps apart."""
+        self._slots = slots
+        self._kept: list[Tensor] = []
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the next tokens and return all: [b, ng, length, hn] each, without copying them.
+
+        In a step they go to the slot that the device knows, and all slots that the step looks at are returned.
+
+        Args:
+            key: [b, ng, s, hn]; s is 0 where nothing comes to an encoder's output.
+            value: [b, ng, s, hn].
+        """
+        if not self._kept:
+            # Not empty: what stands in a slot that nobody sees is multiplied by 0, and NaN would stay NaN.
+            self._kept = [new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)]
+        first = self.length
+        if self.step is None:
+            self.length += key.shape[2]
+        for kept, new in zip(self._kept, (key, value), strict=True):
+            if self.step is None:
+                kept[:, :, first : self.length] = new
+            else:
+                kept.index_copy_(2, self.step.place, new)
+        keys, values = self._seen()
+        return keys, values
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row ``rows[i]`` was; as many rows as before stay where they are in memory.
+
+        Args:
+            rows: [b], int64; there may be more rows than before, or fewer.
+        """
+        if len(rows) == len(self._kept[0]):
+            for seen in self._seen():
+                seen.copy_(seen.index_select(0, rows))
+        else:
+            self._kept = [kept.index_select(0, rows) for kept in self._kept]
+
+    def _seen(self) -> list[Tensor]:
+        """What a query looks at."""
+        seen = self.length if self.step is None else self.step.num_keys
+        return [kept[:, :, :seen] for kept in self._kept]
+
+
+class TokenStep:
+    """Where the one token of each row stands, and what is in the slots of the caches, for all layers of a pass."""
+
+    def __init__(self, place: Tensor, is_token: Tensor) -> None:
+        """Point to buffers of the device, which whoever advances the texts writes to.
+
+        Args:
+            place: [1], int64, the slot of the newest token; the same in all rows.
+            is_token: [b, slots], bool, False for the padding of prompts; of slots behind ``place`` it does not matter.
+        """
+        self.place = place
+        self.num_keys = is_token.shape[1]
+        """How many slots a query looks at."""
+        self._is_token = is_token
+        self._made: dict[Hashable, Tensor] = {}
+
+    def scores(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, made once in a pass for all layers of a kind: [b, np or 1, 1, slots].
+
+        Args:
+            window: How many tokens back, itself included, a token sees; None for all.
+            alibi: Whose linear biases are added; None for none.
+            dtype: Of the queries.
+        """
+        key = (window, alibi, dtype)
+        if key not in self._made:
+            slots = torch.arange(self.num_keys, device=self.place.device)
+            hidden = ~self._is_token | (slots > self.place)
+            if window is not None:
+                hidden = hidden | (slots <= self.place - window)
+            bias = None
+            if alibi is not None:
+                biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
+                # Relative to the query, whose key is at ``place``: near keys get small numbers, as in ``relative``.
+                bias = (biases - biases.index_select(-1, self.place))[:, :, None]
+            self._made[key] = masks.added_scores(hidden[:, None, None], bias, dtype)
+        return self._made[key]

@@ -133,8 +133,15 @@ class ContextParallelAttention(SDPAttention):
     """By which heads are exchanged; None for NCCL's or gloo's all-to-all."""
 
     @override
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttnMaskType, bias: Tensor | None
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
     ) -> Tensor:
         """Weighted sums of the values, [sq/cp, b, np * hn]; every rank of the cp group must call.
 
@@ -142,31 +149,34 @@ class ContextParallelAttention(SDPAttention):
             query: [sq/cp, b, np, hn].
             key: [sk/cp, b, ng, hn]; ng divides np.
             value: [sk/cp, b, ng, hn].
-            mask: Of the whole rows, as ``SDPAttention.forward`` takes it; with causal attention [b, sk].
-            kind: What is hidden besides.
-            bias: Of the heads and queries that this rank attends with (``own_heads``, ``own_queries``) and all keys.
+            attention_mask: Of the whole rows, as ``SDPAttention`` takes it; with causal attention [b, sk].
+            attn_mask_type: What is hidden besides.
+            attention_bias: Of the heads and queries that this rank attends with (``own_heads``, ``own_queries``) and
+                all keys.
+            packed_seq_params: Unused.
         """
-        context = ContextParallel(self.config)
+        context, attend, mask, bias = ContextParallel(self.config), super().forward, attention_mask, attention_bias
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if context.size == 1:
-            return super().attend(query, key, value, mask, kind, bias)
+            return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
             if self.is_cross:
                 (query,), (key, value) = self._to_heads(context, query), self._to_heads(context, key, value)
             else:
                 query, key, value = self._to_heads(context, query, key, value)
-            return self._to_tokens(context, super().attend(query, key, value, mask, kind, bias))
+            return self._to_tokens(context, attend(query, key, value, mask, kind, bias))
         gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
                 gathered, mask = _own_last(context, gathered, mask)
             else:
                 gathered = context.in_order(gathered)
-            return super().attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
+            return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
         gathered, outputs = context.in_order(gathered), []
         for run, number in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
             end = (number + 1) * len(run)
             seen = None if mask is None else _first_keys(mask, end)
-            outputs.append(super().attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
+            outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
         return torch.cat(outputs)
 
     def _to_heads(self, context: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -79,8 +79,14 @@ def sides(segments: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     return keys[:, pattern.first_query :], keys
 
 
-def hidden_keys(segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
-    """True where a key must not be seen: bool [b or 1, 1, sq or 1, sk]; None if all may be seen."""
+def hidden_keys(mask: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
+    """True where a key must not be seen: bool [b or 1, 1, sq or 1, sk]; None if all may be seen.
+
+    Args:
+        mask: Segments, [b, sk]; or what is hidden whatever the pattern is, in the form of the result; None for neither.
+        pattern: What is hidden besides.
+        device: Of the result.
+    """
     hidden = None
     if pattern.hides:
         distance = torch.arange(pattern.num_queries, device=device)[:, None] + pattern.first_query
@@ -91,12 +97,14 @@ def hidden_keys(segments: Tensor | None, pattern: Pattern, device: torch.device)
         if pattern.window is not None:
             hidden |= distance >= pattern.window
         hidden = hidden[None, None]
-    if segments is None:
+    if mask is None:
         return hidden
-    if pattern.cross:
-        others = (segments == 0)[:, None, None, :]
+    if mask.dim() == 4:
+        others = mask
+    elif pattern.cross:
+        others = (mask == 0)[:, None, None, :]
     else:
-        queries, keys = sides(segments, pattern)
+        queries, keys = sides(mask, pattern)
         others = (queries[:, :, None] != keys[:, None, :])[:, None]
     return others if hidden is None else others | hidden
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.engine.fillers.dispatch import Dispatcher
-from lightning_megatron.engine.fillers.experts import _products
+from lightning_megatron.engine.fillers.experts import Dispatcher, _products
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

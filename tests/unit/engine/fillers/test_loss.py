@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_megatron.engine.fillers.loss import token_losses
+from lightning_megatron.engine.fillers.kernels import token_losses
 from lightning_megatron.models.gpt import hide_padded_vocab_
 
 VOCAB, S, B = 11, 6, 3
