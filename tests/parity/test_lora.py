@@ -90,52 +90,41 @@ def _adapters(tensors: Tensors) -> Tensors:
     return {name: each for name, each in named.items() if name.replace("lora_B", "lora_A") in named}
 
 
+CASES: dict[str, tuple[Case, Layout, list[str]]] = {
+    "llama_tp2_pp2_sp": (LLAMA, SPLIT, ALL["llama"]),
+    "gpt2_tp2": (GPT2, Layout(tp=2), ["c_attn", "mlp.c_proj"]),
+    # Norms behind linears, and gate and up in one matrix.
+    "glm4": (replace(LLAMA, model="glm4"), Layout(tp=2), ["o_proj", "gate_up_proj", "down_proj"]),
+}
+RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
+    "llama_tp2": (LLAMA, Layout(tp=2), ALL["llama"]),
+    "some_vpp_recompute": (
+        LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full"), ["q_proj", "v_proj", "up_proj"]
+    ),
+    "some_dp_recompute": (
+        LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True), ["k_proj", "down_proj"]
+    ),
+    "mqa_tp2_sp": (
+        replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(SPLIT, pp=1), ["q_proj", "v_proj"]
+    ),
+    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL["llama"]),
+    "gpt2_split": (GPT2, SPLIT, ALL["gpt2"]),
+}  # fmt: skip
+ON_GPUS = (
+    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True), ALL["llama"]
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("case", "targets"),
+    ("case", "layout", "targets"),
     [
-        pytest.param(LLAMA, ALL["llama"], id="llama", marks=pytest.mark.exhaustive),
-        pytest.param(replace(LLAMA, layout=Layout(tp=2)), ALL["llama"], id="llama_tp2", marks=pytest.mark.exhaustive),
-        pytest.param(replace(LLAMA, layout=SPLIT), ALL["llama"], id="llama_tp2_pp2_sp"),
-        pytest.param(
-            replace(LLAMA, layout=Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full")),
-            ["q_proj", "v_proj", "up_proj"],
-            id="some_vpp_recompute",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            replace(LLAMA, layout=Layout(tp=2, dp=2, recompute="selective", overlap_communication=True)),
-            ["k_proj", "down_proj"],
-            id="some_dp_recompute",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            replace(LLAMA, model_fields=(("num_key_value_heads", 1),), layout=replace(SPLIT, pp=1)),
-            ["q_proj", "v_proj"],
-            id="mqa_tp2_sp",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            replace(LLAMA, layout=Layout(cp=2, tp=2, sequence_parallel=True)),
-            ALL["llama"],
-            id="cp2",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            replace(LLAMA, layout=Layout(tp=2, sequence_parallel=True, overlap_communication=True), accelerator="gpu"),
-            ALL["llama"],
-            id="llama_on_gpus",
-            marks=pytest.mark.gpu(2),
-        ),
-        pytest.param(replace(GPT2, layout=Layout(tp=2)), ["c_attn", "mlp.c_proj"], id="gpt2_tp2"),
-        pytest.param(replace(GPT2, layout=SPLIT), ALL["gpt2"], id="gpt2_split", marks=pytest.mark.exhaustive),
-        # Norms behind linears, and gate and up in one matrix.
-        pytest.param(
-            replace(LLAMA, model="glm4", layout=Layout(tp=2)), ["o_proj", "gate_up_proj", "down_proj"], id="glm4"
-        ),
+        *(pytest.param(*each, id=name) for name, each in CASES.items()),
+        *(pytest.param(*each, id=name, marks=pytest.mark.exhaustive) for name, each in RARER_CASES.items()),
+        pytest.param(*ON_GPUS, id="llama_on_gpus", marks=pytest.mark.gpu(2)),
     ],
 )
-def test_adapters_train_as_those_of_peft(case: Case, targets: list[str], tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def test_adapters_train_as_those_of_peft(case: Case, layout: Layout, targets: list[str], tmp_path: Path) -> None:
+    folder, case = str(tmp_path), replace(case, layout=layout)
     run_ranks(_random_adapter, 1, case, targets, f"{folder}/given")
     ranks = run_ranks(_train, case.layout.world_size, case, folder)
     ours, logits = ranks[0]

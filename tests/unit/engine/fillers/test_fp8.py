@@ -60,25 +60,6 @@ def test_zeros_and_very_small_gradients_keep_their_size(size: float) -> None:
     torch.testing.assert_close(found.rows.float() * found.scale, x.float())
 
 
-@pytest.mark.parametrize("dtype", ["fp8e4nv", "fp8e5"])
-def test_the_kernels_compile_for_hopper_where_there_is_none(dtype: str) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from lightning_megatron.engine.fillers import triton_kernels
-
-    def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
-        kinds = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        return triton.compile(ASTSource(kernel, kinds, places), target=GPUTarget("cuda", 90, 32)).asm
-
-    pointers = {"x": "*bf16", "amax": "*fp32", "scale": "*fp32", "rows": f"*{dtype}", "columns": f"*{dtype}"}
-    constants = {"MAX": 448.0, "SMALLEST": 1e-30, "BM": 128, "BN": 128, "ROWS": True, "COLUMNS": True}
-    assert compiled(triton_kernels._fp8_cast, pointers, constants)["cubin"]
-    assert compiled(triton_kernels._fp8_amax, {"x": "*bf16", "out": "*fp32"}, {"BLOCK": 4096, "ROUNDS": 16})["cubin"]
-
-
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
