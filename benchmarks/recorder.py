@@ -119,7 +119,7 @@ def attributed(stack: Iterable[traceback.FrameSummary]) -> tuple[bool, str]:
     """Whether our code or the engine's is in the stack, and the innermost line of it, else Lightning's."""
     places = [(_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}") for frame in stack]
     # The launcher only calls the Trainer: what waits below it is not ours for that.
-    places = [each for each in places if not (each[1].startswith("launch.py:") and each[1].endswith(" launch"))]
+    places = [each for each in places if not (each[1].startswith("strategy.py:") and each[1].endswith(" launch"))]
     for is_ours, packages in ((True, _OURS), (False, _LIGHTNING)):
         found = [f"{package}/{place}" for package, place in places if package in packages]
         if found:

@@ -1,21 +1,35 @@
-"""Lightning's checkpoint hooks: save and load Megatron's shards beside Lightning's dict."""
+"""Lightning's checkpoint hooks: save and load Megatron's shards beside Lightning's dict; and preemption, which saves.
+
+Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
+Here it ends with a checkpoint that ``ckpt_path="last"`` finds, and exit code 143.
+
+A signal handler runs wherever the program happens to be, which on a Megatron rank is nearly always in the middle of
+some communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM
+broadcasts, SLURM's requeue signal saves a checkpoint), and ranks that are at different places then wait for each other
+for ever. Here a signal is only noted; the handlers that were registered run between two batches, on all ranks at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -29,15 +43,13 @@ from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.wrap import finish_parameter_gathers
-from lightning_megatron.errors import CheckpointError, ConfigError, NonFiniteError, NumericsError
+from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
-from lightning_megatron.launch import TERMINATED, DeferredSignals
 from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.restarts import BEGAN, is_of_this_run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    import torch.distributed as dist
 
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -102,14 +114,14 @@ class Checkpointing:
         self._steps: dict[Path, int] = {}
         """The steps of this run's checkpoints with an optimizer, that which it began with included."""
 
-    def begin(self, signums: list[int], group: dist.ProcessGroup) -> None:
+    def begin(self, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
         """Forget the run before, whose checkpoints stay; every rank must call.
 
         Args:
-            signums: Signals that are acted on between two steps.
+            environment: Tells which signals are acted on between two steps.
             group: All ranks, on the hosts.
         """
-        self._signals = DeferredSignals(signums, group)
+        self._signals = DeferredSignals(environment, group)
         self._is_trained, self._first_step = False, None
         self._failure, self._removals, self._steps = None, [], {}
 
@@ -415,15 +427,82 @@ class Checkpointing:
             self._loader_state = state
 
 
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+class DeferredSignals:
+    """Notes signals and delivers them to their handlers where every rank has come to."""
+
+    def __init__(self, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
+        """Defer those for which Lightning registers handlers that communicate, from the first ``deliver`` on.
+
+        Args:
+            environment: SLURM's has a signal of its own.
+            group: All ranks, over gloo: the question must not wait for a GPU.
+        """
+        self._signums: tuple[int, ...] = (signal.SIGTERM,)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+            self._signums += (environment.requeue_signal,)
+        self._group = group
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._noted: set[int] = set()
+        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._stand_in = self._note
+        self.is_delivering = False
+        """Whether handlers run."""
+
+    def deliver(self, done: bool = False) -> bool:
+        """Run the handlers of signals that any rank had noted at the call before; every rank must call.
+
+        The answer travels while the batch in between is worked on, so nothing waits for it.
+
+        Args:
+            done: Something that this rank has to say to the others.
+
+        Returns:
+            Whether all ranks said ``done`` at the call before.
+        """
+        self._stand_in_for_handlers()
+        some_not_done, *noted = [True, *(False for _ in self._signums)]
+        if self._question is not None:
+            work, flags = self._question
+            work.wait()
+            some_not_done, *noted = flags.tolist()
+        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
+        self._noted.clear()
+        self._question = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
+        self.is_delivering = True
+        try:
+            for signum, is_noted in zip(self._signums, noted, strict=True):
+                if is_noted and signum in self._handlers:
+                    self._handlers[signum](signum, None)
+        finally:
+            self.is_delivering = False
+        return not some_not_done
+
+    def _stand_in_for_handlers(self) -> None:
+        """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in self._signums:
+            handler = signal.getsignal(signum)
+            if callable(handler) and handler is not self._stand_in:
+                self._handlers[signum] = handler
+                signal.signal(signum, self._stand_in)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._noted.add(signum)
+
+
+# ---- which checkpoint a run begins with ---------------------------------------------------------------------------
+
+
 def _check_same(mine: str | None, of_rank_0: str | None) -> None:
     if mine != of_rank_0:
         raise CheckpointError(
             f"this rank would begin with {mine or 'no checkpoint'} and rank 0 with {of_rank_0 or 'none'}; keep "
             "checkpoints on a file system that all nodes share"
         )
-
-
-# ---- which checkpoint a run begins with ---------------------------------------------------------------------------
 
 
 def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:

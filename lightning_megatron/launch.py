@@ -1,46 +1,84 @@
-"""How ranks start and end: the launcher, and signals that wait until all ranks can act on them.
+"""Before a run: what cannot work is refused, and its ranks find each other, in the nth start as in the first.
 
-Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
-Here it ends with a checkpoint that ``ckpt_path="last"`` finds (``checkpointing.py``), and exit code 143.
-
-A signal handler runs wherever the program happens to be, which on a Megatron rank is nearly always in the middle of
-some communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM
-broadcasts, SLURM's requeue signal saves a checkpoint), and ranks that are at different places then wait for each other
-for ever. Here a signal is only noted; the handlers that were registered run between two batches, on all ranks at once.
+torchrun starts all ranks again when one has failed (``--max-restarts``) or when hosts come and go (``--nnodes 1:2``),
+and its agent's key-value store outlives them. PyTorch writes the addresses of ranks into that store under the same keys
+each time (torch 2.13, distributed/rendezvous.py: "We create a new TCPStore for every retry", which is not so where the
+store is shared), so a rank that comes earlier than the others connects to one that is dead. No variable of the
+environment tells one start from another on all hosts: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own, and stays
+where another host has failed. So rank 0 makes a name for the start, and hands it to each rank that is alive.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import inspect
+import fcntl
 import os
 import signal
+import socket
+import struct
 import sys
-import threading
-from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from typing_extensions import override
+from lightning.fabric.utilities import distributed as fabric
+from lightning.pytorch import callbacks
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.predictions import told_predict_size
 from lightning_megatron.restarts import LAUNCHER
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a process that SIGTERM ended; schedulers take it for a preemption, not for a failure."""
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface."""
 _PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.05
+
+_REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
+    callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
+    "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
+    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
+    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
+    callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
+    "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
+}
+"""Callbacks of Lightning's that would do something else here than they promise, most of them silently."""
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse options and callbacks that Megatron's engine cannot honour.
+
+    Raises:
+        ConfigError: For the first of them.
+    """
+    if (steps := trainer.accumulate_grad_batches) != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
+            f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
+        )
+    algorithm = str(trainer.gradient_clip_algorithm or "norm")
+    if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
+        raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by norm; use 'norm'")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
+                raise ConfigError(f"{type(callback).__name__} {reason}")
 
 
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
@@ -72,79 +110,7 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
         )
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
-
-    Where torchrun or a scheduler has started them already, it only calls the function.
-    """
-
-    _has_failed = False
-    """Whether the last function that any Trainer of this process has launched raised."""
-
-    @property
-    @override
-    def is_interactive_compatible(self) -> bool:
-        return True  # with one process; more are refused by check_world_size
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks, which this process takes along if it dies and waits for if it ends; call ``function``.
-
-        Args:
-            function: What fits, validates, tests or predicts.
-            args: Its arguments; ``ckpt_path`` among them is replaced by the checkpoint that it means.
-            trainer: Whose strategy this is the launcher of.
-            kwargs: Further arguments of ``function``.
-
-        Raises:
-            CheckpointError: If that checkpoint is missing or not complete.
-            ConfigError: If copies of the model are left without a row to predict.
-        """
-        call = inspect.signature(function).bind(*args, **kwargs)
-        if trainer is not None and "ckpt_path" in call.signature.parameters:
-            call.apply_defaults()
-            checkpointing = trainer.strategy.checkpointing
-            call.arguments["ckpt_path"] = checkpointing.begin_with(trainer, call.arguments["ckpt_path"])
-        ScriptLauncher._has_failed = True  # until it returns
-        try:
-            if self.cluster_environment.creates_processes_externally:
-                result = function(*call.args, **call.kwargs)
-            else:
-                if trainer is not None:
-                    _check_run(trainer, call.arguments.get("datamodule"))
-                os.environ[LAUNCHER] = str(os.getpid())
-                atexit.register(self._wait_for_other_ranks)
-                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
-        except Exception as error:
-            self._tell_killed_ranks()
-            if isinstance(error, AssertionError) and (told := told_predict_size(error)) is not None:
-                raise told from None
-            raise
-        ScriptLauncher._has_failed = False
-        return result
-
-    def _tell_killed_ranks(self) -> None:
-        """Before the error of a lost connection, which does not say whose."""
-        for local_rank, process in enumerate(self.procs, 1):
-            if (code := process.poll() or 0) < 0:
-                print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-
-    def _wait_for_other_ranks(self) -> None:
-        """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
-        if self._has_failed or getattr(sys, "last_value", None) is not None:
-            return  # the others wait in a collective, and end with this process
-        for local_rank, process in enumerate(self.procs, 1):
-            if code := process.wait():
-                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                os._exit(1)  # nothing else sets the exit code by now
-
-
-def _check_run(trainer: Any, datamodule: Any) -> None:
-    """Say what cannot work now and once, instead of in every rank; Lightning connects the parts behind the launch."""
-    for part in filter(None, (trainer.lightning_module, datamodule)):
-        part.trainer = trainer  # as the Trainer does next
-    trainer.strategy.check_run(trainer, trainer.lightning_module, datamodule)
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def die_with_launcher() -> None:
@@ -162,73 +128,132 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
-# ---- signals ---------------------------------------------------------------------------------------------------------
+def on_present_nodes(
+    parallel: ParallelConfig, environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> tuple[ParallelConfig, int]:
+    """Layout and number of nodes of this start: torchrun or a scheduler may have started fewer than ``num_nodes``.
+
+    The model then has fewer copies, which take the microbatches of the others: batches, samples and their order stay.
+
+    Raises:
+        ConfigError: If the copies that are left cannot share the microbatches evenly, or there is no whole one.
+    """
+    present, rest = divmod(environment.world_size(), num_processes)
+    if not environment.creates_processes_externally or rest or not 0 < present < num_nodes:
+        return parallel, num_nodes
+    dp, left = (parallel.data_parallel_size(nodes * num_processes) for nodes in (num_nodes, present))
+    news = f"{present} of num_nodes={num_nodes} are there, so dp={left} instead of {dp}"
+    num_microbatches, rest = divmod(parallel.num_microbatches * dp, left)
+    if rest:
+        raise ConfigError(
+            f"{news}: expected copies that share num_microbatches={parallel.num_microbatches} x {dp} evenly, got "
+            f"{left}; choose num_microbatches so that {left} divides them, or start all nodes"
+        )
+    rank_zero_info(
+        f"{news}: num_microbatches={num_microbatches} instead of {parallel.num_microbatches} keeps the batch"
+    )
+    return replace(parallel, num_microbatches=num_microbatches), present
 
 
-def deferred_signums(environment: ClusterEnvironment) -> list[int]:
-    """Signals for which Lightning registers handlers that communicate, and which therefore wait for a step's end."""
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
-        return [signal.SIGTERM, environment.requeue_signal]
-    return [signal.SIGTERM]
+def meet(
+    environment: ClusterEnvironment, num_nodes: int, device: torch.device, timeout: timedelta, of_collectives: timedelta
+) -> None:
+    """Make the process group of all ranks; a line says which are awaited where the user starts those of other nodes.
+
+    Raises:
+        ConfigError: If they do not come within ``timeout``, or cannot connect to each other.
+    """
+    place = f"{environment.main_address}:{environment.main_port}"
+    if num_nodes > 1 and isinstance(environment, LightningEnvironment):
+        rank_zero_info(
+            f"num_nodes={num_nodes}: node {environment.node_rank()} waits at {place} for the ranks of the others, at "
+            f"most {timeout}; start the same script on each node with MASTER_ADDR, MASTER_PORT and its NODE_RANK set, "
+            f"or all with torchrun --nnodes {num_nodes}"
+        )
+    backend = fabric._get_default_process_group_backend_for_device(device)
+    device_id = device if device.type == "cuda" else None
+    try:
+        store = None if dist.is_initialized() else _store_of_start(environment, num_nodes, timeout)
+        fabric._init_dist_connection(environment, backend, timeout=of_collectives, device_id=device_id, store=store)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise ConfigError(
+            f"ranks at {place}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got "
+            f"{str(error).splitlines()[0]}; start the script on every node with the same MASTER_ADDR and MASTER_PORT"
+        ) from error
+    except RuntimeError as error:
+        if num_nodes == 1 or "connectFullMesh" not in str(error):
+            raise
+        raise ConfigError(
+            f"{_GLOO_INTERFACE}={os.environ.get(_GLOO_INTERFACE)}: expected the network interface of this host that "
+            f"the {num_nodes} hosts use, got {str(error).splitlines()[0]}; set it on every host (see ip addr)"
+        ) from error
 
 
-class DeferredSignals:
-    """Notes signals and delivers them to their handlers where every rank has come to."""
+def _store_of_start(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Store:
+    """The store of this start, after all ranks of it are there; gloo then uses the interface that reaches them."""
+    rank, world_size = environment.global_rank(), environment.world_size()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    address = _source_address(environment.main_address)
+    if rank == 0:
+        start, seen_from = _gather(store, world_size, address, timeout)
+    else:
+        token = uuid.uuid4().hex
+        store.set(f"rank/{rank}", f"{token} {address}")
+        start, _, seen_from = store.get(token).decode().partition(" ")
+        store.add(start, 1)
+    if num_nodes > 1 and _GLOO_INTERFACE not in os.environ:
+        # Debian gives a host's own name the address 127.0.1.1, which gloo would tell the others, too.
+        interface = _interface(address if _is_outward(address) else _source_address(seen_from))
+        if interface is not None:
+            os.environ[_GLOO_INTERFACE] = interface
+    return PrefixStore(start, store)
 
-    def __init__(self, signums: Iterable[int], group: dist.ProcessGroup) -> None:
-        """Defer ``signums``; nothing changes before the first ``deliver``.
 
-        Args:
-            signums: Signals whose handlers communicate.
-            group: All ranks, over gloo: the question must not wait for a GPU.
-        """
-        self._signums = tuple(signums)
-        self._group = group
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._noted: set[int] = set()
-        self._question: tuple[dist.Work, torch.Tensor] | None = None
-        self._stand_in = self._note
-        self.is_delivering = False
-        """Whether handlers run."""
+def _gather(store: Store, world_size: int, address: str, timeout: timedelta) -> tuple[str, str]:
+    """Answer every rank that announces itself until as many have taken the name of this start as there are others.
 
-    def deliver(self, done: bool = False) -> bool:
-        """Run the handlers of signals that any rank had noted at the call before; every rank must call.
+    What a rank of an earlier start has announced is answered too, and nobody reads it.
 
-        The answer travels while the batch in between is worked on, so nothing waits for it.
+    Returns:
+        The name, and the address of a host, or "" if all are one host.
 
-        Args:
-            done: Something that this rank has to say to the others.
+    Raises:
+        DistStoreError: If some are missing after ``timeout``.
+    """
+    start, deadline, answered = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds(), set[bytes]()
+    places = [f"rank/{rank}" for rank in range(1, world_size)]
+    while (present := store.add(start, 0)) < len(places):
+        announced = store.multi_get(places)  # waits for the first of each rank
+        others = [each.decode().partition(" ")[2] for each in announced]
+        seen_from = next(filter(_is_outward, (address, *others)), "")
+        for each in set(announced) - answered:
+            store.set(each.decode().partition(" ")[0], f"{start} {seen_from}")
+            answered.add(each)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{present + 1} of them")
+        time.sleep(_POLL_SECONDS)
+    return start, seen_from if places else ""
 
-        Returns:
-            Whether all ranks said ``done`` at the call before.
-        """
-        self._stand_in_for_handlers()
-        some_not_done, *noted = [True, *(False for _ in self._signums)]
-        if self._question is not None:
-            work, flags = self._question
-            work.wait()
-            some_not_done, *noted = flags.tolist()
-        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
-        self._noted.clear()
-        self._question = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
-        self.is_delivering = True
-        try:
-            for signum, is_noted in zip(self._signums, noted, strict=True):
-                if is_noted and signum in self._handlers:
-                    self._handlers[signum](signum, None)
-        finally:
-            self.is_delivering = False
-        return not some_not_done
 
-    def _stand_in_for_handlers(self) -> None:
-        """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for signum in self._signums:
-            handler = signal.getsignal(signum)
-            if callable(handler) and handler is not self._stand_in:
-                self._handlers[signum] = handler
-                signal.signal(signum, self._stand_in)
+def _source_address(host: str) -> str:
+    """The IPv4 address that this host has for ``host``; "" without a way to it. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+    return ""
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._noted.add(signum)
+
+def _is_outward(address: str) -> bool:
+    return bool(address) and not address.startswith("127.")
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

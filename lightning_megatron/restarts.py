@@ -1,8 +1,8 @@
 """Restarts on one host: ``lightning-megatron fit --max-restarts N`` starts a run again that was killed or has failed.
 
 The program that was typed becomes a supervisor of a few megabytes, which imports neither torch nor Lightning and so
-cannot fail as they do; the run is its child. Whatever ends one rank ends them all (``launch.py``), so the exit code of
-the child is all there is to watch. torchrun does the same for several hosts, and needs none of this.
+cannot fail as they do; the run is its child. Whatever ends one rank ends them all, so the exit code of the child is all
+there is to watch. torchrun does the same for several hosts, and needs none of this.
 """
 
 from __future__ import annotations

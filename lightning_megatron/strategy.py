@@ -1,11 +1,15 @@
-"""``MegatronStrategy``: Lightning's hooks, in calling order, on Megatron-Core."""
+"""``MegatronStrategy``: Lightning's hooks, in calling order, on Megatron-Core; and the launcher of its ranks."""
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import math
 import os
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,14 +19,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import distributed as fabric
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
@@ -33,24 +36,22 @@ from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
-from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.heartbeat import Heartbeat
+from lightning_megatron.engine.heartbeat import Heartbeat, Watch
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
-from lightning_megatron.engine.watch import Watch
 from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.launch import ScriptLauncher, check_world_size, deferred_signums, die_with_launcher
+from lightning_megatron.launch import check_trainer, check_world_size, die_with_launcher, meet, on_present_nodes
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
-from lightning_megatron.predictions import check_predict_size
-from lightning_megatron.rendezvous import meeting, on_present_nodes
+from lightning_megatron.predictions import check_predict_size, told_predict_size
+from lightning_megatron.restarts import LAUNCHER
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,16 +59,6 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import Batch, Observer, TrainStep
 
 T = TypeVar("T")
-
-_REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
-    callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
-    "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
-    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
-    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
-    callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
-    "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
-}
-"""Callbacks of Lightning's that would do something else here than they promise, most of them silently."""
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
@@ -127,6 +118,7 @@ class MegatronStrategy(ParallelStrategy):
         ConfigError: If the sizes do not fit together.
     """
 
+    restore_checkpoint_after_setup, lightning_restore_optimizer = True, False
     is_distributed = True  # Lightning injects samplers and syncs logged values only for strategies that say so
 
     def __init__(  # noqa: D107 (described on the class)
@@ -176,12 +168,13 @@ class MegatronStrategy(ParallelStrategy):
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
         self._watch = Watch(heartbeat, timeout)
-        self._topology: Topology | None = None
+        self._topology: groups.Topology | None = None
         self._runtime: Runtime | None = None
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
+        self._model_description: dict[str, Any] = {}
         self._shared_batches, self._timeout = math.inf, self._watch.collective_timeout
         self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
@@ -191,7 +184,7 @@ class MegatronStrategy(ParallelStrategy):
     # ---- sizes, settings and this rank's place -----------------------------------------------------------------------
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> groups.Topology:
         """This rank's place on every axis.
 
         Raises:
@@ -218,12 +211,6 @@ class MegatronStrategy(ParallelStrategy):
     def is_data_source(self) -> bool:
         """Whether this rank reads data: the first of its copy of the model, whose batch goes to the others."""
         return self.topology.is_data_source
-
-    @property
-    def _ramped_micro_batch_size(self) -> int | None:
-        """Rows of a microbatch if a data module changes their number from step to step, else None."""
-        datamodule: Any = getattr(self._module.trainer, "datamodule", None)
-        return None if getattr(datamodule, "rampup", None) is None else datamodule.micro_batch_size
 
     @property
     def is_last_stage(self) -> bool:
@@ -260,26 +247,22 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def settings(self) -> EngineSettings:
         """Everything but the model itself that Megatron's config depends on."""
+        overlap = self._overlap_communication
+        if overlap is None:
+            copies = self.data_parallel_size * self.parallel.cp
+            overlap = self.root_device.type == "cuda" and copies > 1 and not self.cuda_graphs
         return EngineSettings(
             parallel=self.parallel,
             params_dtype=MegatronPrecision.adopt(self._precision_plugin).params_dtype,
             device=self.root_device,
-            reduction=self.reduction,
+            reduction=GradientReduction(
+                distributed_optimizer=self.distributed_optimizer, overlap=overlap, overrides=self._overrides.ddp
+            ),
             recompute=self._recompute,
             overrides=self._overrides,
             fp8=self.fp8,
             cuda_graphs=self.cuda_graphs,
         )
-
-    @property
-    def reduction(self) -> GradientReduction:
-        """How gradients travel between the copies of the model."""
-        overlap = self._overlap_communication
-        if overlap is None:
-            copies = self.data_parallel_size * self.parallel.cp
-            overlap = self.root_device.type == "cuda" and copies > 1 and not self.cuda_graphs
-        ddp = self._overrides.ddp
-        return GradientReduction(distributed_optimizer=self.distributed_optimizer, overlap=overlap, overrides=ddp)
 
     def engine(self) -> AbstractContextManager[None]:
         """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
@@ -352,15 +335,11 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        environment = ready(self.cluster_environment, "the Trainer")
+        environment, device = ready(self.cluster_environment, "the Trainer"), self.root_device
         reset_seed()
         self.set_world_ranks()
-        device = self.root_device
-        backend = fabric._get_default_process_group_backend_for_device(device)
         self._watch.prepare(self._module.trainer.default_root_dir, device)
-        with meeting(environment, self.num_nodes, self._watch.timeout) as store:
-            device_id = device if device.type == "cuda" else None
-            fabric._init_dist_connection(environment, backend, timeout=self._timeout, device_id=device_id, store=store)
+        meet(environment, self.num_nodes, device, self._watch.timeout, self._timeout)
         self._watch.start()
         if self._runtime is not None:
             self._runtime.release()  # of a run that has ended without teardown
@@ -370,7 +349,7 @@ class MegatronStrategy(ParallelStrategy):
         self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
-        self.checkpointing.begin(deferred_signums(environment), groups.host_group(self._timeout))
+        self.checkpointing.begin(environment, groups.host_group(self._timeout))
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -383,17 +362,13 @@ class MegatronStrategy(ParallelStrategy):
 
     # ---- Lightning: setup -----------------------------------------------------------------------------------------
 
-    @contextmanager
     @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with self.engine():
-            yield
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.engine()
 
-    @contextmanager
     @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # Megatron places and types its own parameters; Lightning's context would do it a second time.
-        yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()  # Megatron places and types its own parameters; Lightning would do it a second time
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -402,17 +377,20 @@ class MegatronStrategy(ParallelStrategy):
         module = self._module
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
             raise ConfigError(f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule")
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting, settings = trainer.state.fn == TrainerFn.FITTING, self.settings
+        self._model_description = dict(getattr(module, "model_description", {}))
+        if self._overrides.transformer.get("moe_router_enable_expert_bias"):
+            self._model_description[EXPERT_BIAS] = True
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
             self.model_to_device()
             if self._weights_of_other_layout is not None:
                 read_weights(self._chunks, self._weights_of_other_layout)
                 self._weights_of_other_layout = None
-            module.model_chunks = to_16bit(module.model_chunks, self.settings.params_dtype, self.fp8)  # type: ignore[arg-type]
+            module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
-                module.model_chunks = to_ddp(module.model_chunks, self.reduction, graphs)
+                module.model_chunks = to_ddp(module.model_chunks, settings.reduction, graphs)
             self._schedule = Schedule(self._chunks, self.topology, graphs)
             if fitting:
                 self._reset_optimizers_and_schedulers()
@@ -434,13 +412,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self._module
         clip = module.trainer.gradient_clip_val
         context = OptimizerContext(
-            params_dtype=self.settings.params_dtype,
-            distributed_optimizer=self.distributed_optimizer,
-            overlap_param_gather=self.reduction.overlap and self.distributed_optimizer,
-            clip_grad=None if clip is None else float(clip),
-            engine=self.engine,
-            may_skip=self.on_nan == "skip",
-            overrides=self._overrides.optimizer,
+            settings=self.settings, engine=self.engine, clip_grad=float(clip or 0), may_skip=self.on_nan == "skip"
         )
         with self.engine():
             return MegatronOptimizer.build(self._chunks, options, lr, context)
@@ -452,19 +424,14 @@ class MegatronStrategy(ParallelStrategy):
             check_predict_size(dataloader)
             return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
         loader = loaders.dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
-        loader = self._resumable(loader) if loaders.is_map_style(loader) else loader
+        if loaders.is_map_style(loader):
+            limit = partial(getattr, trainer, "num_training_batches")
+            loader = loaders.ResumableLoader(loader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
+            if (state := self.checkpointing.take_loader_state()) is not None:
+                loader.load_state_dict(state)
         self._loader_tells_steps = isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader))
         if isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
-        return loader
-
-    def _resumable(self, dataloader: DataLoader[Any]) -> loaders.ResumableLoader:
-        trainer = self._module.trainer
-        loader = loaders.ResumableLoader(
-            dataloader, self.topology.dp, lambda: trainer.num_training_batches, first_epoch=trainer.current_epoch
-        )
-        if (state := self.checkpointing.take_loader_state()) is not None:
-            loader.load_state_dict(state)
         return loader
 
     @override
@@ -474,7 +441,8 @@ class MegatronStrategy(ParallelStrategy):
             self._shared_batches -= 1
         if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
             self.checkpointing.at_step_boundary()
-        step = None if stage == RunningStage.PREDICTING else getattr(self.lightning_module, "train_step", None)
+        # Prompts are no batches to learn from (a T5's have no labels): predict_step checks them itself.
+        step = None if stage == RunningStage.PREDICTING else getattr(self._module, "train_step", None)
         check, device = getattr(step, "check_batch", None), device or self.root_device
         with torch.inference_mode(False):
             return loaders.broadcast_batch(batch, self.topology, device, check)
@@ -507,11 +475,13 @@ class MegatronStrategy(ParallelStrategy):
         if (optimizer := self.megatron_optimizer) is None:
             raise ConfigError("configure_optimizers returned no Megatron optimizer; use strategy.build_optimizer(...)")
         with self.engine():
-            schedule, step = ready(self._schedule, "setup"), self._module.trainer.global_step
-            output = schedule.train(batch, train_step, optimizer, self._ramped_micro_batch_size)
+            schedule, trainer = ready(self._schedule, "setup"), self._module.trainer
+            data: Any = getattr(trainer, "datamodule", None)
+            fixed_rows = None if getattr(data, "rampup", None) is None else data.micro_batch_size
+            output = schedule.train(batch, train_step, optimizer, fixed_rows)
         optimizer.loss, self.step_shape = output.loss, output.shape
         group, may_skip = groups.host_group(self._timeout), self.on_nan == "skip"
-        optimizer.judge = partial(schedule.judge, output, step=step, may_skip=may_skip, group=group)
+        optimizer.judge = partial(schedule.judge, output, step=trainer.global_step, may_skip=may_skip, group=group)
         return output
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
@@ -529,6 +499,13 @@ class MegatronStrategy(ParallelStrategy):
         return output
 
     @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure first, which fills the gradients; then Megatron's optimizer, in whose hands they are."""
+        loss = self.precision_plugin._wrap_closure(model or self._module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return loss
+
+    @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -537,26 +514,14 @@ class MegatronStrategy(ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
     def _run_state(self, *, with_optimizer: bool) -> RunState:
         module = self._module
-        has_bias = self._overrides.transformer.get("moe_router_enable_expert_bias")
-        description = {**getattr(module, "model_description", {}), **({EXPERT_BIAS: True} if has_bias else {})}
         return RunState(
             chunks=self._chunks,
             optimizer=self.megatron_optimizer if with_optimizer else None,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
-            model_description=description,
+            model_description=self._model_description,
             hugging_face_config=getattr(module, "hugging_face_config", None),
             base=getattr(getattr(module, "adaptation", None), "base", None),
         )
@@ -642,21 +607,64 @@ def ready(value: T | None, hook: str) -> T:
     return value
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse options and callbacks that Megatron's engine cannot honour.
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
 
-    Raises:
-        ConfigError: For the first of them.
+    Where torchrun or a scheduler has started them already, it only calls the function.
     """
-    if (steps := trainer.accumulate_grad_batches) != 1:
-        raise ConfigError(
-            f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
-            f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
-        )
-    algorithm = str(trainer.gradient_clip_algorithm or "norm")
-    if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
-        raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by norm; use 'norm'")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
-                raise ConfigError(f"{type(callback).__name__} {reason}")
+
+    _has_failed = False
+    """Whether the last function that any Trainer of this process has launched raised."""
+
+    is_interactive_compatible = True  # check_world_size refuses more than one process
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks, which this process takes along if it dies and waits for if it ends; call ``function``.
+
+        Args:
+            function: What fits, validates, tests or predicts.
+            args: Its arguments; ``ckpt_path`` among them is replaced by the checkpoint that it means.
+            trainer: Whose strategy this is the launcher of.
+            kwargs: Further arguments of ``function``.
+
+        Raises:
+            CheckpointError: If that checkpoint is missing or not complete.
+            ConfigError: If the run cannot work, or copies of the model are left without a row to predict.
+        """
+        strategy: MegatronStrategy = trainer.strategy
+        call = inspect.signature(function).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        given["ckpt_path"] = strategy.checkpointing.begin_with(trainer, given["ckpt_path"])
+        ScriptLauncher._has_failed = True  # until it returns
+        try:
+            if self.cluster_environment.creates_processes_externally:
+                result = function(*call.args, **call.kwargs)
+            else:
+                # Said now and once, instead of in every rank; Lightning connects the parts behind the launch.
+                for part in filter(None, (trainer.lightning_module, given["datamodule"])):
+                    part.trainer = trainer  # as the Trainer does next
+                strategy.check_run(trainer, trainer.lightning_module, given["datamodule"])
+                os.environ[LAUNCHER] = str(os.getpid())
+                atexit.register(self._wait_for_other_ranks)
+                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+        except Exception as error:
+            for local_rank, process in enumerate(self.procs, 1):
+                if (code := process.poll() or 0) < 0:  # the error of a lost connection does not say whose
+                    print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            if isinstance(error, AssertionError) and (told := told_predict_size(error)) is not None:
+                raise told from None
+            raise
+        ScriptLauncher._has_failed = False
+        return result
+
+    def _wait_for_other_ranks(self) -> None:
+        """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
+        if self._has_failed or getattr(sys, "last_value", None) is not None:
+            return  # the others wait in a collective, and end with this process
+        for local_rank, process in enumerate(self.procs, 1):
+            if code := process.wait():
+                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(1)  # nothing else sets the exit code by now

@@ -1,37 +1,71 @@
-"""Heartbeats: where a rank is, what it tells about itself, and which rank a run that hangs waits for.
+"""Heartbeats: notices that a run hangs, says which rank and where, leaves all stacks, and ends its processes.
 
 A rank that sleeps, or waits for a dead disk, stops all others in their next collective, so a run hangs when none of its
-ranks makes progress. Each rank judges its own: a thread looks once a second at the main thread's Python stack, which
-costs the main thread nothing, and counts as progress
+ranks makes progress: ranks that wait for one that works (caches, evaluation in a callback) do not end it. Each rank
+judges its own progress: a thread looks once a second at the main thread's Python stack, which costs that nothing, and
+counts as progress
 
 - what adds to ``progress``: a batch, a microbatch, a new token, a piece of a file that is written,
 - a place where the main thread was not seen since then, as in long hooks that do work; a loop without end has
   few places, and is found,
 - in set-up, computing time of the process, unless it waits for other ranks: caches, compilers, initial weights.
 
-What ranks tell each other (``watch.py``) is a ``Beat`` each. A rank whose beats end was stopped, or holds Python's
-lock; of the others the one hangs that does not wait in a collective. Limits come from the run's own medians.
+Another thread tells the store of torch.distributed at which the process groups have met, over a connection of its own,
+a ``Beat`` each second. Two threads, since torch's client waits for ever if the rank that serves the store is the one
+that was stopped. Rank 0 and some others, spread over the hosts, read what all ranks have told; the first verdict
+counts. A rank whose beats end was stopped, or holds Python's lock; of the others the one hangs that does not wait in a
+collective. Limits come from the run's own medians.
+
+The threads work while the main thread waits in C, and so do signals here: Python's handlers run in the main thread
+only, but the byte that CPython writes to a pipe at once (``signal.set_wakeup_fd``) is read by the thread that looks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
+import json
 import linecache
+import math
 import os
 import re
+import signal
 import statistics
+import sys
 import sysconfig
+import threading
+import time
+import traceback
+import warnings
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from lightning_megatron.errors import require_number
+from lightning_megatron.restarts import LAUNCHER
 
-_STRAGGLER_SAMPLES, STRAGGLER_STEPS, _STRAGGLER_SHARE = 30, 20, 0.5
+MARGIN = timedelta(seconds=10)
+"""How much later than ``timeout`` collectives raise: by then the one line of a verdict has taken their place."""
+_BEAT = 1.0
+_SILENCE = 5.0
+"""Seconds without a beat after which a rank counts as silent."""
+_STANDSTILL = 10.0
+"""Seconds between two looks after which a rank says that it stood still."""
+_LEAST, _MEDIANS, _MEDIANS_OF_GRACE = 60.0, 10, 3
+_LAST_WORDS = 3.0
+"""Seconds that a rank stays for the others to hear the verdict, at their next beat, and to leave their stacks."""
+_JUDGES = 8
+_PERIOD = 60.0
+"""Seconds between two looks for a rank that is slow."""
+_STRAGGLER_SAMPLES, _STRAGGLER_STEPS, _STRAGGLER_SHARE = 30, 20, 0.5
 """A rank is slow if, seen that often and over that many steps, it waited for that much less of its time than others."""
 
 
@@ -99,68 +133,57 @@ _WAITS = re.compile(r"\.wait\(|run_backward")
 _WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\(")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Where the main thread of a rank is."""
 
+    text: str
+    """In words: "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"; the line is of the
+    innermost function that is neither Python's nor torch's nor Lightning's."""
     kind: Kind
-    hook: str
-    """Lightning's, with the callback's class if it is one's; empty outside of hooks."""
-    line: str
-    """Of the innermost function that is neither Python's nor torch's nor Lightning's: "train.py:12 in on_fit_start"."""
-    waits: str
-    """Name of the collective, or another word for what the rank waits for; empty if for nothing of other ranks."""
+    waits: bool
+    """Whether for other ranks, in a collective or for work that it began."""
     is_users: bool
     """Whether Lightning called something that is neither of this package nor of Megatron."""
     stack: int
     """The same for the same place."""
     is_debugged: bool
 
-    def __str__(self) -> str:
-        """In words: "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"."""
-        parts = [f"in {each}" for each in (self.waits, self.hook) if each]
-        return f"{', '.join(parts) or 'at'} ({self.line})"
-
 
 def place_of(innermost: FrameType) -> Place:
     """Where a thread is whose innermost frame is given."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    files = [each.f_code.co_filename for each in frames]
-    hooks = (_hook(each) for each, file in zip(frames, files, strict=True) if file.endswith(_LIGHTNINGS_CALLS))
-    hook = next(filter(None, hooks), "")
-    own = next((each for each, file in zip(frames, files, strict=True) if _is_told(file)), frames[0])
-    file = own.f_code.co_filename
-    inside = itertools.takewhile(lambda each: _LIGHTNING not in each, files)
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+    codes = [each.f_code for each in frames]
+    hook, waits = next(filter(None, map(_hook, frames)), ""), _waits(frames)
+    own = next((each for each in frames if _is_told(each.f_code.co_filename)), innermost)
+    file = os.sep.join(own.f_code.co_filename.split(os.sep)[-2:])
+    where = ", ".join(f"in {each}" for each in (waits, hook) if each)
+    inside = itertools.takewhile(lambda code: _LIGHTNING not in code.co_filename, codes)
+    called = [code.co_filename for code in inside if _is_told(code.co_filename)]
+    if any(code.co_filename.endswith(_SAVING[0]) and code.co_name in _SAVING[1] for code in codes):
+        kind: Kind = "checkpoint"
+    elif hook:
+        kind = "step" if any(word in hook for word in ("batch", "step", "backward")) else "setup"
+    else:
+        kind = "step" if any(_LIGHTNINGS_LOOPS in code.co_filename for code in codes) else "setup"
     return Place(
-        kind=_kind(hook, frames),
-        hook=hook,
-        line=f"{os.sep.join(file.split(os.sep)[-2:])}:{own.f_lineno} in {own.f_code.co_name}",
-        waits=_waits(frames),
-        is_users=any(_is_told(each) and _OWN not in each and _MEGATRON not in each for each in inside),
+        text=f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})",
+        kind=kind,
+        waits=bool(waits),
+        is_users=any(_OWN not in each and _MEGATRON not in each for each in called),
         stack=hash(tuple((id(each.f_code), each.f_lasti) for each in frames)),
-        is_debugged=any(file.endswith(_DEBUGGERS) for file in files),
+        is_debugged=any(code.co_filename.endswith(_DEBUGGERS) for code in codes),
     )
 
 
 def _hook(frame: FrameType) -> str:
+    """Lightning's hook that a frame calls, with the callback's class if it is one's; empty if it calls none."""
+    if not frame.f_code.co_filename.endswith(_LIGHTNINGS_CALLS):
+        return ""
     name, callback = frame.f_locals.get("hook_name"), frame.f_locals.get("callback")
     name = name or frame.f_code.co_name.removeprefix("_call_callbacks_")
     if name.startswith("_call_"):
         return ""
     return f"{type(callback).__name__}.{name}" if callback is not None else str(name)
-
-
-def _kind(hook: str, frames: Sequence[FrameType]) -> Kind:
-    codes = [each.f_code for each in frames]
-    if any(code.co_filename.endswith(_SAVING[0]) and code.co_name in _SAVING[1] for code in codes):
-        return "checkpoint"
-    if hook:
-        return "step" if "batch" in hook or "step" in hook or "backward" in hook else "setup"
-    return "step" if any(_LIGHTNINGS_LOOPS in code.co_filename for code in codes) else "setup"
 
 
 def _is_told(file: str) -> bool:
@@ -171,7 +194,7 @@ def _is_told(file: str) -> bool:
 
 
 def _waits(frames: Sequence[FrameType]) -> str:
-    """What of other ranks the main thread waits for: in a function of torch.distributed, or for work that it began."""
+    """The collective, or another word for what the main thread waits for; empty if for nothing of other ranks."""
     innermost = frames[0].f_code
     if any(each in innermost.co_filename for each in _WAITING):
         inside = itertools.takewhile(lambda each: any(name in each.f_code.co_filename for name in _WAITING), frames)
@@ -184,19 +207,18 @@ def _waits(frames: Sequence[FrameType]) -> str:
 # ---- beats -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat:
-    """What a rank tells about itself."""
+class Beat(NamedTuple):
+    """What a rank tells about itself; the first fields are those of its ``Place``."""
 
+    place: str = ""
+    kind: Kind = "setup"
+    waits: bool = False
+    is_users: bool = False
     number: int = 0
     stale: float = 0.0
     """Seconds since it made progress."""
     limit: float = 0.0
     """How many it may take where it is."""
-    place: str = ""
-    kind: Kind = "setup"
-    waits: bool = False
-    is_users: bool = False
     samples: int = 0
     """In how many seconds of steps it was looked at, and in how many of them it waited for others."""
     waited: int = 0
@@ -205,15 +227,14 @@ class Beat:
     """Where it mostly was when it did not wait."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """That a run hangs; the same on all ranks."""
 
     text: str
-    code: int
-    """With which the ranks end."""
     silent: Sequence[int]
     """Ranks that cannot end by themselves."""
+    code: int = 1
+    """With which the others end."""
 
 
 def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
@@ -237,7 +258,6 @@ def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: 
     return Verdict(
         text=f"{names}: expected progress within {min(mine.limit, most):.0f} s, got none for {mine.stale:.0f} s: rank "
         f"{hanging[0]} {found} {first.place}{others}",
-        code=1,
         silent=sorted(silent),
     )
 
@@ -257,7 +277,7 @@ def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> tuple[int,
     waited = {}
     for rank, beat in now.items():
         samples = beat.samples - before[rank].samples
-        if samples < _STRAGGLER_SAMPLES or beat.steps - before[rank].steps < STRAGGLER_STEPS:
+        if samples < _STRAGGLER_SAMPLES or beat.steps - before[rank].steps < _STRAGGLER_STEPS:
             return None
         waited[rank] = (beat.waited - before[rank].waited) / samples
     slowest = min(waited, key=lambda rank: waited[rank])
@@ -269,3 +289,265 @@ def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> tuple[int,
         f"they waited for other ranks {others:.0%} of the time, and it {waited[slowest]:.0%}; mostly it is "
         f"{now[slowest].busy}"
     )
+
+
+# ---- the watch -------------------------------------------------------------------------------------------------------
+
+_runs = itertools.count()
+
+
+class Watch:
+    """Watches the thread that starts it, of one rank, until ``stop``; every rank of the world must start one.
+
+    A world of one rank is not watched: nobody waits for it.
+    """
+
+    def __init__(self, options: Heartbeat, timeout: timedelta | float) -> None:
+        """Nothing is watched yet.
+
+        Args:
+            options: The limits.
+            timeout: What no limit is more than, perhaps in seconds.
+
+        Raises:
+            ConfigError: If ``timeout`` is no number, or below a second.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        require_number("timeout", seconds, at_least=1)
+        self.timeout = timedelta(seconds=seconds)
+        self.collective_timeout = self.timeout + MARGIN
+        """After how long collectives should raise."""
+        self._options = options
+        self._folder = Path("stacks")
+        self._threads: list[threading.Thread] = []
+
+    def prepare(self, root: str, device: torch.device) -> None:
+        """Before there is a process group: end the watch of a run before, and have NCCL record its collectives.
+
+        What the user has set for torch's flight recorder stays (torch 2.10 to 2.13). The watch asks for its record;
+        torch's own watchdog writes it too, to the same folder, if a collective outlasts its timeout because the watch
+        could not end the run.
+
+        Args:
+            root: The Trainer's ``default_root_dir``; if that is no folder of this host, stacks go to the current one.
+            device: This rank's.
+        """
+        self.stop()
+        self._folder = Path("." if "://" in root else root).absolute() / "stacks"
+        if device.type == "cuda":
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            self._folder.mkdir(parents=True, exist_ok=True)  # torch does not make it
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / "nccl_"))
+
+    def start(self) -> None:
+        """Begin to watch; every rank must call."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        if self._world_size == 1:
+            return
+        launcher = int(os.environ.get(LAUNCHER, "0"))
+        self._launcher = launcher if launcher == os.getppid() else None
+        self._thread = threading.get_ident()
+        prefix = f"lightning_megatron/heartbeat/{next(_runs)}"
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(prefix, store.clone())
+        self._names = [f"beat/{rank}" for rank in range(self._world_size)]
+        self._is_judge = self._rank % max(1, self._world_size // _JUDGES) == 0
+        self._beats: dict[int, Beat] = {}
+        self._heard: dict[int, float] = {}
+        """When each rank was last heard to tell something new."""
+        self._proposal: Verdict | None = None
+        self._verdict: Verdict | None = None
+        self._asked: tuple[float, int] | None = None
+        """When a signal asked the run to end, and which."""
+        now = self._answered = self._progressed = self._looked = time.monotonic()
+        self._last_period: tuple[float, dict[int, Beat]] = (now, {})
+        self._named: set[int] = set()
+        """Ranks that were said to be slow."""
+        self._ticks, self._computed, self._places = -1, 0.0, set[int]()
+        self._stepped: tuple[int, float | None] = (progress.steps, None)
+        self._steps: deque[float] = deque(maxlen=101)
+        """Seconds of each."""
+        self._busy: Counter[str] = Counter()
+        self._beat = Beat(limit=self._limit("setup"))
+        self._store.set(self._names[self._rank], json.dumps(self._beat))
+        self._signals = os.pipe2(os.O_NONBLOCK)
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._look, self._tell)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """The run is over on this rank. Ranks that still wait for it will say that it is gone."""
+        if self._threads:
+            self._stopped.set()
+            for thread in self._threads:
+                thread.join(timeout=_BEAT)
+            _forget_signals()
+            for end in self._signals:
+                os.close(end)
+            self._threads = []
+
+    # ---- the thread that looks
+
+    def _look(self) -> None:
+        while not self._stopped.wait(_BEAT):
+            now = time.monotonic()
+            if (gap := now - self._looked) > _STANDSTILL:
+                self._progressed += gap
+                what = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
+                warnings.warn(what, stacklevel=2)
+            self._looked = now
+            self._sample(now)
+            with contextlib.suppress(OSError):
+                came = [each for each in os.read(self._signals[0], 4096) if each in (signal.SIGTERM, signal.SIGINT)]
+                self._asked = self._asked or next(((now, signum) for signum in came), None)
+            if self._verdict is None:
+                self._judge(now)
+            if self._verdict is not None:
+                self._end(self._verdict)
+            if self._rank == 0:
+                self._name_straggler(now)
+
+    def _name_straggler(self, now: float) -> None:
+        (since, before), beats = self._last_period, self._beats
+        steps = beats[0].steps - before[0].steps if beats and before else math.inf
+        if now - since < _PERIOD or not beats or steps < _STRAGGLER_STEPS:
+            return
+        found = straggler(before, beats) if before else None
+        if found is not None and found[0] not in self._named:
+            self._named.add(found[0])
+            warnings.warn(found[1], stacklevel=2)
+        self._last_period = (now, beats)
+
+    def _sample(self, now: float) -> None:
+        """Note where the main thread is, and whether that is progress."""
+        place, steps = place_of(sys._current_frames()[self._thread]), progress.steps
+        ticks = progress.ticks + steps
+        computed = time.process_time()
+        computes = place.kind == "setup" and not place.waits and computed - self._computed > _BEAT / 10
+        if ticks != self._ticks:
+            self._places.clear()
+        if ticks != self._ticks or computes or place.is_debugged or place.stack not in self._places:
+            self._progressed = now
+        self._places.add(place.stack)
+        self._ticks, self._computed = ticks, computed
+        before, since = self._stepped
+        if steps != before:
+            if since is not None:
+                self._steps.append((now - since) / (steps - before))
+            self._stepped = (steps, now)
+        is_step = place.kind == "step"
+        if is_step and not place.waits:
+            self._busy[place.text] += 1
+        self._beat = Beat(
+            *place[:4],
+            number=self._beat.number + 1,
+            stale=now - self._progressed,
+            limit=self._limit(place.kind),
+            samples=self._beat.samples + is_step,
+            waited=self._beat.waited + (is_step and place.waits),
+            steps=steps,
+            busy=self._busy.most_common(1)[0][0] if self._busy else "",
+        )
+
+    def _limit(self, kind: Kind) -> float:
+        options, is_step = self._options, kind == "step"
+        given, seconds = (options.step, self._steps) if is_step else (options.checkpoint, progress.saves)
+        if kind == "setup" or not seconds:
+            given = options.setup
+        elif given is None:
+            given = max(_LEAST, _MEDIANS * statistics.median(seconds))
+        return min(given, self.timeout.total_seconds())
+
+    def _judge(self, now: float) -> None:
+        """Propose a verdict if no rank makes progress."""
+        most = math.inf
+        is_saved = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats.values()))
+        if self._asked is not None and not is_saved:  # a save that all ranks have come to may go on
+            most = max(self._options.grace, _MEDIANS_OF_GRACE * statistics.median(self._steps or [0.0]))
+        mine = self._beat
+        if mine.stale < min(mine.limit, most):
+            return
+        found, is_answered = None, now - self._answered <= _SILENCE
+        if not is_answered:
+            server = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+            told = f"{server} hangs, whose store has not answered for {now - self._answered:.0f} s (stopped or dead)"
+            found = Verdict(text=f"{told}: rank {self._rank} waits {mine.place}", silent=[0])
+        elif len(self._beats) == self._world_size:
+            silent = [rank for rank, heard in self._heard.items() if now - heard > _SILENCE]
+            found = verdict(self._beats, silent, mine, most)
+        if found is None:
+            return
+        code = 1
+        more = f"if it only takes long, give MegatronStrategy(heartbeat=Heartbeat({mine.kind}=...)) more seconds"
+        if self._asked is not None:
+            since, signum = self._asked
+            more = f"{signal.Signals(signum).name} came {now - since:.0f} s ago, and the run ends without saving"
+            code = 128 + signum
+        text = f"{found.text}; last stacks of all ranks: {self._folder}; {more}"
+        self._proposal = found._replace(text=text, code=code)
+        if not is_answered:
+            self._verdict = self._proposal
+
+    def _end(self, found: Verdict) -> None:
+        """Say it, leave the stack of this rank, wait for those of others, and end the process."""
+        if self._launcher is None or 0 in found.silent:  # else rank 0 says it on the same terminal
+            print(f"error: {found.text}", file=sys.stderr, flush=True)
+        threading.Thread(target=self._leave_stacks, daemon=True).start()  # the disk may be what hangs
+        time.sleep(_LAST_WORDS)  # others ask its store for the verdict, and end with it where it has started them
+        if self._launcher is not None and 0 in found.silent:
+            os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and nobody waits for this process but it
+        os._exit(found.code)
+
+    def _leave_stacks(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
+            told = f"rank {self._rank}: {self._beat.stale:.0f} s without progress {self._beat.place}"
+            print(told, file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        if dist.get_backend() == "nccl":
+            trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # of builds with NCCL
+            (self._folder / f"nccl_{self._rank}").write_bytes(trace)
+        sys.stdout.flush()
+
+    # ---- the thread that tells
+
+    def _tell(self) -> None:
+        # After the verdict nobody asks: the store may be gone, and torch would print a stack of its own each time.
+        while self._verdict is None and not self._stopped.wait(_BEAT):
+            with contextlib.suppress(RuntimeError):  # no answer, no connection: the other thread sees to that
+                self._exchange()
+                self._answered = time.monotonic()
+
+    def _exchange(self) -> None:
+        self._store.set(self._names[self._rank], json.dumps(self._beat))
+        told = b""
+        if self._proposal is not None:
+            told = self._store.compare_set("verdict", "", json.dumps(self._proposal))
+        elif self._store.check(["verdict"]):
+            told = self._store.get("verdict")
+        if told:
+            self._verdict = Verdict(*json.loads(told))
+        is_reader = self._is_judge or self._asked is not None
+        if not is_reader or not self._store.check(self._names):
+            self._beats, self._heard = {}, {}
+            return
+        beats = {rank: Beat(*json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._names))}
+        now, before, heard = time.monotonic(), self._beats, self._heard
+        self._heard = {
+            rank: heard[rank] if rank in before and beat.number == before[rank].number else now
+            for rank, beat in beats.items()
+        }
+        self._beats = beats
+
+
+def _forget_signals() -> None:
+    """Also in workers of DataLoaders, which get SIGTERM at an epoch's end: not a signal to this rank."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_signals)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from lightning_megatron.engine.fillers.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import LEAST_LOSS_SCALE, configured
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.transformer_config import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +161,13 @@ def _group_name(lr_mult: float, wd_mult: float) -> str:
 class OptimizerContext:
     """What the run, not the user's options, decides about the optimizer."""
 
-    params_dtype: torch.dtype
-    distributed_optimizer: bool
-    overlap_param_gather: bool
-    clip_grad: float | None
-    """Largest global gradient norm; None for no clipping (the norm is computed all the same)."""
+    settings: EngineSettings
     engine: Callable[[], AbstractContextManager[None]]
     """Opens the surroundings in which Megatron may be called."""
+    clip_grad: float
+    """Largest global gradient norm; 0 for no clipping (the norm is computed all the same)."""
     may_skip: bool
     """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
-    overrides: Mapping[str, Any]
-    """Fields of Megatron's ``OptimizerConfig`` that the user sets by hand; they are checked."""
 
 
 class _Outcome(NamedTuple):
@@ -215,6 +214,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             ConfigError: If the learning rate is negative.
         """
         require_number("lr", lr)
+        settings = context.settings
         chosen = {
             "optimizer": "sgd" if options.name == "sgd" else "adam",
             "decoupled_weight_decay": options.name == "adamw",
@@ -224,19 +224,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "adam_beta2": options.beta2,
             "adam_eps": options.eps,
             "sgd_momentum": options.momentum,
-            "params_dtype": context.params_dtype,
-            "bf16": context.params_dtype is torch.bfloat16,
-            "fp16": context.params_dtype is torch.float16,
+            "params_dtype": settings.params_dtype,
+            "bf16": settings.params_dtype is torch.bfloat16,
+            "fp16": settings.params_dtype is torch.float16,
             "initial_loss_scale": options.initial_loss_scale,
             "min_loss_scale": options.min_loss_scale,
             "loss_scale_window": options.loss_scale_window,
             "hysteresis": options.loss_scale_hysteresis,
-            "use_distributed_optimizer": context.distributed_optimizer,
-            "overlap_param_gather": context.overlap_param_gather,
+            "use_distributed_optimizer": settings.reduction.distributed_optimizer,
+            "overlap_param_gather": settings.reduction.overlap and settings.reduction.distributed_optimizer,
             # Megatron computes the norm only in order to clip; an infinite bound never clips.
-            "clip_grad": float("inf") if not context.clip_grad else float(context.clip_grad),
+            "clip_grad": context.clip_grad or math.inf,
         }
-        config = configured(OptimizerConfig, chosen, context.overrides)
+        config = configured(OptimizerConfig, chosen, settings.overrides.optimizer)
         inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
         for group in inner.param_groups:
             # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
@@ -260,12 +260,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Nothing: see the class."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Clip, update and gather; the strategy has run Lightning's closure. Every rank must call."""
         with self._context.engine():
             self.settle()  # the step before; this one's gradients are queued by now
             if self.inner.prepare_grads():  # an overflow of 16-mixed
@@ -275,7 +271,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 self._outcome = self._masked_update()
                 if not self._settles_late:
                     self.settle()
-        return loss
 
     @property
     def report(self) -> OptimizerReport | None:

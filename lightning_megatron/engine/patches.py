@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,6 @@ from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
 from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, Dispatcher
-
-_MISSING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +41,14 @@ class Patch:
     """The versions that need it, all of which were read."""
 
 
-@contextlib.contextmanager
-def active(patches: Iterable[Patch]) -> Iterator[None]:
-    """Apply ``patches`` in order and restore every original, in reverse, however the block ends."""
-    with contextlib.ExitStack() as undo:
-        for patch in patches:
-            owner, name, stand_in = made(patch)
-            # vars() instead of getattr(): a staticmethod or an inherited attribute must come back as it was.
-            original = vars(owner).get(name, _MISSING)
-            setattr(owner, name, stand_in)
-            undo.callback(_restore, owner, name, original)
-        yield
-
-
-def made(patch: Patch) -> tuple[Any, str, Any]:
-    """Whose attribute is replaced, its name, and what stands in for it."""
-    *path, name = patch.attribute.split(".")
-    owner: Any = functools.reduce(getattr, path, importlib.import_module(patch.module))
-    return owner, name, patch.replacement(getattr(owner, name, None))
-
-
-def _restore(owner: Any, name: str, original: Any) -> None:
-    if original is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, original)
+def stand_ins(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
+    """For each patch the object, its attribute, and what stands in for it while the patch is active."""
+    found = []
+    for patch in patches:
+        *path, name = patch.attribute.split(".")
+        owner: Any = functools.reduce(getattr, path, importlib.import_module(patch.module))
+        found.append((owner, name, patch.replacement(getattr(owner, name, None))))
+    return found
 
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
@@ -177,7 +158,7 @@ LIGHTNING: tuple[Patch, ...] = (
         attribute="_TrainingEpochLoop._broadcast_sigterm_tensor",
         replacement=_returning(lambda: None),
         reason="before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there; "
-        "launch.py has asked every rank by then, beside the step (there is no hook around it)",
+        "checkpointing.py has asked every rank by then, beside the step (there is no hook around it)",
         engine="lightning>=2.6.6,<2.7",
     ),
 )

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.patches import CPU, active, made, patches
+from lightning_megatron.engine.patches import CPU, patches, stand_ins
 
 _PP_STRIDE, _CP_STRIDE = 100, 100_000
 """Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed), and ours
@@ -140,7 +140,7 @@ class Runtime:
     def hold(self) -> None:
         """Patch Megatron until ``release``."""
         if not self._is_held:
-            self._patched.enter_context(active(patches("cpu" if self._on_cpu else "cuda")))
+            self._patched.enter_context(replaced(stand_ins(patches("cpu" if self._on_cpu else "cuda"))))
             self._is_held = True
 
     def release(self) -> None:
@@ -169,20 +169,24 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def emulated_cuda() -> Iterator[None]:
-    """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
+def replaced(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put what ``patches.stand_ins`` says into its places, and every original back, however the block ends."""
     with contextlib.ExitStack() as undo:
-        for owner, name, stand_in in _stand_ins_for_cuda():
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, stand_in)
-        with cpu.CudaMeansCpu():
-            yield
+        for owner, name, stand_in in stand_ins:
+            undo.enter_context(mock.patch.object(owner, name, stand_in, create=True))
+        yield
 
 
 @functools.cache
-def _stand_ins_for_cuda() -> list[tuple[Any, str, Any]]:
-    """Made once: they are put in and taken out at every call of the engine."""
-    return [made(patch) for patch in CPU]
+def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
+    return stand_ins(CPU)
+
+
+@contextlib.contextmanager
+def emulated_cuda() -> Iterator[None]:
+    """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
+    with replaced(_cpu_stand_ins()), cpu.CudaMeansCpu():
+        yield
 
 
 def unchanged_environment() -> contextlib.AbstractContextManager[Any]:

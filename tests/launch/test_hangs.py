@@ -153,9 +153,9 @@ def _works(trainer: Any, left: int = LIMITS["step"] + 3) -> None:
 
 
 def _was_stopped(trainer: Any) -> None:
-    from lightning_megatron.engine import watch
+    from lightning_megatron.engine import heartbeat
 
-    watch._STANDSTILL = 1.5
+    heartbeat._STANDSTILL = 1.5
     subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(2)

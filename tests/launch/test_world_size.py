@@ -33,12 +33,12 @@ def _waiting_alone() -> tuple[str, float]:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    from lightning_megatron import MegatronStrategy, rendezvous
+    from lightning_megatron import MegatronStrategy, launch
     from lightning_megatron.errors import ConfigError
     from tests.parity.training import Case, loader_of, module_of
 
     lines: list[str] = []
-    rendezvous.rank_zero_info = lines.append
+    launch.rank_zero_info = lines.append
     strategy, quiet = MegatronStrategy(timeout=4), {"logger": False, "enable_checkpointing": False}
     trainer = Trainer(
         accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, plugins=[LightningEnvironment()], **quiet

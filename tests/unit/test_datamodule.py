@@ -20,8 +20,9 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.loader import BatchShape
 from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.launch import LAUNCHER, ScriptLauncher
 from lightning_megatron.megatron_datamodule import Run
+from lightning_megatron.restarts import LAUNCHER
+from lightning_megatron.strategy import ScriptLauncher
 from tests.unit.data.corpus import engine_rows, write_corpus
 from tests.unit.data.indexed_files import build, write_legacy
 

@@ -23,7 +23,7 @@ LAYERS = (
     ("models", "data", "checkpoint", "precision"),
     ("accounting",),
     ("steps", "convert", "predictions", "megatron_datamodule"),
-    ("generate", "datamodules", "launch", "rendezvous", "planner"),
+    ("generate", "datamodules", "launch", "planner"),
     ("checkpointing", "callbacks", "guards", "model_summary"),
     ("strategy",),
     ("module",),

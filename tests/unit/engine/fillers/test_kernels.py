@@ -16,7 +16,8 @@ from lightning_megatron.engine.fillers.kernels import (
     accumulate_weight_gradient,
     embedding,
 )
-from lightning_megatron.engine.patches import SWIGLU, WEIGHT_GRADIENTS, active
+from lightning_megatron.engine.patches import SWIGLU, WEIGHT_GRADIENTS, stand_ins
+from lightning_megatron.engine.runtime import replaced
 
 FLAG = torch.zeros(1, dtype=torch.int)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -64,7 +65,7 @@ def test_the_product_is_added(
 def test_a_bias_that_the_product_adds_has_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, gradient_accumulation_fusion=True)
-    with active(WEIGHT_GRADIENTS):
+    with replaced(stand_ins(WEIGHT_GRADIENTS)):
         linear = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.normal_, bias=True).cuda()
         torch.nn.init.normal_(linear.bias)
         linear.weight.main_grad = torch.zeros(12, 8, device="cuda")
@@ -102,7 +103,7 @@ def test_an_embeddings_gradient_is_added_and_autograd_keeps_none(device: str, ti
 def test_swiglu_is_the_formula(dtype: torch.dtype) -> None:
     pytest.importorskip("liger_kernel.megatron")
     x = torch.randn(5, 2, 32, device="cuda").to(dtype).requires_grad_()
-    with active(SWIGLU):
+    with replaced(stand_ins(SWIGLU)):
         got = fused_bias_swiglu.bias_swiglu_impl(x, None)
     gate, up = x.float().chunk(2, -1)
     _assert_same_gradients(got, F.silu(gate) * up, x, max(1e-5, 4 * torch.finfo(dtype).eps))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
 
 import pytest
@@ -12,14 +10,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning_megatron.engine import patches as table
 from lightning_megatron.engine.fillers import choice
 from lightning_megatron.engine.fillers.choice import DeviceType, slot_report
-from lightning_megatron.engine.patches import LIGHTNING, Patch, active, patches
-
-
-def _value(patch: Patch) -> Any:
-    owner = importlib.import_module(patch.module)
-    *path, name = patch.attribute.split(".")
-    # vars() and not getattr(): a method must come back as the very object that it was.
-    return vars(functools.reduce(getattr, path, owner)).get(name, "absent")
+from lightning_megatron.engine.patches import LIGHTNING, patches, stand_ins
+from lightning_megatron.engine.runtime import replaced
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
@@ -32,12 +24,17 @@ def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: p
     if device_type == "cuda":
         pytest.importorskip("triton")
     _install(monkeypatch, has_liger=False)  # liger-kernel's rows need a GPU
-    rows = patches(device_type)
-    before = [_value(row) for row in rows]
-    with active(rows):
-        during = [_value(row) for row in rows]
+    places = stand_ins(patches(device_type))
+
+    def values() -> list[Any]:
+        # vars() and not getattr(): a method must come back as the very object that it was.
+        return [vars(owner).get(name, "absent") for owner, name, _ in places]
+
+    before = values()
+    with replaced(places):
+        during = values()
     assert all(a is not b for a, b in zip(before, during, strict=True))
-    assert all(a is b for a, b in zip(before, [_value(row) for row in rows], strict=True))
+    assert all(a is b for a, b in zip(before, values(), strict=True))
 
 
 def test_lightning_still_asks_for_sigterm_before_each_batch() -> None:
