@@ -77,8 +77,9 @@ _STEP_TRAFFIC, _GRADIENT_TRAFFIC = 34.0, 12.0
 """Bytes that the optimizer moves for each parameter it steps, and that gradients' zeroing and adding move for each."""
 _MEMORY_SHARE, _LINK_SHARE = 0.89, {2: 0.48}
 """Share of the bandwidths that is reached; of links by ranks of a group, 0.66 for more than named."""
-_TP_EXPOSED, _DP_EXPOSED = 8, 0.25
-"""Collectives of a layer (of 10, forward and backward) and the share of the gradients' that compute does not hide."""
+_TP_EXPOSED, _TP_COPIES_EXPOSED, _DP_EXPOSED = 8, 1.5, 0.25
+"""Collectives of a layer (of 10, forward and backward), by NCCL and as copies of two GPUs, and the share of the
+gradients' that compute does not hide."""
 _RANKS_OF_A_HOST = 8
 _IDLE = 0.014
 """Seconds a step in which the device waits: Trainer, data, first and last launches."""
@@ -377,6 +378,8 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         share = _BIASED_ATTENTION_SHARE
     rows_of_hidden = run.bytes_per_number * run.tokens_of_rank / len(run.lengths) * model.hidden_size
     message = rows_of_hidden * (parallel.tp - 1) / parallel.tp
+    copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
+    exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
     sent = 0.0
     if model.experts is not None and parallel.ep > 1:  # to the experts and back, in both passes
         split = parallel.tp if parallel.uses_sequence_parallel else 1
@@ -389,7 +392,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
         optimizer=0.0,
         communication=sent
-        + len(layers) * _TP_EXPOSED * message / _link(device, parallel.tp, stride=1)
+        + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
         + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
         bubble=0.0,

@@ -23,17 +23,13 @@ H200 = DEVICES["h200"]
 # Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB (None: not noted down), whether fitted.
 MEASURED = [
     ("llama-8b-dp4-mb2", 2, 4, 4, {}, 2.8205, 108.0, True),
-    ("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2}, 1.5923, 65.3, True),
+    ("llama-8b-tp2", 2, 4, 2, {"tp": 2}, 1.433, 88.5, True),
     ("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 4}, 0.9233, 44.0, False),
-    ("llama-8b-dp4-mb2", 1, 8, 4, {"tp": 2, "pp": 2}, 0.9397, 43.0, False),
-    ("llama-8b-dp4-mb2", 1, 8, 4, {"tp": 2, "pp": 2, "vpp": 4}, 0.9246, None, True),
     ("llama-8b-dp4-mb2", 1, 8, 4, {"pp": 2}, 1.6815, 63.5, False),
     ("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4, "vpp": 4}, 1.7561, 60.8, False),
     ("llama-8b-8layers", 2, 8, 1, {}, 1.6477, 60.1, False),
     ("llama-8b-8layers", 2, 4, 1, {}, 0.8417, 60.1, False),
     ("llama-1b", 4, 2, 1, {}, 0.5001, 51.7, False),
-    ("gpt2-large", 24, 2, 4, {"tp": 2, "pp": 2}, 0.2959, 21.9, True),
-    ("gpt2-large", 24, 2, 4, {"tp": 2, "pp": 2, "vpp": 3}, 0.2492, None, False),
     ("gpt2-large", 12, 1, 4, {}, 0.1690, 27.0, False),
     ("gpt2-large", 24, 2, 1, {}, 0.5819, 54.0, False),
     ("gpt2-large", 12, 1, 1, {"cuda_graphs": True}, 0.1393, 32.6, False),
