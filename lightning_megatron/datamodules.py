@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, read_evaluation_texts
-from lightning_megatron.data.indexed import largest_token_at_the_ends, open_dataset
+from lightning_megatron.data.indexed import check_dataset, largest_token_at_the_ends
 from lightning_megatron.data.instructions import (
     Answers,
     InstructionOptions,
@@ -35,7 +35,6 @@ from lightning_megatron.data.samples import (
     Rows,
     Samples,
     SplitName,
-    check_parts,
     open_samples,
     parse_blend,
     parse_split,
@@ -151,14 +150,14 @@ class IndexedDataModule(MegatronDataModule):
         if run.model is not None and run.model.architecture != name:
             raise ConfigError(f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}")
         objective = self._objective(run.model)
-        parts = {split: self._parts(split, None) for split in self._sources}
-        for split, of_split in parts.items():
-            check_parts(objective, of_split, are_used=split in run.splits)
-        if run.model is None:
-            return
-        _check_token(objective.largest_token, run.model, f"tokenizer={self.tokenizer}")
-        for prefix in dict.fromkeys(part.prefix for of_split in parts.values() for part in of_split):
-            _check_token(largest_token_at_the_ends(open_dataset(prefix)), run.model, prefix)
+        parts = [part for split in self._sources for part in self._parts(split, None)]
+        for prefix in dict.fromkeys(part.prefix for part in parts):
+            _check_token(largest_token_at_the_ends(check_dataset(prefix)), run.model, prefix)
+        for part in parts:
+            if part.name in run.splits:
+                objective.count(part)
+        if name != "gpt":
+            _check_token(self._facts.size - 1, run.model, f"tokenizer={self.tokenizer}")
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:

@@ -349,12 +349,6 @@ class BertObjective(MaskedObjective):
     def min_sentences(self) -> int:
         return 2 if self.sentence_order else 1
 
-    @property
-    @override
-    def largest_token(self) -> int:
-        # Any may take the place of a masked token.
-        return self.tokenizer.size - 1
-
     @override
     def empty_rows(self, num_rows: int) -> Arrays:
         """``labels`` is -100 where nothing is predicted, ``next_sentence_label`` 1 where segments are swapped."""
@@ -483,11 +477,6 @@ class T5Objective(MaskedObjective):
                 f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
                 f" choose at least {needed}, or lower probability"
             )
-
-    @property
-    @override
-    def largest_token(self) -> int:
-        return max(*self.tokenizer.sentinels, self._eos, self.tokenizer.fill)
 
     @cached_property
     def _eos(self) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -138,7 +139,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
                 writer.add_documents(*part)
                 num_tokens[number] += sum(part.lengths)
                 num_empty += part.sequences.count(0)
-            num_documents += piece.num_documents
+            num_documents += len(piece.keys[0].sequences)
             bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
             bar.update(piece.num_bytes)
         for key, tokens in zip(options.json_keys, num_tokens, strict=True):
@@ -169,16 +170,14 @@ class EncodedKey(NamedTuple):
     """Sequences of each document, none of one without a token."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EncodedPiece:
-    """What became of one piece."""
+    """What became of one piece; no tuple, which the DataLoader would convert item by item."""
 
     bad: list[str]
     """What in it is no document."""
     num_bytes: int
     """Input bytes that it stands for."""
-    num_documents: int
-    """In each key."""
     keys: list[EncodedKey]
     """Documents that are bad under one key are in none of them."""
 
@@ -206,7 +205,7 @@ class DocumentEncoder:
         documents, bad = read_documents(piece, self._options.json_keys)
         columns = zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
         keys = [self._encode_key(texts) for texts in columns]
-        return EncodedPiece(bad=bad, num_bytes=piece.num_bytes, num_documents=len(documents), keys=keys)
+        return EncodedPiece(bad, piece.num_bytes, keys)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
         groups = [[text] for text in texts]
@@ -274,25 +273,11 @@ def _encode_all(
         context = "fork" if sys.platform == "linux" else "spawn"
         options = {"num_workers": workers, "prefetch_factor": PENDING_A_WORKER, "multiprocessing_context": context}
     failure = ""
-    with _one_thread():
+    # Processes are the parallelism; the tokenizers library would take all cores of the machine in each of them.
+    with mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}):
         try:
             yield from read(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
     if failure:  # behind the handler: the traceback of torch's error would keep the other workers alive
         raise RuntimeError(f"a tokenizing worker failed; one that was killed often lacked memory: {failure}")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Processes are the parallelism; the tokenizers library would take all cores of the machine in each of them."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

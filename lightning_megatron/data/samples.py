@@ -32,7 +32,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
@@ -44,7 +44,6 @@ from typing_extensions import override
 
 from lightning_megatron.data.indexed import (
     IndexedDataset,
-    check_dataset,
     open_dataset,
 )
 from lightning_megatron.errors import ConfigError, DataError
@@ -156,11 +155,6 @@ class Objective(ABC):
     @abstractmethod
     def index_key(self) -> str:
         """What of this objective the index (which documents, in which order) depends on, as text for a cache's name."""
-
-    @property
-    @abstractmethod
-    def largest_token(self) -> int:
-        """The largest id that samples contain besides those of the documents; -1 if there are none."""
 
     @abstractmethod
     def count(self, part: Part) -> int:
@@ -325,11 +319,6 @@ class GPTObjective(Objective):
     @override
     def index_key(self) -> str:
         return f"seq_length={self.seq_length} drop_last={self.drop_last_partial_validation_sequence}"
-
-    @property
-    @override
-    def largest_token(self) -> int:
-        return -1
 
     @override
     def count(self, part: Part) -> int:
@@ -598,29 +587,6 @@ class BlendedSamples:
 
 _LAYOUT = 1
 """Of the files in a folder; a change makes the old folders unknown."""
-
-
-def check_parts(objective: Objective, parts: Sequence[Part], *, are_used: bool) -> None:
-    """Check the datasets of a split; reads ``.idx`` only, and writes nothing.
-
-    Args:
-        objective: How samples are cut out of documents.
-        parts: One for each dataset.
-        are_used: Whether there must be samples in each.
-
-    Raises:
-        DataError: If a dataset is missing or damaged, or has not one sample for a split that is used; it is named.
-    """
-    for part in parts:
-        _check_once(part.prefix, _identity(part.prefix))
-        if are_used:
-            objective.count(part)
-
-
-@lru_cache(maxsize=4096)
-def _check_once(prefix: str, identity: object) -> None:
-    """All splits of a run have the same datasets, and an index may have gigabytes."""
-    check_dataset(prefix)
 
 
 def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str | None) -> Samples:

@@ -116,23 +116,14 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         DataError: If an input is missing, unreadable or malformed, or there is no text in it; before hours of training,
             if ``output`` cannot be written.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    files = find_files(options.input)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=options.vocab_size,
-        special_tokens=special_tokens(options.kind),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=True,
-    )
+    files, tokenizer = find_files(options.input), ByteLevelBPETokenizer()
     counts = Counter[str]()
     # A reader must never meet half a tokenizer.json.
     with staged(Path(options.output), "tokenizer.json", error=DataError) as hidden:
-        tokenizer.train_from_iterator(_texts_with_progress(files, options, counts), trainer=trainer)
+        texts, special = _texts_with_progress(files, options, counts), special_tokens(options.kind)
+        tokenizer.train_from_iterator(texts, options.vocab_size, min_frequency=0, special_tokens=special)
         if not counts["characters"]:
             raise DataError(f"the {len(files)} input files hold no text; give files with text")
         _save(tokenizer, options.kind, hidden)
@@ -210,11 +201,14 @@ def _texts_with_progress(
 
 
 def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
     try:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles).save_pretrained(
+            folder
+        )
     except Exception as error:  # a full disk is no OSError where the Rust library meets it
         raise OSError(_first_line(error)) from error
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.samples import Objective, Part
+from tests.unit.data.indexed_files import build
 
 
 def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int = 60) -> list[NDArray[np.uint16]]:
@@ -21,8 +21,7 @@ def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int =
     documents = [
         random.integers(0, 60000, size=int(random.integers(1, longest))).astype(np.uint16) for _ in range(num_documents)
     ]
-    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
-        writer.add_documents(np.concatenate(documents).tobytes(), list(map(len, documents)))
+    build(prefix, [[document.tolist()] for document in documents])
     return documents
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from lightning_megatron.data.indexed import IndexedDatasetWriter
 from lightning_megatron.data.masked import MaskingOptions
 from lightning_megatron.data.samples import Part, canonical_split, split_ranges
 from lightning_megatron.data.tokenizer import TokenizerFacts
+from tests.unit.data.indexed_files import Documents
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
 NUM_SENTINELS = 100
@@ -23,9 +23,6 @@ PIECES = (
     *(f"{'##' if number % 3 == 0 else ''}w{number}" for number in range(NUM_PIECES)),
 )
 SPLIT = "8,1,1"
-
-Documents = list[list[list[int]]]
-"""Tokens of sentences of documents."""
 
 
 class WordPieceTokenizer:
@@ -66,13 +63,6 @@ def random_documents(num_documents: int, seed: int = 0, sentences: int = 12, lon
         return [low + 1, *random.integers(low, low + NUM_PIECES, size=length - 1).tolist()]
 
     return [[sentence() for _ in range(random.integers(1, sentences))] for _ in range(num_documents)]
-
-
-def write_sentences(prefix: Path, documents: Documents, dtype: str = "<u2") -> None:
-    with IndexedDatasetWriter(str(prefix), np.dtype(dtype)) as writer:
-        for document in documents:
-            tokens = np.array([token for sentence in document for token in sentence], dtype=dtype)
-            writer.add_documents(tokens.tobytes(), [len(sentence) for sentence in document], [len(document)])
 
 
 def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234, name: Any = "train") -> Part:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import io
 import json
-import os
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -87,19 +85,6 @@ def test_written_files_equal_those_of_the_engines_builder(tmp_path: Path, dtype:
     _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
-class _FullDisk(io.FileIO):
-    """Takes a number of bytes, and then none."""
-
-    room = 0
-
-    def write(self, data: object) -> int:
-        size = memoryview(data).nbytes  # type: ignore[arg-type]
-        if size > _FullDisk.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        _FullDisk.room -= size
-        return super().write(data)  # type: ignore[arg-type]
-
-
 def _write_zeros(prefix: Path) -> None:
     """200,000 bytes of .bin, 20 bytes a sequence in .idx."""
     with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
@@ -109,14 +94,16 @@ def _write_zeros(prefix: Path) -> None:
 
 # In the midst of .bin, at its end, in .idx.
 @pytest.mark.parametrize("room", [0, 150_000, 200_010])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, room: int) -> None:
     build(tmp_path / "x", THIRD)
-    before = _contents(tmp_path)
-    monkeypatch.setattr(indexed, "open", lambda path, mode: io.BufferedWriter(_FullDisk(path, mode)), raising=False)
-    monkeypatch.setattr(_FullDisk, "room", room)
+    before, (_, most) = _contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     for name in ("x", "new"):
-        with pytest.raises(DataError, match=r"cannot be written \(.*No space left on device\); choose a folder"):
-            _write_zeros(tmp_path / name)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        try:
+            with pytest.raises(DataError, match=r"cannot be written \(.*File too large\); choose a folder"):
+                _write_zeros(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     assert _contents(tmp_path) == before
 

@@ -194,23 +194,13 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
         ({"question": "?", "answer": "yes"}, None, "must have a 'prompt' and a 'completion', .* is {'answer': 'yes'"),
         ({"prompt": "is it?", "completion": 3}, None, "must have a 'prompt' and a 'completion', two strings"),
         ({"prompt": "is it?", "completion": " "}, None, "an empty 'completion', so there is nothing to learn"),
-        ({"messages": "is it?"}, UNMARKED, "must have a 'prompt'"),
         ({"messages": [{"from": "human", "value": "is it?"}]}, UNMARKED, "must have a 'prompt'"),
-        (
-            {"messages": [USER, {"role": "bot", "content": "yes"}]},
-            UNMARKED,
-            "no answer, .* its roles are 'user', 'bot'",
-        ),
+        ({"messages": [USER, {"role": "bot", "content": ""}]}, UNMARKED, "no answer, .* its roles are 'user', 'bot'"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, UNMARKED, "no answer, or an empty one"),
         ({"messages": [{"role": "assistant", "content": "yes"}]}, UNMARKED, "nothing comes before it"),
         ({"messages": CHAT}, STRICT, "does not take a conversation of system, user, .*Only user and assistant roles"),
         ({"messages": CHAT}, FORGETFUL, "leaves out what the role 'system' says; use another"),
-        ({"messages": CHAT}, UNMARKED[:-11] + "<think>{% endif %}", "the answer in message 3 cannot be found"),
-        (
-            {"messages": CHAT},
-            REASONING,
-            "the answer in message 3 cannot .* put {% generation %} .*, or set answers=each",
-        ),
+        ({"messages": CHAT}, REASONING, "the answer in message 3 cannot .* put {% generation %} .*, or set answers="),
         ({"messages": CHAT}, None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
     ],
 )
@@ -263,17 +253,14 @@ def test_tokens_are_kept_until_something_changes(tmp_path: Path, monkeypatch: py
 
     def fingerprint(changed: InstructionOptions) -> str:
         cached = cached_instructions(changed, str(tmp_path / "cache"))
-        found = InstructionSamples(cached, changed.seq_length).fingerprint
-        assert found == InstructionSamples(read_instructions(changed), changed.seq_length).fingerprint
-        return found
+        return InstructionSamples(cached, changed.seq_length).fingerprint
 
     first = fingerprint(options)
-    assert first == fingerprint(options)
+    assert [first, first] == [fingerprint(options), InstructionSamples(read_instructions(options), 64).fingerprint]
     assert len(reads) == 1
-    for changed in (replace(options, seq_length=32), replace(options, answers="last")):
-        assert fingerprint(changed) != first
+    assert fingerprint(replace(options, answers="last")) != first
     make_tokenizer(Path(options.tokenizer), MARKED)
     assert fingerprint(options) != first
     os.utime(options.path, ns=(1, 1))
     fingerprint(options)
-    assert len(reads) == 5
+    assert len(reads) == 4

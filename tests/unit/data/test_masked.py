@@ -16,16 +16,15 @@ from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import opened
+from tests.unit.data.indexed_files import Documents, build
 from tests.unit.data.sentence_corpus import (
     NUM_PIECES,
-    Documents,
     WordPieceTokenizer,
     engine_samples,
     first_text_id,
     part_of,
     random_documents,
     word_pieces,
-    write_sentences,
 )
 
 MaskedObjective: TypeAlias = BertObjective | T5Objective
@@ -68,7 +67,7 @@ ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
 def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     objective, seed = ENGINE_CASES[case]
     # Megatron leaves documents with a long sentence out, but for those of a single one.
-    write_sentences(tmp_path / "corpus", [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)])
+    build(tmp_path / "corpus", [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)])
     part = part_of(tmp_path / "corpus", num_samples=150, seed=seed)
     config: dict[str, Any] = {"sequence_length": objective.seq_length}
     if isinstance(objective, T5Objective):
@@ -116,7 +115,7 @@ def test_whole_words_are_masked_or_nothing_of_them(tmp_path: Path, tokenizer: To
         [[begin, *(max(token, begin + 1) for token in sentence[1:])] for sentence in document]
         for document in random_documents(60, sentences=6)
     ]
-    write_sentences(tmp_path / "corpus", documents)
+    build(tmp_path / "corpus", documents)
     samples = _opened(_bert(seq_length=512, tokenizer=tokenizer), tmp_path / "corpus")
     rows = samples.rows(range(len(samples)))
 
@@ -144,7 +143,7 @@ def _t5_lists(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]
 def test_released_models_rows_differ_from_megatrons_by_their_ends_and_spans_without_a_sentinel_stay(
     tmp_path: Path,
 ) -> None:
-    write_sentences(tmp_path / "corpus", random_documents(30))
+    build(tmp_path / "corpus", random_documents(30))
     theirs = _t5_lists(tmp_path, format="megatron")
     for (inputs, labels), (bare, answer) in zip(_t5_lists(tmp_path), theirs, strict=True):
         count = sum(token in word_pieces().sentinels for token in bare)
@@ -184,21 +183,21 @@ def test_settings_that_cannot_work_are_refused(make: Any, message: str) -> None:
 def test_documents_without_a_sample_end_in_an_error_not_in_waiting(
     tmp_path: Path, documents: Documents, objective: MaskedObjective, message: str
 ) -> None:
-    write_sentences(tmp_path / "corpus", documents)
+    build(tmp_path / "corpus", documents)
     for use in (objective.count, objective.lay_out):
         with pytest.raises(DataError, match=message):
             use(part_of(tmp_path / "corpus", num_samples=100))
 
 
 def test_documents_that_are_left_out_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_sentences(tmp_path / "corpus", [[LONG, [WORD]], *random_documents(9)])
+    build(tmp_path / "corpus", [[LONG, [WORD]], *random_documents(9)])
     _opened(_t5(), tmp_path / "corpus")
     assert re.search(r"1 of 8 documents of .*corpus \(train\) are left out, as by Megatron: a sample is", caplog.text)
 
 
 @pytest.mark.parametrize("token", [word_pieces().size, -1])
 def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, token: int) -> None:
-    write_sentences(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="<i4")
+    build(tmp_path / "corpus", [[[WORD, token], [WORD]]] * 20, dtype="int32")
 
     with pytest.raises(DataError, match=f"corpus has token {token}, word-pieces has 0 to"):
         _opened(_bert(), tmp_path / "corpus").rows([0])

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.data.loader import BatchShape
 from lightning_megatron.data.samples import (
     SPLIT_NAMES,
     GPTIndex,
@@ -28,15 +29,17 @@ from lightning_megatron.data.samples import (
     build_gpt_index,
     build_once,
     canonical_split,
-    check_parts,
     mix,
     open_samples,
     parse_blend,
     parse_split,
     split_ranges,
 )
+from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.megatron_datamodule import Run
 from tests.unit.data.corpus import engine_rows, opened, write_corpus
+from tests.unit.data.indexed_files import build
 
 GPT = GPTObjective(seq_length=16)
 
@@ -59,8 +62,7 @@ def _truncate(path: Path) -> None:
 
 
 def _write(prefix: Path, lengths: list[int]) -> None:
-    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
-        writer.add_documents(np.arange(sum(lengths), dtype="<u2").tobytes(), lengths)
+    build(prefix, [[list(range(end - length, end))] for length, end in zip(lengths, accumulate(lengths), strict=True)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -203,14 +205,15 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
 def test_a_dataset_without_a_sample_or_with_damage_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", 50)
     write_corpus(tmp_path / "b", 1, longest=2)
-    parts = _parts(tmp_path, "ab", [1, 2], split="1")
+    data = IndexedDataModule([1, str(tmp_path / "a"), 2, str(tmp_path / "b")], "1", 16)
+    shape = BatchShape(micro_batch_size=1, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0)
 
     with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
-        check_parts(GPT, parts, are_used=True)
+        data.check(Run(shape=shape))
     assert not (tmp_path / "a").exists()
     _truncate(tmp_path / "a.bin")
     with pytest.raises(DataError, match=r"a.idx accounts for \d+ bytes, and .bin has"):
-        check_parts(GPT, parts, are_used=False)
+        data.check(Run(shape=shape, splits=()))
 
 
 @pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,2,nan", "1,1,1,1"])
