@@ -14,6 +14,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import StandIn
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.models.config import ModelConfig, variant_of
+from lightning_megatron.models.config import ModelConfig, RopeScaling, variant_of
 
 _log = logging.getLogger(__name__)
 
@@ -308,6 +309,18 @@ _FALSE = (
 )
 
 
+def _of_long_rows(model: ModelConfig) -> dict[str, Any]:
+    """Scaled rotary positions and a window of all layers, where Megatron-LM has arguments for such; see ``_Told``."""
+    scaling, arguments = model.rope_scaling, dict[str, Any]()
+    if scaling is not None and scaling.rope_type == "linear":
+        arguments["rotary_seq_len_interpolation_factor"] = scaling.factor
+    elif scaling is not None and replace(scaling, factor=8.0) == RopeScaling():
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    if model.sliding_window is not None and model.sliding_window_layers is None:
+        arguments["window_size"] = (model.sliding_window - 1, 0)
+    return arguments
+
+
 def megatron_arguments(
     model: ModelConfig, hf_config: Any, layout: ParallelConfig, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> Namespace:
@@ -330,6 +343,7 @@ def megatron_arguments(
     return Namespace(
         **{name: getattr(model, name) for name in _OF_THE_SAME_NAME},
         **dict.fromkeys(_FALSE, False),
+        **_of_long_rows(model),
         **dict.fromkeys(("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length),
         encoder_num_layers=model.num_layers,
         decoder_num_layers=model.num_decoder_layers if is_t5 else None,

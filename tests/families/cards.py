@@ -1,7 +1,7 @@
 """docs/families.md: what every family has beside GPT-2, and how far it is from transformers, measured.
 
 ``python -m tests.families.cards`` compares each family again, in three layouts, asks for texts, and writes the page
-(three minutes on two cores). ``test_cards.py`` tells whether the page is that of the families as they are now.
+(three minutes on two cores). ``test_every_family.py`` tells whether the page is that of the families as they are now.
 """
 
 from __future__ import annotations

@@ -119,20 +119,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2": ({"tie_word_embeddings": True}, {}),
     "qwen3": ({"head_dim": 16}, {}),
+    "llama with positions between": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        {"rotary_seq_len_interpolation_factor": 4},
+    ),
     "mistral": ({"sliding_window": 8}, {"window_size": (7, 0)}),
 }
 """Fields of the config, and what Megatron-LM's arguments say of them."""
 
 
-@pytest.mark.parametrize(("pp", "is_of_core"), [(1, False), (2, True)])
+@pytest.mark.parametrize("writer", ["legacy", "core", "ours"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_rotary_positions_are_told_apart(tmp_path: Path, family: str, pp: int, is_of_core: bool) -> None:
+def test_arguments_tell_families_with_rotary_positions_apart(tmp_path: Path, family: str, writer: str) -> None:
+    """Those of Megatron-LM and, without the config beside them, those that we write."""
     fields, arguments = FAMILIES[family]
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 24, "head_dim": 8, "sliding_window": None}
     model = gpt_model(family.split()[0], {**sizes, "tie_word_embeddings": False, **fields})
-    model.save_pretrained(tmp_path / "hf")
-    layout = Layout(stages=even(2, pp), tp=2, arguments=arguments, names=MEGATRON_CORE if is_of_core else {})
-    write(tmp_path / "legacy", layout, llama(model))
+    if writer == "ours":
+        _write(model, tmp_path, tp=2)
+        for file in (tmp_path / "legacy").rglob(FILE):
+            _changed(file, lambda state: vars(state["args"]).pop("hugging_face_config"))
+    else:
+        model.save_pretrained(tmp_path / "hf")
+        names, pp = (MEGATRON_CORE, 2) if writer == "core" else ({}, 1)
+        write(tmp_path / "legacy", Layout(stages=even(2, pp), tp=2, arguments=arguments, names=names), llama(model))
 
     read, reference = weights_of(tmp_path / "legacy"), weights_of(tmp_path / "hf")
 
@@ -279,8 +289,7 @@ def _small(folder: Path, **fields: Any) -> Path:
     return write(folder, Layout(**{"stages": even(2, 2), "tp": 2, **fields}), gpt2(tiny_gpt2()))
 
 
-def _changed(folder: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / rank / FILE
+def _changed(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     state = load(file)
     change(state)
     torch.save(state, file)
@@ -355,7 +364,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
     ranks, change, message = CHANGES[case]
     folder = _small(tmp_path)
     for rank in sorted(each.name for each in folder.glob(ranks)):
-        _changed(folder, rank, change)
+        _changed(folder / rank / FILE, change)
 
     with pytest.raises(ValueError, match=message) as error:
         weights_of(tmp_path)

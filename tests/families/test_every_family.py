@@ -1,4 +1,4 @@
-"""Ranks of every GPT, and of a T5, hold as many parameters as are counted, with the first values of a new model."""
+"""What holds of every family: its row of docs/families.md, adapters as those of ``peft``, counts and first values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,58 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import rank_parameters
+from lightning_megatron.convert.registry import known_families
 from lightning_megatron.models.t5_layout import t5_layout
-from tests.families.parity import FOUR_RANKS, padded_sentences
+from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, models, page
+from tests.families.parity import FOUR_RANKS, check_family, padded_sentences
 from tests.families.test_gpts import CONFIGS
 from tests.parity.training import MODELS, Case, Layout, trainer_of
 from tests.ranks import run_ranks
+
+# ---- docs/families.md is that of the families as they are now -------------------------------------------------------
+
+_COMMAND = "python -m tests.families.cards"
+_LARGEST = (2e-5,) * len(LAYOUTS) + (2e-6, 2e-5)
+"""As tests/families/parity.py allows."""
+
+
+def _lines() -> list[str]:
+    return [line for line in PAGE.read_text().splitlines() if "bit-equal" in line]
+
+
+def _cells() -> dict[str, list[str]]:
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in _lines()]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_page_is_that_of_the_registry_with_a_row_of_every_family() -> None:
+    assert PAGE.read_text() == page(_lines()), _COMMAND
+    assert set(_cells()) == set(models()) == set(known_families()) - ELSEWHERE, _COMMAND
+
+
+@pytest.mark.parametrize("family", models())
+def test_a_row_is_that_of_the_familys_table_and_its_figures_are_small(family: str) -> None:
+    row = _cells()[family]
+    assert " | ".join(row[:3]) == description(models()[family]()[0]), _COMMAND
+    assert all(float(error) <= largest for error, largest in zip(row[3:8], _LARGEST, strict=True))
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+_IN_EVERY_RUN = ("phi3", "t5")
+"""Linears of phi3 are fused in the files, too, otherwise than those of tests/parity/test_lora.py."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive) for name in models()],
+)
+def test_adapters_equal_those_of_peft(family: str) -> None:
+    model, rows = models()[family]()
+    check_family(model, FOUR_RANKS, rows, adapters=True)
+
+
+# ---- counts of parameters and first values on the ranks -------------------------------------------------------------
 
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
