@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
-from lightning_megatron.checkpoint.save import HostMemory, Save, described, prepare
+from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, prepare
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
-from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
 from lightning_megatron.megatron_datamodule import MegatronDataModule
@@ -95,6 +95,8 @@ class Checkpointing:
         self.is_preempted = False
         self._beginning: str | None = None
         """The checkpoint that the Trainer loads in this run."""
+        self._trainer: pl.Trainer
+        self._run: RunState
         self._signals: DeferredSignals
         self._is_trained = False
         self._first_step: int | None = None
@@ -114,13 +116,15 @@ class Checkpointing:
         self._steps: dict[Path, int] = {}
         """The steps of this run's checkpoints with an optimizer, that which it began with included."""
 
-    def begin(self, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
+    def begin(self, trainer: pl.Trainer, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
         """Forget the run before, whose checkpoints stay; every rank must call.
 
         Args:
+            trainer: Of the run that begins.
             environment: Tells which signals are acted on between two steps.
             group: All ranks, on the hosts.
         """
+        self._trainer = trainer
         self._signals = DeferredSignals(environment, group)
         self._is_trained, self._first_step = False, None
         self._failure, self._removals, self._steps = None, [], {}
@@ -149,18 +153,16 @@ class Checkpointing:
             CheckpointError: If the dict holds more than plain data; if the run ends with this save, and it fails.
         """
         begin = time.monotonic()
-        self._settle_step()
         self._end_unless_all_ranks_save(filepath)
-        path = as_path(self._strategy.broadcast(str(filepath)))
-        run = self._strategy._run_state(with_optimizer="optimizer_states" in checkpoint).saved
         is_final = self._is_ending
         self.finish()
-        self._removals = [each for each in self._removals if each != path]
-        meta = described(run, checkpoint, path)
-        with self._failures(is_final), self._strategy.engine():
-            self.saving = Save(run, meta, path, self._memory)
-            if run.optimizer is not None:
-                self._steps[path] = checkpoint["global_step"]
+        saving = Save(self._run, checkpoint, filepath)
+        self._removals = [each for each in self._removals if each != saving.path]
+        with self._failures(is_final):
+            saving.start(self._memory)
+            self.saving = saving
+            if saving.has_optimizer:
+                self._steps[saving.path] = checkpoint["global_step"]
         if is_final or not self._asynchronous:
             self.finish(is_final=is_final)
         if is_final:
@@ -181,7 +183,7 @@ class Checkpointing:
             if is_final and self._failure is not None:
                 raise self._failure
             return
-        with self._failures(is_final), self._strategy.engine():
+        with self._failures(is_final):
             saving.finish(in_background=self._asynchronous)
             if self._asynchronous:
                 rank_zero_info(saving.report())
@@ -230,7 +232,7 @@ class Checkpointing:
     @property
     def _checkpoint_folders(self) -> list[Path]:
         """Where the Trainer's callbacks keep checkpoints, once they are set up."""
-        callbacks = self._module.trainer.checkpoint_callbacks
+        callbacks = self._trainer.checkpoint_callbacks
         folders = (getattr(callback, "dirpath", None) for callback in callbacks)
         return [as_path(folder) for folder in folders if folder is not None]
 
@@ -240,7 +242,7 @@ class Checkpointing:
         Otherwise this rank would wait for the others, and they for it, and nobody would hear of the failure.
         """
         failure = sys.exc_info()[1]
-        is_after_failure = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        is_after_failure = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
             return
         if not wait_for_all_ranks(_PATIENCE):
@@ -249,15 +251,10 @@ class Checkpointing:
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
 
-    def _settle_step(self) -> None:
-        """Nothing is saved, and no run ends, behind a step whose outcome is not known; every rank must call."""
-        if (optimizer := self._strategy.megatron_optimizer) is not None:
-            optimizer.settle()
-
     @property
     def _is_ending(self) -> bool:
         """Whether no later step of this run would save again, should a save fail now."""
-        state = self._module.trainer.state
+        state = self._trainer.state
         is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         return not is_training or self._signals.is_delivering or self._is_trained
 
@@ -275,13 +272,12 @@ class Checkpointing:
 
     def on_train_start(self) -> None:
         """Note the step that training begins with, and get memory for saves beside training."""
-        trainer = self._module.trainer
+        trainer = self._trainer
         self._first_step = trainer.global_step
         keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
             with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
-            with self._strategy.engine():
-                prepare(self._strategy._run_state(with_optimizer=with_optimizer), self._memory)
+            prepare(self._run if with_optimizer else self._run.of_weights(), self._memory)
 
     def on_train_end(self) -> None:
         """Complete the last save.
@@ -289,7 +285,7 @@ class Checkpointing:
         Raises:
             CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
         """
-        self._settle_step()
+        self._run.settle()
         self._is_trained, self._first_step = True, None
         self.finish(is_final=True)
 
@@ -309,7 +305,7 @@ class Checkpointing:
 
     def _save_before_exit(self) -> None:
         """Save what was trained; every rank must call."""
-        trainer = self._module.trainer
+        trainer = self._trainer
         news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
         path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
         if path is None:
@@ -340,20 +336,23 @@ class Checkpointing:
             self.initial_weights.found()
         return found
 
-    def load_initial_weights(self, *, fitting: bool) -> None:
-        """Load what ``load_from`` says into a model that has only its initial weights; every rank must call.
+    def setup(self, run: RunState, *, fitting: bool) -> None:
+        """Take the live objects of a run, and load what ``load_from`` says if the model has only its initial weights.
+
+        Every rank must call, inside the engine.
 
         Raises:
             CheckpointError: If that fails, the ranks have not found the same checkpoint to resume from, or the run
                 could not save its own.
         """
+        self._run = run
         on_all_ranks_alike(partial(_check_same, self._beginning, self._strategy.broadcast(self._beginning)))
         module = self._module
         if fitting and not getattr(module.trainer, "fast_dev_run", False):
             on_all_ranks_alike(partial(files.check_writable, self._checkpoint_folders))
         source = self.initial_weights
         if source is not None and self._beginning is None and module not in modules_with_weights:
-            load_initial_weights(self._strategy._run_state(with_optimizer=fitting), source)
+            load_initial_weights(run if fitting else replace(run, optimizer=None), source)
         if fitting or source is not None:
             modules_with_weights.add(module)
 
@@ -365,17 +364,17 @@ class Checkpointing:
     def load(self, checkpoint_path: str | Path) -> dict[str, Any]:
         """Load a checkpoint into the run, and return Lightning's dict; every rank must call."""
         path = as_path(self._strategy.broadcast(str(checkpoint_path)))
-        trainer = self._module.trainer
+        trainer = self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         modules_with_weights.add(self._module)
         begins_anew = fitting and self._strategy.load_weights_only and not is_continued(path)
-        run = self._strategy._run_state(with_optimizer=fitting and not begins_anew)
+        run = self._run if fitting and not begins_anew else replace(self._run, optimizer=None)
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
-            if begins_anew and (trained := self._strategy.megatron_optimizer) is not None:
-                reload_masters(trained)
+            if begins_anew and self._run.optimizer is not None:
+                reload_masters(self._run.optimizer)
         if fitting and not begins_anew:
             _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
             if 0 <= trainer.max_steps <= loaded["global_step"]:
@@ -402,7 +401,7 @@ class Checkpointing:
         Raises:
             CheckpointError: If it is damaged.
         """
-        self._settle_step()
+        self._run.settle()
         self.finish()
         known = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
         # Only rank 0 looks: Lightning may have had some removed.
@@ -410,11 +409,9 @@ class Checkpointing:
         path = self._strategy.broadcast(next(found, None) if self._strategy.is_global_zero else None)
         if path is None:
             return None
-        run = self._strategy._run_state(with_optimizer=True)
         with self._strategy.engine():
-            finish_parameter_gathers(run.chunks)
-            loaded = resume(run, as_path(path))
-        configs = self._module.trainer.lr_scheduler_configs
+            loaded = resume(self._run, as_path(path))
+        configs = self._trainer.lr_scheduler_configs
         for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         return loaded

@@ -1,4 +1,4 @@
-"""Atomically publish files and folders, and lock them while they are written.
+"""Atomically publish files and folders, lock them while they are written, and sum up what is in them.
 
 What takes long to write is written beside its final name and published when it is complete, so that whoever reads the
 final name finds the old content or the new one, whole::
@@ -21,6 +21,9 @@ Folders on object stores (``s3://``, ``gs://``: what fsspec knows) have a path's
 locks and no renaming; a file appears whole when it is closed. A folder there is whole if it has the file ``VOUCHER``,
 which is written last and deleted first. One that takes the place of another is written beside it, copied by the store,
 and ``recover`` finds it should the program end meanwhile.
+
+``checksums.json`` has a CRC-32 for every 64 MiB of every other file of a checkpoint. CRC-32 finds every flipped bit and
+every burst of up to 32 bits; it is no protection against somebody who means harm.
 """
 
 from __future__ import annotations
@@ -29,17 +32,23 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
+import pickle
+import re
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError
 
 VOUCHER = "meta.pt"
 """On an object store, says that a folder is whole."""
@@ -373,6 +382,194 @@ def _is_being_written(folder: Path) -> bool:
     except ConfigError:
         return True
     return False
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+CHECKSUMS = "checksums.json"
+
+SEGMENT = 64 * 2**20
+"""Bytes that one checksum covers; the last one of a file covers what is left."""
+
+_PIECE = 4 * 2**20
+_THREADS = 4
+_ALGORITHM = "crc32"
+
+
+@dataclass(kw_only=True)
+class FileChecksums:
+    """The checksums of one file, which grow as it is written from its beginning to its end."""
+
+    size: int = 0
+    """Bytes."""
+    segments: list[int] = field(default_factory=list)
+    """CRC-32 of each ``SEGMENT`` bytes."""
+
+    def update(self, data: memoryview) -> None:
+        """Append bytes; other threads run meanwhile, since zlib lets go of the interpreter."""
+        while len(data) > 0:
+            room = SEGMENT - self.size % SEGMENT
+            if room == SEGMENT:
+                self.segments.append(0)
+            self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
+            self.size += min(room, len(data))
+            data = data[room:]
+
+
+def checksums_of(data: bytes) -> FileChecksums:
+    """The checksums of a file with this content."""
+    checksums = FileChecksums()
+    checksums.update(memoryview(data))
+    return checksums
+
+
+def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
+    """Write ``checksums.json``, and wait until it is on the disk."""
+    described = {name: asdict(files[name]) for name in sorted(files)}
+    content = {
+        "algorithm": _ALGORITHM,
+        "segment_bytes": SEGMENT,
+        "files": described,
+        "checksum_of_files": _checksum_of_table(described),
+    }
+    with written(folder / CHECKSUMS) as stream:
+        stream.write(json.dumps(content).encode())
+
+
+def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Read a share of a checkpoint's bytes and compare.
+
+    Args:
+        folder: The checkpoint.
+        share: ``(rank, world)``: this is share ``rank`` of ``world`` about equal ones.
+
+    Raises:
+        CheckpointError: If a file is missing, has another size or other bytes than were written; the first such file
+            and its bytes are named.
+    """
+    files, sizes = _read_checksums(folder), file_sizes(folder)
+    for name, checksums in files.items():
+        if name not in sizes:
+            require_file(folder / name)
+        if (size := sizes.get(name)) != checksums.size:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
+            )
+    work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
+    rank, world = share
+    mine = work[len(work) * rank // world : len(work) * (rank + 1) // world]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda place: _crc32(folder / place[0], place[1] * SEGMENT, files[place[0]].size), mine)
+        for (name, index), crc in zip(mine, found, strict=True):
+            if crc != files[name].segments[index]:
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
+                    f"{min((index + 1) * SEGMENT, files[name].size)}; use an earlier one"
+                )
+
+
+def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
+    try:
+        content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
+        described = content["files"]
+        known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        files = {name: FileChecksums(**each) for name, each in described.items()}
+        sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
+        if not known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(described):
+            raise ValueError("its content is not what was written")
+        return files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {CHECKSUMS} cannot be read ({error}); use an earlier one"
+        ) from None
+
+
+def _checksum_of_table(described: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
+
+
+def _crc32(file: Path, start: int, size: int) -> int:
+    """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
+    crc = 0
+    with file.open("rb") if is_remote(file) else file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        left = min(SEGMENT, size - start)
+        while left > 0:
+            data = stream.read(min(_PIECE, left))
+            if not data:
+                break  # shorter than it was a moment ago: the checksum will differ
+            crc = zlib.crc32(data, crc)
+            left -= len(data)
+    return crc
+
+
+def require_file(file: Path) -> None:
+    """Raise unless the file of a checkpoint is there.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    if not file.is_file():
+        raise CheckpointError(
+            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
+            "program wrote it; use an earlier one"
+        )
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+_CAUSED_BY_FILES = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
+"""What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
+
+_LIKEWISE = {"CheckpointingException", "BotoCoreError", "HttpError"}
+"""What Megatron and clients of stores raise then; by name, since a conversion needs none of them, or none is there."""
+
+_LONGEST_REASON = 300
+"""Characters."""
+
+
+@contextlib.contextmanager
+def failures_as_errors(refusal: str) -> Iterator[None]:
+    """Raise a ``CheckpointError`` for failures that files or a disk can cause; the rest are defects, and stay.
+
+    Args:
+        refusal: What did not happen; the message begins with it and goes on with the reason.
+
+    Raises:
+        CheckpointError: With the reason of the first rank that failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # Torch raises on all ranks what any rank has raised in a collective load.
+        rank, (cause, _) = min(getattr(error, "failures", {0: (error, None)}).items())
+        if not _is_caused_by_files(cause):
+            raise
+        raise CheckpointError(
+            f"{refusal}: {_reason(cause)}" + (f" (on rank {rank})" if cause is not error else "")
+        ) from error
+
+
+def more_than_data(error: pickle.UnpicklingError) -> str:
+    """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
+
+
+def _is_caused_by_files(error: BaseException) -> bool:
+    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ in _LIKEWISE for base in type(error).__mro__)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return more_than_data(error)
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, CheckpointError):
+        return text  # it has been here before
+    if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
+        text = text[:_LONGEST_REASON] + "..."
+    # Torch's archive writer does not say why it could not write (inline_container.cc).
+    return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text
 
 
 def readable_size(num_bytes: float) -> str:

@@ -22,10 +22,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.state import sharded_weights
+from lightning_megatron.checkpoint.save import sharded_weights
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.groups import host_group
-from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
 
 __all__ = ["ReplicaCheck", "SpikeGuard"]
@@ -197,7 +196,6 @@ class ReplicaCheck(Callback):
 @torch.no_grad()
 def _bit_sums(chunks: list[Any]) -> dict[str, int]:
     """The sum of the bits of each of this rank's tensors, read as whole numbers; waits for the device."""
-    finish_parameter_gathers(chunks)
     state = sharded_weights(chunks)
     apply_factories(state)
     parts = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
-from lightning_megatron.checkpoint.save import write_weights
-from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
+from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weights
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
@@ -174,7 +173,6 @@ class MegatronStrategy(ParallelStrategy):
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
-        self._model_description: dict[str, Any] = {}
         self._shared_batches, self._timeout = math.inf, self._watch.collective_timeout
         self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
@@ -349,7 +347,7 @@ class MegatronStrategy(ParallelStrategy):
         self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
-        self.checkpointing.begin(environment, groups.host_group(self._timeout))
+        self.checkpointing.begin(self._module.trainer, environment, groups.host_group(self._timeout))
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -378,9 +376,6 @@ class MegatronStrategy(ParallelStrategy):
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
             raise ConfigError(f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule")
         fitting, settings = trainer.state.fn == TrainerFn.FITTING, self.settings
-        self._model_description = dict(getattr(module, "model_description", {}))
-        if self._overrides.transformer.get("moe_router_enable_expert_bias"):
-            self._model_description[EXPERT_BIAS] = True
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
             self.model_to_device()
@@ -395,7 +390,7 @@ class MegatronStrategy(ParallelStrategy):
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-            self.checkpointing.load_initial_weights(fitting=fitting)
+            self.checkpointing.setup(self._run_state(), fitting=fitting)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -514,14 +509,16 @@ class MegatronStrategy(ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _run_state(self, *, with_optimizer: bool) -> RunState:
+    def _run_state(self) -> RunState:
         module = self._module
+        has_bias = self._overrides.transformer.get("moe_router_enable_expert_bias")
+        description = {**getattr(module, "model_description", {}), **({EXPERT_BIAS: True} if has_bias else {})}
         return RunState(
             chunks=self._chunks,
-            optimizer=self.megatron_optimizer if with_optimizer else None,
+            optimizer=self.megatron_optimizer,
             rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
             topology=self.topology,
-            model_description=self._model_description,
+            model_description=description,
             hugging_face_config=getattr(module, "hugging_face_config", None),
             base=getattr(getattr(module, "adaptation", None), "base", None),
         )

@@ -1,30 +1,26 @@
-"""The files of a checkpoint: finding complete ones, checksums, and reading without running code.
+"""The files of a checkpoint: finding complete ones, and reading without running code.
 
 What has the right name may be a link to a checkpoint that was never finished, and the right one may have another name:
 a run can be killed between any two of the steps that save, link and remove. Nothing is repaired here; the next save
 puts the names in order.
 
-``checksums.json`` has a CRC-32 for every 64 MiB of every other file. CRC-32 finds every flipped bit and every burst of
-up to 32 bits; it is no protection against somebody who means harm. Torch's distributed checkpoints keep their table of
-contents in a pickle, which torch loads without restriction: here its names become stand-ins that do nothing, and the
-table is made anew from what they have kept. Other files are read by ``engine/pickles.py``.
+Torch's distributed checkpoints keep their table of contents in a pickle, which torch loads without restriction: here
+its names become stand-ins that do nothing, and the table is made anew from what they have kept. Other files are read by
+``engine/pickles.py``; the rest about them is in ``lightning_megatron/files.py``.
 
 Nothing here communicates or imports Megatron.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import pickle
 import re
 import uuid
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +28,19 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_megatron.engine.pickles import more_than_data, read_pickle, stand_in
+from lightning_megatron.engine.pickles import read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import PARTIAL, VOUCHER, as_path, file_sizes, is_remote, recover, written
+from lightning_megatron.files import (
+    CHECKSUMS,
+    PARTIAL,
+    VOUCHER,
+    as_path,
+    failures_as_errors,
+    is_remote,
+    recover,
+    require_file,
+)
 
 META = VOUCHER
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
@@ -44,7 +48,6 @@ META = VOUCHER
 COMMON = "common.pt"
 """What Megatron does not shard: parameter groups and step counts."""
 
-CHECKSUMS = "checksums.json"
 TABLE = ".metadata"
 """Torch's table of contents."""
 BACKENDS = "metadata.json"
@@ -76,27 +79,7 @@ def check_complete(path: Path) -> None:
         what = "is a file, not a directory that this strategy wrote" if path.exists() else "does not exist"
         raise CheckpointError(f"checkpoint {path} {what}; give the path of a *.ckpt directory")
     for name in (META, TABLE, BACKENDS, COMMON, CHECKSUMS):
-        _require(path / name)
-
-
-def _require(file: Path) -> None:
-    if not file.is_file():
-        raise CheckpointError(
-            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
-            "program wrote it; use an earlier one"
-        )
-
-
-def check_replaceable(path: Path) -> None:
-    """Raise if a checkpoint of that name would take the place of a folder of something else.
-
-    Raises:
-        CheckpointError: If ``path`` is a folder with files of which none is a checkpoint's.
-    """
-    if path.is_symlink() or not path.is_dir() or not any(path.iterdir()):
-        return
-    if not any((path / name).exists() for name in (META, COMMON, TABLE, BACKENDS)) and not any(path.glob("*.distcp")):
-        raise CheckpointError(f"{path} is a folder of other files, which would be lost; give the checkpoint a new name")
+        require_file(path / name)
 
 
 def check_backends(path: Path) -> None:
@@ -119,123 +102,6 @@ def check_backends(path: Path) -> None:
         )
 
 
-# ---- checksums ------------------------------------------------------------------------------------------------------
-
-SEGMENT = 64 * 2**20
-"""Bytes that one checksum covers; the last one of a file covers what is left."""
-
-_PIECE = 4 * 2**20
-_THREADS = 4
-_ALGORITHM = "crc32"
-
-
-@dataclass(kw_only=True)
-class FileChecksums:
-    """The checksums of one file, which grow as it is written from its beginning to its end."""
-
-    size: int = 0
-    """Bytes."""
-    segments: list[int] = field(default_factory=list)
-    """CRC-32 of each ``SEGMENT`` bytes."""
-
-    def update(self, data: memoryview) -> None:
-        """Append bytes; other threads run meanwhile, since zlib lets go of the interpreter."""
-        while len(data) > 0:
-            room = SEGMENT - self.size % SEGMENT
-            if room == SEGMENT:
-                self.segments.append(0)
-            self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
-            self.size += min(room, len(data))
-            data = data[room:]
-
-
-def checksums_of(data: bytes) -> FileChecksums:
-    """The checksums of a file with this content."""
-    checksums = FileChecksums()
-    checksums.update(memoryview(data))
-    return checksums
-
-
-def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
-    """Write ``checksums.json``, and wait until it is on the disk."""
-    described = {name: asdict(files[name]) for name in sorted(files)}
-    content = {
-        "algorithm": _ALGORITHM,
-        "segment_bytes": SEGMENT,
-        "files": described,
-        "checksum_of_files": _checksum_of_table(described),
-    }
-    with written(folder / CHECKSUMS) as stream:
-        stream.write(json.dumps(content).encode())
-
-
-def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Read a share of a checkpoint's bytes and compare.
-
-    Args:
-        folder: The checkpoint.
-        share: ``(rank, world)``: this is share ``rank`` of ``world`` about equal ones.
-
-    Raises:
-        CheckpointError: If a file is missing, has another size or other bytes than were written; the first such file
-            and its bytes are named.
-    """
-    files, sizes = _read_checksums(folder), file_sizes(folder)
-    for name, checksums in files.items():
-        if name not in sizes:
-            _require(folder / name)
-        if (size := sizes.get(name)) != checksums.size:
-            raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
-            )
-    work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
-    rank, world = share
-    mine = work[len(work) * rank // world : len(work) * (rank + 1) // world]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda place: _crc32(folder / place[0], place[1] * SEGMENT, files[place[0]].size), mine)
-        for (name, index), crc in zip(mine, found, strict=True):
-            if crc != files[name].segments[index]:
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
-                    f"{min((index + 1) * SEGMENT, files[name].size)}; use an earlier one"
-                )
-
-
-def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
-    try:
-        content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
-        described = content["files"]
-        known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
-        files = {name: FileChecksums(**each) for name, each in described.items()}
-        sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
-        if not known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(described):
-            raise ValueError("its content is not what was written")
-        return files
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder} is damaged: {CHECKSUMS} cannot be read ({error}); use an earlier one"
-        ) from None
-
-
-def _checksum_of_table(described: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
-
-
-def _crc32(file: Path, start: int, size: int) -> int:
-    """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
-    crc = 0
-    with file.open("rb") if is_remote(file) else file.open("rb", buffering=0) as stream:
-        stream.seek(start)
-        left = min(SEGMENT, size - start)
-        while left > 0:
-            data = stream.read(min(_PIECE, left))
-            if not data:
-                break  # shorter than it was a moment ago: the checksum will differ
-            crc = zlib.crc32(data, crc)
-            left -= len(data)
-    return crc
-
-
 # ---- plain data -----------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +111,7 @@ def load_plain(file: Path) -> Any:
     Raises:
         CheckpointError: If the file holds anything else, or is damaged.
     """
-    _require(file)
+    require_file(file)
     return read_pickle(io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file))
 
 
@@ -498,54 +364,3 @@ def _other_program(path: Path) -> str | None:
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
         return "a checkpoint of Megatron-LM"
     return None
-
-
-# ---- failures -------------------------------------------------------------------------------------------------------
-
-_CAUSED_BY_FILES = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
-"""What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
-
-_LIKEWISE = {"CheckpointingException", "BotoCoreError", "HttpError"}
-"""What Megatron and clients of stores raise then; by name, since a conversion needs none of them, or none is there."""
-
-_LONGEST_REASON = 300
-"""Characters."""
-
-
-@contextlib.contextmanager
-def failures_as_errors(refusal: str) -> Iterator[None]:
-    """Raise a ``CheckpointError`` for failures that files or a disk can cause; the rest are defects, and stay.
-
-    Args:
-        refusal: What did not happen; the message begins with it and goes on with the reason.
-
-    Raises:
-        CheckpointError: With the reason of the first rank that failed.
-    """
-    try:
-        yield
-    except CheckpointException as gathered:  # torch raises on all ranks what any rank has raised in a collective load
-        rank, (cause, _) = min(gathered.failures.items())
-        if not _is_caused_by_files(cause):
-            raise
-        raise CheckpointError(f"{refusal}: {_reason(cause)} (on rank {rank})") from gathered
-    except Exception as error:
-        if not _is_caused_by_files(error):
-            raise
-        raise CheckpointError(f"{refusal}: {_reason(error)}") from error
-
-
-def _is_caused_by_files(error: BaseException) -> bool:
-    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ in _LIKEWISE for base in type(error).__mro__)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, pickle.UnpicklingError):
-        return more_than_data(error)
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    if isinstance(error, CheckpointError):
-        return text  # it has been here before
-    if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
-        text = text[:_LONGEST_REASON] + "..."
-    # Torch's archive writer does not say why it could not write (inline_container.cc).
-    return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text

@@ -1,4 +1,4 @@
-"""Load a sharded checkpoint into a run, on the layout that wrote it or on another one; all of it, or what fits.
+"""Which runs can go on from a checkpoint, and loading it into one: on any layout, all of it or what fits.
 
 Megatron and torch plan who reads what. Their readers unpickle without restriction, or read files again that were
 checked before: here they get only what was checked while it was read.
@@ -30,26 +30,32 @@ from megatron.core.dist_checkpointing.validation import (
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from lightning_megatron.checkpoint import state as run_state
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
     TableReader,
     check_backends,
     check_complete,
-    failures_as_errors,
     find_newest,
     load_plain,
     read_table,
-    verify_checksums,
 )
-from lightning_megatron.checkpoint.state import RunState
+from lightning_megatron.checkpoint.save import (
+    EXPERT_BIAS,
+    FORMAT_VERSION,
+    OWN_KEYS,
+    RunState,
+    layout_of,
+    rng_file,
+    sharded_state,
+    sharded_weights,
+)
 from lightning_megatron.engine.collectives import on_all_ranks_alike
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import as_path, recover, remove
+from lightning_megatron.files import as_path, failures_as_errors, recover, remove, verify_checksums
 
 _OF_THE_MOMENTS = ("params", "step")
 """What a parameter group has that belongs to the checkpoint; the rest is of the run."""
@@ -70,9 +76,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     def check_and_read() -> dict[str, Any]:
         meta = load_plain(path / META)
-        if not isinstance(meta, dict) or not meta.keys() >= run_state.OWN_KEYS:
+        if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
             raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
-        version, known = meta["format_version"], run_state.FORMAT_VERSION
+        version, known = meta["format_version"], FORMAT_VERSION
         if version != known:
             raise CheckpointError(
                 f"checkpoint {path}: format version {version}, this program reads {known}; use its own"
@@ -103,12 +109,12 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     """
     path = recover(path)
     meta = read_meta(path)
-    there, here = meta["layout"], run_state.layout_of(run.topology)
+    there, here = meta["layout"], layout_of(run.topology)
 
     def check_and_read_random_states() -> dict[str, Any]:
-        run_state.check_fits(run, meta, path)
+        check_fits(run, meta, path)
         rank = dist.get_rank() if there == here else 0
-        return {} if run.optimizer is None else dict(load_plain(path / run_state.rng_file(rank)))
+        return {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
 
     random_states = on_all_ranks_alike(check_and_read_random_states)
     _load(_as_stored(run, meta), path)
@@ -131,10 +137,10 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def _load(run: RunState, path: Path) -> None:
     """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
-    loaded, _, _ = _load_sharded(run_state.sharded_state(run, is_loading=True), path)
+    loaded, _, _ = _load_sharded(sharded_state(run, is_loading=True), path)
     _fill(run.chunks, loaded, strict=run.part == "all")
     if run.optimizer is not None:
-        run_state.restore_optimizer_state(run.optimizer, loaded["optimizer"])
+        run.optimizer.load_sharded_state_dict(loaded["optimizer"])
 
 
 def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -145,10 +151,93 @@ def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) 
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
     """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
-    _fill(chunks, _load_sharded(run_state.sharded_weights(chunks), folder)[0])
+    _fill(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
     dist.barrier()
     if dist.get_rank() == 0:
         remove(folder)
+
+
+# ---- which runs can go on -------------------------------------------------------------------------------------------
+
+_FREE = {
+    *("family", "max_position_embeddings", "add_attention_output_bias", "problem_type", "make_vocab_size_divisible_by"),
+    *("decoder_start_token_id", "pad_token_id", "init_method_std", "scaled_residual_init"),
+    *("embedding_dropout", "hidden_dropout", "attention_output_dropout", "attention_dropout", "activation_dropout"),
+    *("classifier_dropout", "lora_dropout", "experts.load_balancing_loss_coef"),
+}
+"""Fields of a model in which a run may differ from its checkpoint; in any other one it is another model."""
+
+_MAY_BE_STRETCHED = {
+    *("rotary_base", "rotary_base_of_windows", "rope_scaling", "sliding_window", "sliding_window_layers"),
+}
+"""A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
+
+_SHOWS_IN_WEIGHTS = {
+    *("architecture", "task", "vocab_size", "num_labels", "num_tokentypes", "share_embeddings_and_output_weights"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "embedding_layernorm", "position_embedding_type", "lora"),
+}
+"""What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
+
+
+def check_means_the_same(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+    """Raise if weights that ``run`` and the checkpoint at ``path`` both have would be used in different ways.
+
+    Raises:
+        CheckpointError: If the models differ in what no weight's shape or name tells.
+    """
+    _check_same(run, meta, path, _FREE | _MAY_BE_STRETCHED | _SHOWS_IN_WEIGHTS)
+
+
+def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+    """Raise unless ``run`` can go on from the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: If the model or the optimizer is another one.
+    """
+    _check_same(run, meta, path, _FREE if run.optimizer is not None else _FREE | _MAY_BE_STRETCHED)
+    if run.optimizer is not None:
+        _check_optimizer_fits(run.optimizer, meta, path)
+
+
+def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
+    saved, wanted = _flat(meta["model_description"]), _flat(run.model_description)
+    for name in (*wanted, EXPERT_BIAS):
+        # Checkpoints from before there were adapters, or of models without biases, say nothing of these.
+        is_told = name in saved or name in ("lora", EXPERT_BIAS)
+        if name not in free and is_told and saved.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted.get(name)} here; "
+                "give the model's config the checkpoint's values"
+            )
+    if meta.get("part") == "adapters" and run.base is None:
+        raise CheckpointError(
+            f"checkpoint {path}: expected a whole model, got the adapters of {meta['base']}; begin with that: "
+            "MegatronModule(model=..., pretrained=True, lora=...), or MegatronModule.load_from_checkpoint"
+        )
+
+
+def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description whose experts, if it has any, are fields like the others: ``experts.num_experts``."""
+    flat = dict(description)
+    if isinstance(experts := flat.get("experts"), Mapping):
+        del flat["experts"]
+        flat |= {f"experts.{name}": value for name, value in experts.items()}
+    return flat
+
+
+def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any], path: Path) -> None:
+    if not meta["has_optimizer"]:
+        raise CheckpointError(
+            f"checkpoint {path} holds only weights; resume from a full one, or begin a new run with "
+            "MegatronStrategy(load_from=...) or load_weights_only=True"
+        )
+    for name, value in optimizer.state_format.items():
+        written = meta["optimizer_format"].get(name)
+        if written != value:
+            raise CheckpointError(
+                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; use "
+                "the same, or MegatronStrategy(load_weights_only=True)"
+            )
 
 
 # ---- new runs -------------------------------------------------------------------------------------------------------
@@ -219,7 +308,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
         is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
         if optimizer is None and is_base:  # of adapters that begin
             run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
-        on_all_ranks_alike(lambda: run_state.check_fits(run_to_load, meta, path))
+        on_all_ranks_alike(lambda: check_fits(run_to_load, meta, path))
         _load(run_to_load, path)
         for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in before.items() if name not in _OF_THE_MOMENTS})
@@ -240,8 +329,8 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
     there, so the others are put back.
     """
-    on_all_ranks_alike(lambda: run_state.check_means_the_same(run, meta, path))
-    state = run_state.sharded_weights(run.chunks, _as_stored(run, meta).part)
+    on_all_ranks_alike(lambda: check_means_the_same(run, meta, path))
+    state = sharded_weights(run.chunks, _as_stored(run, meta).part)
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
     vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
     loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)

@@ -1,11 +1,14 @@
-"""Save a run while it goes on: training waits only while the shards are copied into host memory.
+"""What a checkpoint holds of a run, and how that is saved: training waits while shards are copied into host memory.
+
+The sharded part is described to Megatron's ``dist_checkpointing``. The rest is plain data in ``meta.pt``: Lightning's
+own dict, and for which models, optimizers and layouts the sharded part is good.
 
 Megatron and torch plan which rank writes which part of which tensor; copying, writing and naming are ours. Megatron's
 own writer forks the trainer, starts a manager process that runs the user's script again, and writes tensors on a CPU
 from where training changes them. Here threads of this process write the copies and sum up what they write. Everything
-that ranks do together happens in ``Save`` and ``Save.finish``, called where every rank has come to the same step: no
-collective runs in a thread. Nothing has the final name before every rank's files, their checksums and ``meta.pt`` are
-on the disk.
+that ranks do together happens in ``Save.start`` and ``Save.finish``, called where every rank has come to the same
+step: no collective runs in a thread. Nothing has the final name before every rank's files, their checksums and
+``meta.pt`` are on the disk.
 """
 
 from __future__ import annotations
@@ -15,18 +18,23 @@ import io
 import itertools
 import json
 import mmap
+import pickle
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
@@ -49,92 +57,172 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
 from lightning_megatron import files
-from lightning_megatron.checkpoint.files import (
-    BACKENDS,
-    COMMON,
-    KNOWN_BACKENDS,
-    META,
-    TABLE,
-    FileChecksums,
-    check_complete,
-    check_replaceable,
-    checksums_of,
-    failures_as_errors,
-    write_checksums,
-)
-from lightning_megatron.checkpoint.state import SHARDING, RunState, meta_of, rng_file, sharded_state, sharded_weights
-from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.checkpoint.files import BACKENDS, COMMON, KNOWN_BACKENDS, META, TABLE
+from lightning_megatron.engine.adapter_names import is_adapter
+from lightning_megatron.engine.collectives import alike_on_all_ranks
+from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
-from lightning_megatron.engine.wrap import finish_parameter_gathers
+from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.runtime import EngineRng
+from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import FileChecksums, checksums_of, more_than_data
 
 T = TypeVar("T")
 
 _GIGABYTE = 1e9
 
+FORMAT_VERSION = 1
+"""Of the folder as a whole; another number is refused."""
+
+OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description"}
+"""What ``meta.pt`` always holds."""
+
+EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
+"""In the description of a model whose router has biases and sigmoids, which no config of Hugging Face tells."""
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""megatron-core 0.16.1, optimizer/distrib_optimizer.py: the default type raises on every save."""
+
+
+Part = Literal["all", "base", "adapters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The live objects of a run that a checkpoint is taken of, or loaded into."""
+
+    chunks: list[Any]
+    optimizer: MegatronOptimizer | None
+    """None when only weights count."""
+    rng: EngineRng
+    topology: Topology
+    model_description: Mapping[str, Any]
+    """Plain data that identifies the model; loading into another model is refused."""
+    hugging_face_config: Mapping[str, Any] | None = None
+    """What Hugging Face's ``config.json`` of the model would hold, so that a checkpoint can be converted by itself."""
+    base: str | None = None
+    """Of a model with adapters: where its frozen weights are, if weights alone shall be saved without them."""
+    part: Part = "all"
+    """Which weights are exchanged with a checkpoint."""
+
+    def settle(self) -> None:
+        """Learn what became of the last step, behind which nothing is saved before; every rank must call.
+
+        Raises:
+            NonFiniteError: If it was not finite, and the run ends with it.
+        """
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
+    def of_weights(self) -> RunState:
+        """What a checkpoint of weights alone takes: it leaves out those that others have."""
+        return replace(self, optimizer=None, part="all" if self.base is None else "adapters")
+
+
+def layout_of(topology: Topology) -> dict[str, Any]:
+    """The sizes on which it depends which rank draws which random numbers."""
+    sizes = asdict(topology.parallel)
+    return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
+
+
+def rng_file(rank: int) -> str:
+    """Name of the file with the random states of a rank."""
+    return f"rng_{rank:05d}.pt"
+
+
+def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
+    """The weights as Megatron's sharded tensors over the live ones, which are whole then; every rank must call."""
+    finish_parameter_gathers(chunks)
+    whole = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
+    if part == "all":
+        return whole
+    wanted = part == "adapters"
+    return {i: {name: each for name, each in of.items() if is_adapter(name) == wanted} for i, of in whole.items()}
+
+
+def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
+    state = sharded_weights(run.chunks, run.part)
+    if run.optimizer is not None:
+        state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=is_loading)
+    return state
+
 
 # ---- one save -------------------------------------------------------------------------------------------------------
 
 
-def described(run: RunState, lightning_state: Mapping[str, Any], path: Path) -> bytes:
-    """The content of ``meta.pt``, on rank 0, before anything is written to ``path``; every rank must call.
-
-    Raises:
-        CheckpointError: If Lightning's dict holds more than plain data.
-    """
-    return _on_rank_0(lambda: meta_of(run, lightning_state), f"checkpoint {path} is not written")
-
-
 class Save:
-    """One checkpoint on its way to its name. Every rank makes the same calls, inside the engine (``Runtime.active``).
+    """One checkpoint on its way to its name. Every rank makes the same calls, except where they say otherwise.
 
-    Training may go on as soon as this exists: threads write a copy of the run. A fork would double the memory of a
-    trainer with its GPU context, and a spawned process would run the user's script again. Threads leave the interpreter
-    to the trainer, because nearly all of their time passes in system calls and in zlib, on large pieces; torch's own
-    checksum of an archive's entries, which holds the interpreter, is off meanwhile.
+    Training may go on behind ``start``: threads write a copy of the run. A fork would double the memory of a trainer
+    with its GPU context, and a spawned process would run the user's script again. Threads leave the interpreter to the
+    trainer, because nearly all of their time passes in system calls and in zlib, on large pieces; torch's own checksum
+    of an archive's entries, which holds the interpreter, is off meanwhile.
     """
 
-    def __init__(self, run: RunState, meta: bytes, path: Path, memory: HostMemory) -> None:
+    def __init__(self, run: RunState, lightning_state: Mapping[str, Any], path: str | Path) -> None:
+        """Describe what is saved, before anything is written.
+
+        Args:
+            run: The whole of it.
+            lightning_state: Lightning's dict; without ``optimizer_states`` the checkpoint holds only weights.
+            path: The final name; that of rank 0 counts.
+
+        Raises:
+            CheckpointError: On all ranks alike, if Lightning's dict holds more than plain data.
+            NonFiniteError: If the last step ends the run.
+        """
+        run.settle()
+        self._run = run if "optimizer_states" in lightning_state else run.of_weights()
+        self.path = files.as_path(_of_rank_0(str(path)))
+        self._refusal = f"checkpoint {self.path} is not written"
+        with _alike(self._refusal):
+            self._meta = meta_of(self._run, lightning_state) if dist.get_rank() == 0 else b""
+        self._partial = self.path.with_name(self.path.name + files.PARTIAL)
+        if files.is_remote(self.path) and not (self.path / META).is_file():
+            self._partial = self.path  # a store would have to copy all of it
+        self._lock: files.FolderLock | None = None
+        self._jobs: list[Future[_Written]] = []
+        self._is_abandoned = threading.Event()
+        self._has_archive_checksums = torch.serialization.get_crc32_options()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether a run can go on from it."""
+        return self._run.optimizer is not None
+
+    def start(self, memory: HostMemory) -> None:
         """Copy the run and begin to write.
 
         Args:
-            run: What to save; without an optimizer the checkpoint holds only weights.
-            meta: As ``described``.
-            path: The final name.
             memory: For the copy; used until ``finish`` or ``abandon``.
 
         Raises:
             CheckpointError: On all ranks alike if the files cannot be written; ``path`` is then as it was.
         """
-        self.path = path
-        self._meta = meta
-        self._refusal = f"checkpoint {path} is not written"
-        self._partial = path.with_name(path.name + files.PARTIAL)
-        if files.is_remote(path) and not (path / META).is_file():
-            self._partial = path  # a store would have to copy all of it
-        self._jobs: list[Future[_Written]] = []
-        self._is_abandoned = threading.Event()
-        self._has_archive_checksums = torch.serialization.get_crc32_options()
         self._begin = time.monotonic()
-        self._lock = _on_rank_0(lambda: _start_partial(path, self._partial), self._refusal)
+        with _alike(self._refusal):
+            self._lock = _start_partial(self.path, self._partial) if dist.get_rank() == 0 else None
         try:
-            self._start(run, memory)
+            self._start(memory)
         except BaseException:
             self.abandon()
             raise
         self._stall = time.monotonic() - self._begin
 
-    def _start(self, run: RunState, memory: HostMemory) -> None:
-        finish_parameter_gathers(run.chunks)
-        plan, planner, common = _planned(sharded_state(run), _copies(run))
+    def _start(self, memory: HostMemory) -> None:
+        plan, planner, common = _planned(sharded_state(self._run), _copies(self._run))
         plans = _gathered(plan)
         # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
         self._table = create_default_global_save_plan(plans)[1] if plans else None
-        _on_all_ranks(lambda: self._partial.mkdir(parents=True, exist_ok=True), self._refusal)
-        contents: dict[str, bytes | Shards] = {rng_file(dist.get_rank()): torch_bytes(run.rng.state_dict())}
+        with _alike(self._refusal):
+            self._partial.mkdir(parents=True, exist_ok=True)
+        contents: dict[str, bytes | Shards] = {rng_file(dist.get_rank()): torch_bytes(self._run.rng.state_dict())}
         if dist.get_rank() == 0:
             contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
-        contents |= _on_all_ranks(lambda: _staged(plan, planner, memory), self._refusal)
+        with _alike(self._refusal):
+            contents |= _staged(plan, planner, memory)
         without_checksums = partial(torch.serialization.set_crc32_options, False)
         threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
         self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
@@ -169,8 +257,12 @@ class Save:
                 half-written is left.
         """
         try:
-            written = _gathered(_on_all_ranks(lambda: [job.result() for job in self._wait()], self._refusal))
-            _on_rank_0(lambda: self._complete(list(itertools.chain(*written)), in_background), self._refusal)
+            with _alike(self._refusal):
+                own = [job.result() for job in self._wait()]
+            written = _gathered(own)
+            with _alike(self._refusal):
+                if dist.get_rank() == 0:
+                    self._complete(list(itertools.chain(*written)), in_background)
         except BaseException:
             self.abandon()
             raise
@@ -212,10 +304,9 @@ class Save:
         assert self._table is not None
         _writer(partial).finish(self._table, [results for *_, results in written])
         of_table, of_meta = (checksums_of(data) for data in ((partial / TABLE).read_bytes(), self._meta))
-        write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
+        files.write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
         with files.written(partial / META) as stream:
             stream.write(self._meta)
-        check_complete(partial)
         files.publish(partial, self.path, in_background=in_background)
 
     def _release(self) -> None:
@@ -226,7 +317,7 @@ class Save:
 def prepare(run: RunState, memory: HostMemory) -> None:
     """Have a thread get and pin the memory that saves of ``run`` will need, so that the first one does not wait for it.
 
-    Every rank must call, inside the engine. It plans a save, which takes a small part of a save's time.
+    Every rank must call. It plans a save, which takes a small part of a save's time.
     """
     plan, planner, _ = _planned(sharded_state(run), _copies(run))
     memory.prepare([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
@@ -248,7 +339,10 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a folder of other files.
     """
-    check_replaceable(path)
+    is_folder = path.is_dir() and not path.is_symlink() and any(path.iterdir())
+    names = (META, COMMON, TABLE, BACKENDS)
+    if is_folder and not any((path / name).exists() for name in names) and not any(path.glob("*.distcp")):
+        raise CheckpointError(f"{path} is a folder of other files, which would be lost; give the checkpoint a new name")
     if files.is_remote(path):
         files.delete_from_store(in_store or path)
         return None
@@ -280,19 +374,100 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     Returns:
         The folder, the same on every rank.
     """
-    folder = [""]
-    if dist.get_rank() == 0:
-        folder = [str(parent / f"megatron_relayout_{uuid.uuid4().hex}")]
-    dist.broadcast_object_list(folder, 0)
-    finish_parameter_gathers(chunks)
-    path = files.as_path(folder[0])
+    path = files.as_path(_of_rank_0(str(parent / f"megatron_relayout_{uuid.uuid4().hex}")))
     refusal = f"weights are not written to {path}"
-    with failures_as_errors(refusal):
+    with files.failures_as_errors(refusal):
         _, planner, common = _planned(sharded_weights(chunks), None)
         save_at_once(planner.state_dict, storage_writer=_writer(path), planner=planner)
     rest = {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
-    _on_rank_0(lambda: [(path / name).write_bytes(data) for name, data in rest.items()], refusal)
+    with _alike(refusal):
+        for name, data in rest.items() if dist.get_rank() == 0 else ():
+            (path / name).write_bytes(data)
     return path
+
+
+# ---- meta.pt --------------------------------------------------------------------------------------------------------
+
+
+def meta_of(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
+    """The content of ``meta.pt``.
+
+    Raises:
+        CheckpointError: If Lightning's dict holds what could not be loaded again as plain data.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save({"lightning": plain_state(lightning_state), **_own_meta(run)}, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        raise CheckpointError(
+            f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
+            "hyper-parameters or the state_dict of the callback, module or datamodule in question"
+        ) from None
+    return stream.getvalue()
+
+
+def _own_meta(run: RunState) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "layout": layout_of(run.topology),
+        "has_optimizer": run.optimizer is not None,
+        "optimizer_format": None if run.optimizer is None else run.optimizer.state_format,
+        "model_description": dict(run.model_description),
+        "time": time.time(),
+        "part": run.part,
+        "base": run.base,
+        "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
+    }
+
+
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's dict in types that can be read back without running code, as far as they have such a form.
+
+    Hyper-parameters are for people to read, so an object among them is kept as its text.
+    """
+    plain: dict[str, Any] = as_plain_data(lightning_state)
+    for values in (plain[name] for name in _HYPER_PARAMETERS if name in plain):
+        for name, value in values.items():
+            if not _is_plain(value):
+                kind = type(value).__name__
+                rank_zero_warn(f"hyper-parameter {name!r} is a {kind}; the checkpoint keeps its text only")
+                values[name] = repr(value)
+    return plain
+
+
+def as_plain_data(value: Any) -> Any:
+    """The same value in the types that can be read back without running code: containers, numbers, strings, tensors.
+
+    What has no such form is returned as it is; writing the checkpoint then fails with its name.
+    """
+    if isinstance(value, Mapping):
+        return {as_plain_data(k): as_plain_data(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [as_plain_data(v) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Enum):  # also those that are numbers or strings, of which files would name the class
+        return as_plain_data(value.value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, Path):
+        return str(value)
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -346,19 +521,17 @@ def _gathered(mine: T) -> list[T]:
     return every
 
 
-def _on_all_ranks(work: Callable[[], T], refusal: str) -> T:
-    """The result of ``work``; what files or the disk make it raise on one rank is raised on all of them."""
-
-    def with_refusal() -> T:
-        with failures_as_errors(refusal):
-            return work()
-
-    return on_all_ranks_alike(with_refusal)
+def _of_rank_0(text: str) -> str:
+    texts = [text]
+    dist.broadcast_object_list(texts, 0)
+    return texts[0]
 
 
-def _on_rank_0(work: Callable[[], T], refusal: str) -> T:
-    """The result of ``work`` on rank 0 (None elsewhere); what it raises there is raised on all ranks."""
-    return _on_all_ranks(work if dist.get_rank() == 0 else lambda: None, refusal)  # type: ignore[return-value]
+@contextlib.contextmanager
+def _alike(refusal: str) -> Iterator[None]:
+    """What files or the disk make the block raise on one rank is raised on all ranks."""
+    with alike_on_all_ranks(), files.failures_as_errors(refusal):
+        yield
 
 
 _PIECE = 16 * 2**20

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.accounting import check_host_memory
-from lightning_megatron.checkpoint.save import HostMemory, Save
-from lightning_megatron.checkpoint.state import RunState, meta_of
+from lightning_megatron.checkpoint.save import HostMemory, RunState, Save
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.distributed import COMPANIONS
@@ -315,4 +314,6 @@ def _save_megatron(
     )
     lightning = {"epoch": 0, "global_step": source.iteration, "state_dict": {}}
     lightning["pytorch-lightning_version"] = version("lightning")
-    Save(run, meta_of(run, lightning), folder, HostMemory(in_place=True)).finish()
+    save = Save(run, lightning, folder)
+    save.start(HostMemory(in_place=True))
+    save.finish()

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron.checkpoint.files import (
-    CHECKSUMS,
     COMMON,
     META,
     TableReader,
@@ -32,7 +31,6 @@ from lightning_megatron.checkpoint.files import (
     check_only_data,
     load_plain,
     read_table,
-    verify_checksums,
 )
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, shown_arguments
@@ -40,7 +38,7 @@ from lightning_megatron.convert.registry import config_object, differences, fami
 from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Place, Source, Stored, mismatches, numbered
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import file_sizes
+from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
 from lightning_megatron.models.config import variant_of
 
 COMPANIONS = "hugging_face"
@@ -196,7 +194,7 @@ class StrategySource(DistributedSource):
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; all bytes are compared with their checksums first, once."""
-        from lightning_megatron.checkpoint.state import FORMAT_VERSION  # the engine's import takes seconds
+        from lightning_megatron.checkpoint.save import FORMAT_VERSION  # the engine's import takes seconds
 
         verify_checksums(self.path)
         stored, fields = self._meta["model_description"], self._meta.get("hugging_face_config")

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import PARTIAL, staged, sync
+from lightning_megatron.files import PARTIAL, failures_as_errors, staged, sync
 from lightning_megatron.hub import TOKENIZER_FILES
 from lightning_megatron.models.config import ModelConfig
 

@@ -49,7 +49,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import LAYER, VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import (
@@ -77,6 +76,7 @@ from lightning_megatron.convert.shards import (
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
+from lightning_megatron.files import failures_as_errors
 from lightning_megatron.models.config import Architecture, ModelConfig
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.files import failures_as_errors
 from lightning_megatron.convert.family import linears_of
 from lightning_megatron.convert.hugging_face import (
     HuggingFaceSource,
@@ -27,7 +26,7 @@ from lightning_megatron.convert.registry import model_config, read_json, rules_o
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
-from lightning_megatron.files import staged, sync
+from lightning_megatron.files import failures_as_errors, staged, sync
 from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
 

@@ -7,9 +7,10 @@ metrics need neither, they agree already.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,17 +30,23 @@ _GLANCE = 0.05
 
 
 def on_all_ranks_alike(check: Callable[[], T]) -> T:
-    """Run ``check`` on every rank and raise the first rank's error on all. Every rank of the world must call.
+    """What ``check`` returns, and what it raises as ``alike_on_all_ranks`` does; every rank of the world must call."""
+    with alike_on_all_ranks():
+        return check()
 
-    Args:
-        check: Something that may raise; it must not communicate itself, since another rank may already have raised.
+
+@contextlib.contextmanager
+def alike_on_all_ranks() -> Iterator[None]:
+    """Raise the first rank's error of the block on all ranks, each of which must come to it.
+
+    The block must not communicate, since another rank may already have raised.
 
     Raises:
         ConfigError: What any rank raised: as it was on the rank itself, and with that rank's number on the others.
     """
     error: ConfigError | None = None
     try:
-        result = check()
+        yield
     except ConfigError as caught:
         error = caught
     except OSError as caught:
@@ -54,7 +61,6 @@ def on_all_ranks_alike(check: Callable[[], T]) -> T:
             raise kind(f"{text} (on rank {rank})")
     if error is not None:
         raise error
-    return result
 
 
 _meetings = itertools.count()

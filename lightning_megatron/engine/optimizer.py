@@ -1,4 +1,4 @@
-"""Megatron's optimizer as a torch optimizer: options, parameter groups, and the wrapper for Lightning.
+"""Megatron's optimizer as a torch optimizer: options, parameter groups, the wrapper for Lightning, and its state.
 
 Lightning and torch's learning-rate schedulers want a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper here
 shows Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
@@ -8,12 +8,19 @@ the device (``grad_scale`` and ``found_inf`` of the fused optimizers, torch's na
 Where steps may be skipped the host reads it behind the update it has queued, because learning rates depend on it;
 otherwise when the next step's gradients are queued, so that Python and data are prepared while the GPU works. A step
 that is not finite never reaches the weights either way.
+
+In checkpoints there are, for each parameter, the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the
+shape of the weight: its fp32 master and its moments, as megatron-core's ``fully_reshardable`` format has them. So a run
+goes on with or without distributed optimizer, at any number of data-parallel ranks and in another precision.
+megatron-core 0.16.1 (optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its
+optimizers without sharding write other names. Here each rank writes and reads exactly what it holds: its part of a
+parameter is a range of consecutive numbers, which is cut into boxes (rest of a row, whole rows, start of a row).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -21,8 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from torch import Tensor
 
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
@@ -243,7 +256,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
-        return cls(inner, context)
+        optimizer = cls(inner, context)
+        for masters in optimizer._masters:
+            masters.materialize_state()
+        return optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -359,14 +375,211 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """The optimizers that Megatron chained."""
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
+    # ---- the state in a checkpoint --------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """What is not sharded; the strategy saves the rest."""
+        """For Lightning's dict; ``sharded_state_dict`` has the rest."""
         return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What is not sharded; the strategy loads the rest."""
+        """Take over what ``state_dict`` has said."""
         self.skipped_steps = state_dict.get("skipped_steps", 0)
+
+    @property
+    def state_format(self) -> dict[str, Any]:
+        """What must be the same for one optimizer to read another one's state."""
+        config = self.parts[0].config
+        has_momentum = config.optimizer != "sgd" or config.sgd_momentum > 0
+        groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups}
+        return {
+            "implementation": "DistributedOptimizer",  # the only one that could read the format once
+            "algorithm": config.optimizer + ("" if has_momentum else " without momentum"),
+            "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
+        }
+
+    def sharded_state_dict(self, models: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+        """The state as sharded tensors over the live ones, and plain data; every rank must call.
+
+        Args:
+            models: Sharded state of all chunks, with the parameters themselves as data.
+            is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of
+                their own, because the weights are read too, perhaps with fewer digits.
+        """
+        placements = _placements(models)
+        entries: dict[str, ShardedTensor] = {}
+        for number, held in enumerate(self._held()):
+            for name, tensor in held.tensors.items():
+                flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
+                pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
+                entries |= {f"{number}.{name}.{index}": piece for index, piece in enumerate(pieces)}
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        scaler = getattr(self.parts[0], "grad_scaler", None)
+        return {
+            "param_state": entries,
+            "param_state_sharding_type": "fully_reshardable",
+            "optimizer": {"param_groups": groups},
+            **({} if scaler is None else {"grad_scaler": scaler.state_dict()}),
+        }
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, loaded: Mapping[str, Any]) -> None:
+        """Take over what was loaded after the weights are back; every rank must call.
+
+        The settings of the optimizer stay those that it was made with, so they may change on the way.
+
+        Args:
+            loaded: What became of ``sharded_state_dict``; masters and moments are in place already, except fp32
+                masters.
+        """
+        entries = loaded["param_state"]
+        for number, held in enumerate(self._held()):
+            prefix = f"{number}.param."
+            # In the order in which they were asked for.
+            pieces = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
+            if held.is_own_master and pieces:
+                held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in pieces]))
+        saved = {_identity(group): group for group in loaded.get("optimizer", loaded)["param_groups"]}
+        for group in self.param_groups:
+            kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
+            group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
+        for part in self.parts:
+            scaler = getattr(part, "grad_scaler", None)
+            if scaler is not None and "grad_scaler" in loaded:
+                scaler.load_state_dict(loaded["grad_scaler"])
+            if isinstance(part, DistributedOptimizer) and part.config.params_dtype is torch.float32:
+                # Weights are masters, of which each data-parallel rank has just set its own part: gather the others.
+                for chunk in part.model_chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+    def _held(self) -> Iterator[_Held]:
+        """What this rank holds, in an order that does not change."""
+        for part in self.parts:
+            for parameter, master, start in _mastered(part):
+                moments = {name: part.optimizer.state[master][name].view(-1) for name in part.optimizer.state_names}
+                yield _Held(
+                    parameter=parameter,
+                    start=start,
+                    is_sharded=isinstance(part, DistributedOptimizer),
+                    tensors={"param": master.detach().view(-1), **moments},
+                )
 
     def __repr__(self) -> str:
         """Name the optimizer inside."""
         return f"MegatronOptimizer({type(self.parts[0]).__name__}, {len(self.param_groups)} groups)"
+
+
+# ---- which part of which parameter a rank holds -------------------------------------------------------------------
+
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart; each rank has all of them, in any order."""
+
+_GROUP_SETTINGS = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps", "momentum")
+"""What a run sets for its parameter groups; the rest of them, as ``lr`` and ``step``, is where a run stands."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index along each axis, and size along each axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What this rank's optimizer holds of one parameter."""
+
+    parameter: Tensor
+    start: int
+    """The first of the parameter's numbers that it holds, counted row by row."""
+    is_sharded: bool
+    """Whether other data-parallel ranks hold other numbers, instead of the same ones."""
+    tensors: Mapping[str, Tensor]
+    """``param``, which is the master, and the moments by name; each [numbers held]."""
+
+    @property
+    def stop(self) -> int:
+        """The first number behind those that it holds."""
+        return self.start + self.tensors["param"].numel()
+
+    @property
+    def is_own_master(self) -> bool:
+        """Whether the master is the weight itself, as in fp32."""
+        master = self.tensors["param"].untyped_storage().data_ptr()
+        return bool(self.parameter.untyped_storage().data_ptr() == master)
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[name] for name in _GROUP_IDENTITY)
+
+
+def _mastered(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter, its master or this rank's part of it, and which number of the parameter comes first in it."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            first: int = part._get_model_param_range_map(parameter)["param"].start
+            yield parameter, part.optimizer.param_groups[group]["params"][order], first
+        return
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, master, 0) for parameter, master in zip(parameters, masters, strict=True))
+        yield from ((parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group)
+        return
+    yield from ((parameter, parameter, 0) for parameter in part.get_parameters())
+
+
+def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """By parameter (``id``): where it lies in the whole model, in one place or in several."""
+    sharded, _ = extract_sharded_tensors_and_factories(dict(models))
+    placements = {}
+    for placement in nested_values(sharded):
+        is_factory = isinstance(placement, ShardedTensorFactory)
+        placements[id(placement.data)] = list(nested_values(placement.build())) if is_factory else [placement]
+    return placements
+
+
+def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, prefix: str) -> Iterator[ShardedTensor]:
+    """What ``flat``, the held numbers of one kind, is in the whole model, in its order."""
+    for placement in placements:
+        data = placement.data
+        assert data is not None
+        assert data.is_contiguous(), "parts of a parameter are whole rows of it"
+        begin = data.storage_offset() - held.parameter.storage_offset()
+        start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
+        for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
+            count = math.prod(size)
+            yield _piece(placement, (offset, size), flat[start - held.start :][:count], held, prefix)
+            start += count
+
+
+def _piece(placement: ShardedTensor, box: Box, numbers: Tensor, held: _Held, prefix: str) -> ShardedTensor:
+    offset, size = box
+    prepended = placement.prepend_axis_num
+    shape = (1,) * prepended + size
+    inside = (0,) * prepended + offset
+    # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
+    replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
+    return ShardedTensor(
+        key=f"{prefix}.{placement.key}",
+        data=numbers.view(shape),
+        dtype=numbers.dtype,
+        local_shape=shape,
+        global_shape=placement.global_shape,
+        global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
+        axis_fragmentations=None,
+        replica_id=replica,
+        allow_shape_mismatch=placement.allow_shape_mismatch,
+    )
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The numbers ``start`` to ``stop`` of a tensor, counted row by row, as few boxes in the same order."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def within(index: int, begin: int, end: int) -> list[Box]:
+        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], begin, end)]
+
+    if first > last:
+        return within(last, start - last * row, stop - last * row)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return [*within(first - 1, start - (first - 1) * row, row), *whole, *within(last, 0, stop - last * row)]

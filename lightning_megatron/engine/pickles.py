@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import more_than_data
 
 _FOREIGN = re.compile(
     r"(megatron|apex|transformer_engine|fp16)(\.\w+)+"  # enums, tokenizers, loss scalers, options
@@ -130,12 +131,6 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
         raise CheckpointError(
             f"{name} is damaged, or no file of torch.save ({type(error).__name__}: {reason}); use another copy"
         ) from None
-
-
-def more_than_data(error: pickle.UnpicklingError) -> str:
-    """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
 
 
 def _is_zip(opened: BinaryIO) -> bool:

@@ -68,7 +68,8 @@ class Chunk(LanguageModule):
         self.vp_stage = vp_stage
         self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         self.post_process: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.share_embeddings_and_output_weights = model.has_output_layer and model.share_embeddings_and_output_weights
+        self.has_output_layer = model.has_output_layer
+        self.share_embeddings_and_output_weights = self.has_output_layer and model.share_embeddings_and_output_weights
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
@@ -148,7 +149,7 @@ class Chunk(LanguageModule):
     ) -> dict[str, Any]:
         """Where this rank's weights lie in the whole model, by Megatron's checkpoint names."""
         state: dict[str, Any]
-        if self.description.has_output_layer:
+        if self.has_output_layer:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
             state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -106,7 +106,7 @@ def fsdp_checkpoint(path: Path) -> None:
 
 def sum_up(path: Path) -> None:
     """Write ``checksums.json`` anew, for the files as they are."""
-    from lightning_megatron.checkpoint.files import CHECKSUMS, checksums_of, write_checksums
+    from lightning_megatron.files import CHECKSUMS, checksums_of, write_checksums
 
     found = {each.name: each for each in path.iterdir() if each.is_file()}
     write_checksums(path, {name: checksums_of(file.read_bytes()) for name, file in found.items() if name != CHECKSUMS})

@@ -21,7 +21,7 @@ def engine_run(run: Run) -> Iterator[Any]:
     """What ``run`` has become after its steps, as a ``RunState``, inside the engine."""
     trainer, _ = fit(run)
     with trainer.strategy.engine():
-        yield trainer.strategy._run_state(with_optimizer=True)
+        yield trainer.strategy._run_state()
 
 
 def change(state: Any) -> None:
@@ -49,9 +49,10 @@ def save(state: Any, content: dict[str, Any], path: Path) -> None:
 def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: bool = False) -> Any:
     """Begin to write one beside training; returns the ``Save``."""
     from lightning_megatron.checkpoint.save import HostMemory, Save
-    from lightning_megatron.checkpoint.state import meta_of
 
-    return Save(state, meta_of(state, content), path, HostMemory(in_place=in_place))
+    saving = Save(state, {**content, "optimizer_states": []}, path)
+    saving.start(HostMemory(in_place=in_place))
+    return saving
 
 
 def content_of(path: Path) -> Any:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.checkpoint import files
-from lightning_megatron.checkpoint.files import CHECKSUMS, read_table, verify_checksums
+from lightning_megatron import files
+from lightning_megatron.checkpoint.files import read_table
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files import CHECKSUMS, verify_checksums
 from tests.checkpoint.damage import sum_up
 
 # ---- checksums ------------------------------------------------------------------------------------------------------

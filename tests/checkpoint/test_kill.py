@@ -131,7 +131,7 @@ def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
     """Which of the known states a checkpoint is, whose checksums and description must agree with its tensors."""
     import torch
 
-    from lightning_megatron.checkpoint.files import CHECKSUMS, verify_checksums
+    from lightning_megatron.files import CHECKSUMS, verify_checksums
 
     assert (path / CHECKSUMS).is_file()
     verify_checksums(path)

@@ -145,17 +145,18 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     """Save as we do, and as Megatron does."""
     from megatron.core.optimizer import distrib_optimizer
 
-    from lightning_megatron.checkpoint import state as module
+    from lightning_megatron.checkpoint.save import SHARDING
+    from lightning_megatron.engine.optimizer import MegatronOptimizer
 
     def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:
-        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(module.SHARDING))
+        state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(SHARDING))
         return state
 
     trainer, _ = fit(run)
     trainer.save_checkpoint(now)
     # The step is kept in the groups, as Apex's Adam has it.
     like_apex = patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
-    with like_apex, patch.object(module, "sharded_optimizer_state", gathered):
+    with like_apex, patch.object(MegatronOptimizer, "sharded_state_dict", gathered), trainer.strategy.engine():
         trainer.save_checkpoint(before)
 
 

@@ -229,7 +229,7 @@ def test_a_mistake_is_one_line_and_code_2(checkpoints: Path) -> None:
 def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:
     import torch
 
-    from lightning_megatron.checkpoint.files import checksums_of, write_checksums
+    from lightning_megatron.files import checksums_of, write_checksums
 
     shutil.copytree(checkpoints / "run.ckpt", tmp_path / "own.ckpt")
     meta = torch.load(tmp_path / "own.ckpt/meta.pt", weights_only=True)
