@@ -17,13 +17,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_number
-from lightning_megatron.generate.inputs import Inputs, check_prompts, encoded, new_texts, with_first_token
+from lightning_megatron.generate.inputs import encoded, new_texts, request_of, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, plan, run_of
@@ -533,11 +532,11 @@ class SampleText(Callback):
         self._is_answer = model.architecture == "t5"
         own: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or own
-        rows: tuple[Tensor, Tensor | None] = encoded(self.prompts, self._tokenizer)
+        ids, mask = encoded(self.prompts, self._tokenizer)
         if self._options.bos_token_id is not None:  # here, so that the columns are those of what generate returns
-            rows = with_first_token(*rows, self._options.bos_token_id)
-        check_prompts(Inputs(input_ids=rows[0], attention_mask=rows[1]), model, self._options)
-        self._rows = rows
+            ids, mask = with_first_token(ids, mask, self._options.bos_token_id)
+        self._rows = {"input_ids": ids, "attention_mask": mask}
+        request_of(self._rows, vars(self._options), model)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -552,12 +551,12 @@ class SampleText(Callback):
             return
         self._last_step = trainer.global_step
         generate: Any = pl_module.generate
-        written = generate(*self._rows, **vars(self._options))
+        written = generate(**self._rows, **vars(self._options))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            texts = new_texts(self._tokenizer, written, *self._rows, is_answer=self._is_answer)
+            texts = new_texts(self._tokenizer, written, **self._rows, is_answer=self._is_answer)
             copies = self._options.num_return_sequences
             self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
 

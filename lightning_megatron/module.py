@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -31,8 +31,8 @@ from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.generate.inputs import Inputs, end_tokens, inputs_of_batch
-from lightning_megatron.generate.options import GenerationOptions, options_from
+from lightning_megatron.generate.inputs import EndTokens, end_tokens, inputs_of_batch
+from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import local_folder, upload
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
@@ -462,16 +462,13 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
-        model = self._writing_model()
-        chosen = on_all_ranks_alike(partial(options_from, options, on_tokens))
-        given = Inputs(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-        )
+        given = {
+            **{"input_ids": input_ids, "attention_mask": attention_mask},
+            **{"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask},
+        }
+        model, rows = self._writing_model(), {name: tensor for name, tensor in given.items() if tensor is not None}
         with self.megatron.engine():
-            return model.generate(given, chosen, end_tokens(self._model), on_tokens)
+            return model.generate(rows, options, self._ends, on_tokens)
 
     def predict_step(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -505,12 +502,11 @@ class MegatronModule(pl.LightningModule):
             if self.return_logits:
                 last_stage_only = self.return_logits == "last_stage"
                 return self._live_model().logits(rows, is_shared=False, last_stage_only=last_stage_only)
-            if len(rows) == 0:
-                return rows.input_ids.long()
+            if len(rows["input_ids"]) == 0:
+                return rows["input_ids"].long()
             # What torch makes of a negative seed, too.
-            options = replace(self.generation, seed=(self.generation.seed + batch_idx) % 2**64)
-            ends = end_tokens(self._model)
-            return self._writing_model().generate(rows, options, ends, is_shared=False).sequences
+            options = {**vars(self.generation), "seed": (self.generation.seed + batch_idx) % 2**64}
+            return self._writing_model().generate(rows, options, self._ends, is_shared=False).sequences
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
         """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
@@ -551,13 +547,9 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        rows = Inputs(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            decoder_input_ids=decoder_input_ids,
-        )
-        model = self._live_model()
+        given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        given |= {"input_ids": input_ids, "decoder_input_ids": decoder_input_ids}
+        model, rows = self._live_model(), {name: tensor for name, tensor in given.items() if tensor is not None}
         with self.megatron.engine():
             return model.logits(rows, last_stage_only=last_stage_only)
 
@@ -571,6 +563,10 @@ class MegatronModule(pl.LightningModule):
         if model.architecture not in ("gpt", "t5"):
             raise ConfigError(f"generate is for GPTs and T5s, and {model.family} is a {model.architecture.upper()}")
         return self._live_model()
+
+    @cached_property
+    def _ends(self) -> EndTokens:
+        return end_tokens(self._model)
 
     def _live_model(self) -> LiveModel:
         from lightning_megatron.generate.decode import LiveModel

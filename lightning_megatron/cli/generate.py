@@ -92,10 +92,10 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     tokenizer = _tokenizer(options.tokenizer, stored)
     how = _with_ends(how, stored, tokenizer)
 
-    from lightning_megatron.generate.inputs import Inputs, check_prompts, encoded
+    from lightning_megatron.generate.inputs import encoded, request_of
 
     input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
-    check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), stored.model, how)
+    request_of({"input_ids": input_ids, "attention_mask": mask}, vars(how), stored.model)
     is_answer = stored.model.architecture == "t5"
     show = TextWriter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)

@@ -9,14 +9,14 @@ they nor the criteria that end rows make the host wait for the device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import StopStringCriteria
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -31,23 +31,11 @@ from lightning_megatron.engine.collectives import gathered_rows, on_all_ranks_al
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import (
-    EndTokens,
-    Inputs,
-    NextTokens,
-    aligned,
-    check_in_vocabulary,
-    check_length,
-    check_prompts,
-    check_rows,
-    decoder_start,
-    stop_strings,
-    with_first_token,
-    with_source,
-)
+from lightning_megatron.generate.inputs import EndTokens, Request, check_rows, request_of, whole_rows
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.pipeline import Stages, inference_mode, uses_static_cache
+from lightning_megatron.generate.pipeline import NextTokens, Stages, inference_mode, uses_static_cache
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.base import Batch
 
 STEPS_BETWEEN_LOOKS = 8
 """After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
@@ -93,8 +81,8 @@ class LiveModel:
 
     def generate(
         self,
-        given: Inputs,
-        options: GenerationOptions,
+        given: Batch,
+        arguments: Mapping[str, Any],
         ends: EndTokens,
         on_tokens: Callable[[Tensor], None] | None = None,
         *,
@@ -103,10 +91,8 @@ class LiveModel:
         """Prompts and what follows them, on the device of ``input_ids``.
 
         Args:
-            given: The prompts, the same on every rank; rows are divided among the copies of the model. Without a mask
-                there is no padding, except that, as in Hugging Face, a padding token of the model that does not end
-                texts is padding (transformers 5.23 sees to that for GPTs only; a T5 shall not read padding either).
-            options: How tokens are chosen.
+            given: The prompts, the same on every rank; rows are divided among the copies of the model.
+            arguments: How tokens are chosen, as for ``inputs.request_of``.
             ends: The model's own.
             on_tokens: As for ``decode``.
             is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
@@ -115,80 +101,49 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
         """
-        eos = ends.eos if options.eos_token_id is None else options.eos_token_ids
-        pad = ends.pad if options.pad_token_id is None else options.pad_token_id
-        options = replace(options, eos_token_id=eos, pad_token_id=pad)
-        device = given.input_ids.device if isinstance(given.input_ids, Tensor) else self.device
-        on_host = given.each(Tensor.cpu)
+        device = given["input_ids"].device if isinstance(given["input_ids"], Tensor) else self.device
+        on_host = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in given.items()}
+        asked = partial(request_of, on_host, arguments, self.config, ends, on_tokens)
+        request = on_all_ranks_alike(asked) if is_shared else asked()
+        options = request.options
         if is_shared:
-            before, prompts, rules = on_all_ranks_alike(lambda: self._planned(on_host, options, ends))
-            _check_agreement(options, *vars(on_host).values(), rules.strings and rules.strings.embedding_vec)
-        else:
-            before, prompts, rules = self._planned(on_host, options, ends)
-        repeats, options = options.num_return_sequences, rules.options
-        before = before.repeat_interleave(repeats, dim=0).to(device)
-        if options.num_beams == 1:
-            prompts, repeats = prompts.each(lambda tensor: tensor.repeat_interleave(repeats, dim=0)), 1
-        rows, counts = self._dealt(len(prompts.tokens)) if is_shared else (slice(0, len(prompts.tokens)), [])
-        numbers = torch.empty((0, options.num_new_tokens + 1), device=self.device)
+            said = (options, request.eos, request.filling)
+            _check_agreement(said, *on_host.values(), request.strings and request.strings.embedding_vec)
+        asked_for = options.static_cache if self.is_own else bool(options.static_cache)
+        static = uses_static_cache(asked_for, request.most, self.config, self.device)
+        texts = options.num_return_sequences
+        copies = texts if options.num_beams == 1 else 1
+        count = len(request.before) * copies
+        rows, counts = self._dealt(count) if is_shared else (slice(0, count), [])
+        numbers = torch.empty((0, request.most + 1), device=self.device)
         written = numbers.long()
         with inference_mode(self.chunks) as models:
             if rows.stop > rows.start:
-                own = prompts.rows(rows.start, rows.stop).each(lambda tensor: tensor.to(self.device))
-                uniform = uniform_numbers(options.seed, options.num_new_tokens, len(prompts.tokens))[:, rows]
-                written, numbers = decode(models, self._together, own, rules, uniform, on_tokens)
+                own = replace(request, prompts=request.prompts.dealt(rows, copies, self.device))
+                uniform = uniform_numbers(options.seed, request.most, count)[:, rows]
+                written, numbers = decode(models, self._together, own, uniform, on_tokens, static=static)
             if is_shared:
-                counts, group = [count * repeats for count in counts], self.topology.dp_group
+                counts, group = [each * texts // copies for each in counts], self.topology.dp_group
                 written, numbers = gathered_rows(written, counts, group), gathered_rows(numbers, counts, group)
         written, numbers = written.to(device), numbers.to(device)
         longest = int(written[:, -1].max())
+        before = request.before.repeat_interleave(texts, dim=0).to(device)
         return Generated(
             sequences=torch.cat((before, written[:, :longest]), dim=-1),
             scores=numbers[:, -1],
             log_probabilities=numbers[:, :longest],
         )
 
-    def _planned(self, given: Inputs, options: GenerationOptions, ends: EndTokens) -> tuple[Tensor, NextTokens, Rules]:
-        """What stands before the new tokens, [b, s] int64; the prompts as the model reads them; and what decides.
-
-        Raises:
-            ConfigError: If it cannot be done.
-        """
-        model, pad = self.config, options.pad_token_id
-        has_mask = given.attention_mask is not None or not isinstance(given.input_ids, Tensor)
-        if not has_mask and pad is not None and pad not in options.eos_token_ids:
-            given = replace(given, attention_mask=(given.input_ids != pad).long())
-        check_prompts(given, model, options)
-        for sequence in options.stop_sequences:
-            check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
-        strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
-        if strings is not None:  # its last row stands for no token
-            check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
-        if model.architecture == "t5":
-            before, mask = decoder_start(given, model.decoder_start_token_id if ends.start is None else ends.start)
-            prompts = with_source(aligned(before, mask), given)
-        else:
-            before, mask = given.input_ids.long(), given.attention_mask
-            if options.bos_token_id is not None:
-                check_in_vocabulary("bos_token_id", (options.bos_token_id,), model.vocab_size)
-                before, mask = with_first_token(before, mask, options.bos_token_id)
-            prompts = aligned(before, mask)
-        options = check_length(before, mask, model, options)
-        if options.static_cache is None and not self.is_own:
-            options = replace(options, static_cache=False)
-        options = replace(options, static_cache=uses_static_cache(options, model, self.device))
-        return before, prompts, Rules(options=options, vocab_size=model.vocab_size, strings=strings)
-
     # ---- logits ------------------------------------------------------------------------------------------------------
 
-    def logits(self, rows: Inputs, *, is_shared: bool = True, last_stage_only: bool = False) -> Tensor | None:
+    def logits(self, given: Batch, *, is_shared: bool = True, last_stage_only: bool = False) -> Tensor | None:
         """Logits of rows: fp32, on the device of the weights.
 
         They are ``[b, s, vocab_size]``; s is the length of the decoder's rows if there is a decoder. Those of a BERT's
         other heads are ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
 
         Args:
-            rows: The same on every rank; or none, perhaps, of a copy.
+            given: The rows, the same on every rank; or none, perhaps, of a copy.
             is_shared: As for ``generate``.
             last_stage_only: Give them to the ranks of the last pipeline stage alone, which have them anyway, and None
                 to the others.
@@ -196,26 +151,26 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks alike, before anything runs, if the model cannot read a row.
         """
-        on_host, counts = rows.each(Tensor.cpu), [0]
+        on_host, count, counts = {name: each.cpu() for name, each in given.items()}, len(given["input_ids"]), [0]
         if is_shared:
             on_all_ranks_alike(lambda: check_rows(on_host, self.config))
-            _check_agreement("logits", *vars(on_host).values())
-            own, counts = self._dealt(len(rows))
-            rows = rows.each(lambda tensor: tensor[own])
-        elif len(rows) > 0:
+            _check_agreement("logits", *on_host.values())
+            own, counts = self._dealt(count)
+            given, count = {name: each[own] for name, each in given.items()}, own.stop - own.start
+        elif count > 0:
             check_rows(on_host, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
-        model, shape = self.config, [len(rows), rows.length]
+        model, shape = self.config, list(given.get("decoder_input_ids", given["input_ids"]).shape)
         predicts_tokens = model.architecture != "bert" or model.has_output_layer
         if not predicts_tokens and model.task == "sequence_classification":
-            shape = [len(rows)]
+            shape = [count]
         shape.append(model.vocab_size if predicts_tokens else model.num_labels)
         # Every rank must enter, also those of a copy without rows: weights may still be on their way to it.
         with inference_mode(self.chunks) as models:
             logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
-            if len(rows) > 0:
-                batch = rows.each(lambda tensor: tensor.long().to(self.device)).next_tokens()
-                computed = Stages(models, self.topology, batch).first(every_position=True)
+            if count > 0:
+                rows = whole_rows({name: each.long().to(self.device) for name, each in given.items()})
+                computed = Stages(models, self.topology, rows).first(every_position=True)
                 if computed is not None:
                     logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:
@@ -231,7 +186,7 @@ class LiveModel:
         and one rank chooses all tokens: none then ends before another.
         """
         topology = self.topology
-        if topology.parallel.ep_is_within_a_copy:
+        if topology.parallel.ep == 1 or topology.parallel.ep_is_within_a_copy:
             return topology
         world = dist.group.WORLD
         assert world is not None
@@ -272,55 +227,40 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
 # ---- token by token -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What decides about the tokens of one call, the same on all ranks."""
-
-    options: GenerationOptions
-    """Settled, and with the model's own tokens filled in."""
-    vocab_size: int
-    """Without padding."""
-    strings: StopStringCriteria | None = None
-    """What finds the texts that end rows."""
-
-    @property
-    def can_end(self) -> bool:
-        """Whether a row can end before it is full."""
-        return bool(self.options.eos_token_ids or self.options.stop_sequences or self.strings)
-
-
 def decode(
     models: Sequence[Any],
     topology: Topology,
-    prompts: NextTokens,
-    rules: Rules,
+    request: Request,
     uniform: Tensor,
     on_tokens: Callable[[Tensor], None] | None = None,
+    *,
+    static: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Continue the rows of one copy of the model; all its ranks must call alike, and get the same.
 
     Args:
         models: This rank's plain chunks, in ``pipeline.inference_mode``.
         topology: This rank's place.
-        prompts: The rows, on the device.
-        rules: What decides about the tokens.
-        uniform: What decides about each token if rules sample: [max_new_tokens, b].
+        request: The rows, on the device, and what decides about the tokens.
+        uniform: What decides about each token if tokens are drawn: [max_new_tokens, b].
         on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
+        static: As for ``Stages``.
 
     Returns:
         The new tokens, the padding token behind the end of a row, and last the number of tokens up to it:
         [b * num_return_sequences, max_new_tokens + 1], int64. And what the model gives to each of them before
         temperature and the like (log-probability; 0 behind the end), and last the row's score: the same shape, fp32.
     """
-    options, device, count = rules.options, prompts.tokens.device, rules.options.num_beams
-    most, rows = options.num_new_tokens, len(prompts.tokens) * count
-    stages = Stages(models, topology, prompts, most, static=bool(options.static_cache))
+    prompts, most, count = request.prompts, request.most, request.options.num_beams
+    device, rows = prompts.tokens.device, len(prompts.tokens) * count
+    can_end = count > 1 or request.can_end
+    stages = Stages(models, topology, prompts, most, static=static)
     texts: _Rows | Beams | None = None
     if stages.chooses:
-        texts = Beams(prompts, rules) if count > 1 else _Rows(prompts, rules, uniform.to(device))
-    parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(count)
+        texts = Beams(request) if count > 1 else _Rows(request, uniform.to(device))
     logits = stages.first()
     if count > 1:
+        parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(count)
         stages.select(parents)
         logits = None if logits is None else logits[parents]
     for step in range(most):
@@ -333,14 +273,14 @@ def decode(
         parents, chosen = message[:rows], message[rows:-1]
         if on_tokens is not None:
             on_tokens(chosen.clone())
-        looks = (rules.can_end or count > 1) and (step + 1) % STEPS_BETWEEN_LOOKS == 0
+        looks = can_end and (step + 1) % STEPS_BETWEEN_LOOKS == 0
         if step + 1 == most or (looks and bool(message[-1])):
             break
         if count > 1:
             stages.select(parents)
         # Finished rows read any token.
         logits = stages.next(chosen.clamp(min=0))
-    returned = len(prompts.tokens) * (options.num_return_sequences if count > 1 else 1)
+    returned = len(prompts.tokens) * (request.options.num_return_sequences if count > 1 else 1)
     numbers = torch.empty(returned, most + 1, device=device)
     found, numbers = (numbers.long(), numbers) if texts is None else texts.best()
     return stages.told(found), stages.told(numbers)
@@ -349,20 +289,19 @@ def decode(
 class _Rows:
     """Greedy decoding and sampling, on the one rank that chooses: each row on its own."""
 
-    def __init__(self, prompts: NextTokens, rules: Rules, uniform: Tensor) -> None:
-        options = self._options = rules.options
+    def __init__(self, request: Request, uniform: Tensor) -> None:
+        prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.filling
         rows, self._width = prompts.tokens.shape
-        self._vocab_size = rules.vocab_size
-        self._uniform = uniform if options.samples else None
-        self._processors = processors_of(options, prompts)
-        self._stops = Stops(rules, prompts) if rules.can_end else None
-        new = prompts.tokens.new_zeros(rows, options.num_new_tokens)
+        self._uniform = uniform if request.samples else None
+        self._processors = processors_of(request)
+        self._stops = Stops(request) if request.can_end else None
+        new = prompts.tokens.new_zeros(rows, request.most)
         # What was chosen behind the end of a row, too.
         self._texts = torch.cat((readable(prompts), new), dim=-1)
         # Before anything made them likelier or rarer.
         self._log_probabilities = torch.zeros(new.shape, device=new.device)
         self._parents = torch.arange(rows, device=new.device)
-        self._lengths = torch.full_like(self._parents, options.num_new_tokens)
+        self._lengths = torch.full_like(self._parents, request.most)
         self._finished = torch.zeros_like(self._parents, dtype=torch.bool)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
@@ -392,9 +331,9 @@ class _Rows:
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The texts and their log-probabilities, as ``decode`` returns them."""
-        places = torch.arange(self._options.num_new_tokens, device=self._lengths.device)
-        is_behind = places >= self._lengths[:, None]
-        new = self._texts[:, self._width :].masked_fill(is_behind, self._options.filling)
+        new = self._texts[:, self._width :]
+        is_behind = torch.arange(new.shape[1], device=new.device) >= self._lengths[:, None]
+        new = new.masked_fill(is_behind, self._filling)
         numbers = self._log_probabilities.masked_fill(is_behind, 0.0)
         with_lengths = torch.cat((new, self._lengths[:, None]), dim=-1)
         return with_lengths, torch.cat((numbers, numbers.sum(-1, keepdim=True)), dim=-1)
@@ -408,23 +347,22 @@ class Beams:
     are beams, so that enough are left when some of them end; only those among the best ``num_beams`` may end a text.
     """
 
-    def __init__(self, prompts: NextTokens, rules: Rules) -> None:
+    def __init__(self, request: Request) -> None:
         """One beam per row, the prompt; the others are copies of it that must not be chosen.
 
         Args:
-            prompts: On the device.
-            rules: What decides about the tokens.
+            request: The rows, on the device, and what decides about the tokens.
         """
-        options = self._options = rules.options
-        self._vocab_size = rules.vocab_size
+        options, prompts, self._vocab_size = request.options, request.prompts, request.vocab_size
+        self._options, self._most = options, request.most
         rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
-        self._stops = Stops(rules, prompts)
-        self._num_candidates = max(2, 1 + len(options.eos_token_ids)) * count
-        self._processors = processors_of(options, prompts, copies=count)
+        self._stops = Stops(request)
+        self._num_candidates = max(2, 1 + len(request.eos)) * count
+        self._processors = processors_of(request, copies=count)
         self._prompts = readable(prompts).repeat_interleave(count, dim=0)
-        shape = (rows, count, options.num_new_tokens)
-        self._growing = torch.full(shape, options.filling, dtype=torch.long, device=device)
+        shape = (rows, count, request.most)
+        self._growing = torch.full(shape, request.filling, dtype=torch.long, device=device)
         self._growing_logs = torch.zeros(shape, device=device)
         self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
         self._growing_scores[:, 0] = 0.0
@@ -452,7 +390,7 @@ class Beams:
         logs = self._growing_logs.take_along_dim(beams[..., None], dim=1)
         logs[:, :, step] = given.view(len(beams), -1).gather(1, places)
         ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
-        if step + 1 == self._options.num_new_tokens:
+        if step + 1 == self._most:
             ends = torch.ones_like(ends)
         self._complete_texts(texts, logs, scores, ends, step + 1)
         self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
@@ -493,7 +431,7 @@ class Beams:
         """Whether the best beam of a row may still become better than the worst of its complete texts."""
         options = self._options
         longest = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = self._growing_scores[:, :1] / (options.num_new_tokens if longest else length) ** options.length_penalty
+        best = self._growing_scores[:, :1] / (self._most if longest else length) ** options.length_penalty
         worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _HOPELESS)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
@@ -558,27 +496,26 @@ class DecayingTopP(LogitsProcessor):
         return kept
 
 
-def processors_of(options: GenerationOptions, prompts: NextTokens, copies: int = 1) -> list[LogitsProcessor]:
+def processors_of(request: Request, copies: int = 1) -> list[LogitsProcessor]:
     """What makes tokens likelier, rarer or impossible, in Hugging Face's order.
 
     By the text so far; and, where tokens are drawn, what shapes the distribution that they are drawn from.
 
     Args:
-        options: Settled, with the model's own tokens filled in.
-        prompts: On the device.
+        request: The prompts, on the device, and what decides about the tokens.
         copies: Texts that grow from each prompt, one after the other.
     """
     processors: list[LogitsProcessor] = []
-    width = prompts.tokens.shape[1]
+    options, prompts, width = request.options, request.prompts, request.prompts.tokens.shape[1]
     if options.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
     if options.no_repeat_ngram_size > 0:
         padding = width - prompts.is_token.sum(-1)
         processors.append(NoRepeatNGrams(options.no_repeat_ngram_size, padding.repeat_interleave(copies)))
-    if options.min_new_tokens > 0 and options.eos_token_ids:
-        ends = torch.tensor(options.eos_token_ids, device=prompts.tokens.device)
-        processors.append(MinNewTokensLengthLogitsProcessor(width, options.min_new_tokens, ends))
-    if not options.samples:
+    if request.fewest > 0 and request.eos:
+        ends = torch.tensor(request.eos, device=prompts.tokens.device)
+        processors.append(MinNewTokensLengthLogitsProcessor(width, request.fewest, ends))
+    if not request.samples:
         return processors
     if options.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))
@@ -624,19 +561,18 @@ def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:
 class Stops:
     """Finds rows that end: with a token that ends them, with a run of tokens that does, or with a stop string."""
 
-    def __init__(self, rules: Rules, prompts: NextTokens) -> None:
+    def __init__(self, request: Request) -> None:
         """Copy the tokens to the device once.
 
         Args:
-            rules: What decides about the tokens.
-            prompts: On the device.
+            request: The rows, on the device, and what decides about the tokens.
         """
-        options, strings, device = rules.options, rules.strings, prompts.tokens.device
+        strings, prompts = request.strings, request.prompts
         self._sequences = [
-            torch.tensor(sequence, device=device)
-            for sequence in (*((token,) for token in options.eos_token_ids), *options.stop_sequences)
+            torch.tensor(sequence, device=prompts.tokens.device)
+            for sequence in (*((token,) for token in request.eos), *request.options.stop_sequences)
         ]
-        self._min_new_tokens = options.min_new_tokens
+        self._fewest = request.fewest
         self._strings = strings
         if strings is not None:
             # A text may begin in the prompt; padding says nothing.
@@ -651,7 +587,7 @@ class Stops:
         """
         rows, length = new_tokens.shape
         ends = torch.zeros(rows, dtype=torch.bool, device=new_tokens.device)
-        if length >= self._min_new_tokens:
+        if length >= self._fewest:
             for sequence in self._sequences:
                 if len(sequence) <= length:
                     ends |= (new_tokens[:, length - len(sequence) :] == sequence).all(dim=-1)

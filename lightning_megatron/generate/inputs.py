@@ -6,11 +6,11 @@ Also what tells how texts end: a model's special tokens, and stop strings.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.options import GenerationOptions, options_from
+from lightning_megatron.generate.pipeline import NextTokens
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
-from lightning_megatron.steps.base import check_beside_tokens, check_tokens
+from lightning_megatron.steps.base import Batch, check_beside_tokens, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
@@ -38,99 +39,8 @@ _READ = {
 }
 
 
-class _Rows:
-    """A dataclass some of whose fields are tensors with a row for each sample."""
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with each tensor changed."""
-        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **tensors)  # type: ignore[type-var]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(_Rows):
-    """What a caller or a batch gives, by Hugging Face's names."""
-
-    input_ids: Tensor
-    """[b, s]."""
-    attention_mask: Tensor | None = None
-    """[b, s], 1 for tokens and 0 for padding on any side (logits of a GPT: also numbers of segments); None for no
-    padding."""
-    decoder_input_ids: Tensor | None = None
-    """[b, s_dec], what the decoder of a T5 reads or continues; None for other models, or for its start token alone."""
-    decoder_attention_mask: Tensor | None = None
-    """[b, s_dec], 0 where the decoder shall not look; None for no padding."""
-    token_type_ids: Tensor | None = None
-    """[b, s], of a BERT; None for 0 everywhere."""
-    position_ids: Tensor | None = None
-    """[b, s]; None for 0, 1, 2, ..."""
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self.input_ids)
-
-    @property
-    def length(self) -> int:
-        """Tokens per row of which there are logits."""
-        return (self.input_ids if self.decoder_input_ids is None else self.decoder_input_ids).shape[1]
-
-    def next_tokens(self) -> NextTokens:
-        """As a model without a cache reads them."""
-        if self.decoder_input_ids is not None:
-            return NextTokens(
-                tokens=self.decoder_input_ids,
-                positions=None,
-                mask=self.decoder_attention_mask,
-                longest=self.length,
-                source=self.input_ids,
-                source_mask=self.attention_mask,
-            )
-        positions = self.position_ids
-        return NextTokens(
-            tokens=self.input_ids,
-            positions=positions,
-            mask=self.attention_mask,
-            longest=self.length if positions is None else int(positions.max()) + 1,
-            token_types=self.token_type_ids,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextTokens(_Rows):
-    """What the model reads in one pass, behind what its caches hold."""
-
-    tokens: Tensor
-    """[b, s], int64."""
-    positions: Tensor | None
-    """[b, s], int64; None for 0, 1, 2, ..."""
-    mask: Tensor | None
-    """[b, cached + s], int64, 0 for padding; None for no padding."""
-    longest: int
-    """Tokens of the longest row of all copies, these included."""
-    source: Tensor | None = None
-    """What an encoder reads, [b, s_enc] int64; [b, 0] once the caches hold it. None for models without one."""
-    source_mask: Tensor | None = None
-    """[b, s_enc], int64, 0 for padding of the source, also when it is read already; None for no padding."""
-    token_types: Tensor | None = None
-    """[b, s], int64, of a BERT; None for 0 everywhere."""
-
-    def rows(self, first: int, stop: int) -> NextTokens:
-        """Some of the rows."""
-        return self.each(lambda tensor: tensor[first:stop])
-
-    @property
-    def width(self) -> int:
-        """Tokens per row, of the encoder, too."""
-        return self.tokens.shape[1] + (0 if self.source is None else self.source.shape[1])
-
-    @property
-    def is_token(self) -> Tensor:
-        """[b, s], int64, of prompts: 1 for tokens, 0 for padding."""
-        return torch.ones_like(self.tokens) if self.mask is None else self.mask
-
-
-def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_continue: bool) -> Inputs:
-    """What ``model`` reads of a batch, without the rows that fill it up (``sample_mask`` is 0).
+def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_continue: bool) -> Batch:
+    """What ``model`` reads of a batch, by Hugging Face's names, without the rows that fill it up (``sample_mask`` 0).
 
     Megatron's samples (``text``, ``text_enc``, ...) are read as in training. Without ``decoder_input_ids`` a T5's
     decoder reads the labels shifted to the right by one; where prompts are continued, what it is given to learn from
@@ -162,59 +72,155 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
                 raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
             found["decoder_input_ids"] = t5.shifted_right(batch["labels"].long(), model)
         found = {name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
-    rows = Inputs(**found)
-    return rows if "sample_mask" not in batch else rows.each(lambda tensor: tensor[batch["sample_mask"] != 0])
+    if "sample_mask" in batch:
+        found = {name: tensor[batch["sample_mask"] != 0] for name, tensor in found.items()}
+    return found
 
 
-# ---- checks, on the host ---------------------------------------------------------------------------------------------
+# ---- what is asked, checked on the host ------------------------------------------------------------------------------
 
 
-def check_prompts(inputs: Inputs, model: ModelConfig, options: GenerationOptions) -> None:
-    """Refuse what the model cannot continue. Reads the tensors, which should be on the host.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Prompts as a model reads them, and what decides about the tokens behind them; the same on all ranks."""
+
+    before: Tensor
+    """[b, s], int64: what the new tokens stand behind in the result."""
+    prompts: NextTokens
+    """The rows, or those of one copy of the model."""
+    options: GenerationOptions
+    """As given; what a model has a say in follows."""
+    fewest: int
+    """New tokens of a row before one that ends texts is chosen, or a stop sequence ends it."""
+    most: int
+    """New tokens of a row."""
+    samples: bool
+    """Whether tokens are drawn."""
+    eos: tuple[int, ...]
+    """Tokens that end a row."""
+    filling: int
+    """What stands behind the end of a row."""
+    vocab_size: int
+    """Without padding."""
+    strings: StopStringCriteria | None
+    """What finds the texts that end rows."""
+    can_end: bool
+    """Whether a row can end before it is full."""
+
+
+def request_of(
+    given: Batch,
+    arguments: Mapping[str, Any],
+    model: ModelConfig,
+    ends: EndTokens | None = None,
+    on_tokens: object = None,
+) -> Request:
+    """What ``generate`` is asked, if the model can do it; reads the tensors, which should be on the host.
+
+    Args:
+        given: Prompts by Hugging Face's names. Without a mask there is no padding, except that, as in Hugging Face, a
+            padding token of the model that does not end texts is padding (transformers 5.23 sees to that for GPTs only;
+            a T5 shall not read padding either).
+        arguments: Fields of ``GenerationOptions``; None, as in Hugging Face's generate, is what nobody has said
+            anything about.
+        model: What continues them.
+        ends: The model's own.
+        on_tokens: What shall be called with each new token, if anything.
 
     Raises:
-        ConfigError: If the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a token is not in the
-            vocabulary, the text would outgrow the table of positions or what the options allow, or a model is given
-            what its kind does not read.
+        ConfigError: If an option is wrong, the tensors are no [b, s] of tokens and of 0 and 1, a prompt is empty, a
+            token is not in the vocabulary, the text would outgrow the table of positions or what the options allow, or
+            a model is given what its kind does not read.
     """
-    for name, (tokens, mask) in _rows_of(inputs, model).items():
+    options = options_from(arguments, on_tokens)
+    ends = ends or EndTokens()
+    eos = ends.eos if options.eos_token_id is None else options.eos_token_ids
+    pad = ends.pad if options.pad_token_id is None else options.pad_token_id
+    if "attention_mask" not in given and isinstance(given["input_ids"], Tensor) and pad is not None and pad not in eos:
+        given = {**given, "attention_mask": given["input_ids"].ne(pad).long()}
+    for name, (tokens, mask) in _rows_of(given, model).items():
         real = tokens
         if mask is not None:
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
             real = tokens[mask == 1]
         check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
-    if model.architecture != "t5":
-        check_length(inputs.input_ids, inputs.attention_mask, model, options)
+    for sequence in options.stop_sequences:
+        check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
+    strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
+    if strings is not None:  # its last row stands for no token
+        check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
+    before, mask = given["input_ids"].long(), given.get("attention_mask")
+    if model.architecture == "t5":
+        if options.bos_token_id is not None:
+            raise ConfigError(
+                f"bos_token_id={options.bos_token_id} is for texts that are continued; give decoder_input_ids"
+            )
+        before, mask = decoder_start(given, model.decoder_start_token_id if ends.start is None else ends.start)
     elif options.bos_token_id is not None:
+        check_in_vocabulary("bos_token_id", (options.bos_token_id,), model.vocab_size)
+        before, mask = with_first_token(before, mask, options.bos_token_id)
+    prompts = aligned(before, mask)
+    if model.architecture == "t5":
+        prompts = with_source(prompts, given)
+    fewest, most = _new_tokens(options, before.shape[1], prompts.longest, model)
+    return Request(
+        before=before,
+        prompts=prompts,
+        options=options,
+        fewest=fewest,
+        most=most,
+        samples=options.samples,
+        eos=eos,
+        filling=next((token for token in (pad, *eos) if token is not None), 0),
+        vocab_size=model.vocab_size,
+        strings=strings,
+        can_end=bool(eos or options.stop_sequences or strings),
+    )
+
+
+def _new_tokens(options: GenerationOptions, width: int, longest: int, model: ModelConfig) -> tuple[int, int]:
+    """As ``GenerationOptions.new_tokens``, behind prompts of ``width`` columns and at most ``longest`` tokens.
+
+    Raises:
+        ConfigError: If the text would outgrow the table of positions or what the options allow.
+    """
+    if not model.has_position_table:
+        return options.new_tokens(width)
+    limit = model.max_position_embeddings
+    room = limit + 1 - longest  # the last new token is not read again
+    fewest, new = options.new_tokens(width, room)
+    if new > room:
+        name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
+        fix = f"cut the prompts to {limit} tokens" if room < 1 else f"use {name} of at most {most}"
         raise ConfigError(
-            f"bos_token_id={options.bos_token_id} is for texts that are continued; give decoder_input_ids"
+            f"a prompt of {longest} tokens and {name}={getattr(options, name) or new} need more positions than the "
+            f"model's max_position_embeddings={limit}; {fix}"
         )
+    return fewest, new
 
 
-def check_rows(inputs: Inputs, model: ModelConfig) -> None:
+def check_rows(given: Batch, model: ModelConfig) -> None:
     """Refuse rows that a model cannot read of which logits are asked. Reads the tensors, which should be on the host.
 
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    rows = _rows_of(inputs, model, segments=model.architecture == "gpt")
-    if model.architecture == "t5" and inputs.decoder_input_ids is None:
+    rows = _rows_of(given, model, segments=model.architecture == "gpt")
+    if model.architecture == "t5" and "decoder_input_ids" not in given:
         raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
     for name, (tokens, _) in rows.items():
         check_tokens(name, tokens, model)  # padding is looked up, too
-    given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
-    check_beside_tokens(given, len(inputs), inputs.input_ids.shape[1], model)
+    check_beside_tokens(given, len(given["input_ids"]), given["input_ids"].shape[1], model)
 
 
-def _rows_of(inputs: Inputs, model: ModelConfig, *, segments: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _rows_of(given: Batch, model: ModelConfig, *, segments: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Tokens by their name, with their mask or None for no padding.
 
     Raises:
         ConfigError: If the model does not read what is given, tokens are no [b, s] of integers, or a mask is no [b, s]
             of 0 and 1, unless it has numbers of ``segments``.
     """
-    given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
     for name in given:
         if name not in _READ[model.architecture]:
             raise ConfigError(f"{name} are nothing that {model.family} reads; leave them out")
@@ -233,35 +239,10 @@ def _rows_of(inputs: Inputs, model: ModelConfig, *, segments: bool = False) -> d
             raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
         rows[name] = (tokens, mask)
     if "decoder_input_ids" in rows:
-        expected, got = len(inputs.input_ids), len(rows["decoder_input_ids"][0])
+        expected, got = len(given["input_ids"]), len(rows["decoder_input_ids"][0])
         if expected != got:
             raise ConfigError(f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}")
     return rows
-
-
-def check_length(
-    input_ids: Tensor, attention_mask: Tensor | None, model: ModelConfig, options: GenerationOptions
-) -> GenerationOptions:
-    """The options with the lengths that these prompts leave; of a T5 what its decoder continues.
-
-    Raises:
-        ConfigError: If the text would outgrow the table of positions or what the options allow.
-    """
-    width, limit = input_ids.shape[1], model.max_position_embeddings
-    if not model.has_position_table:
-        return options.settled(width)
-    longest = width if attention_mask is None else int(attention_mask.sum(-1).max())
-    room = limit + 1 - longest  # the last new token is not read again
-    settled = options.settled(width, room)
-    if settled.num_new_tokens > room:
-        name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
-        fix = f"cut the prompts to {limit} tokens" if room < 1 else f"use {name} of at most {most}"
-        given = getattr(options, name) or settled.num_new_tokens
-        raise ConfigError(
-            f"a prompt of {longest} tokens and {name}={given} need more positions than the model's "
-            f"max_position_embeddings={limit}; {fix}"
-        )
-    return settled
 
 
 def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
@@ -280,6 +261,27 @@ def _kind(thing: object) -> str:
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def whole_rows(given: Batch) -> NextTokens:
+    """Rows of which logits are asked, as a model without a cache reads them."""
+    if "decoder_input_ids" in given:
+        return NextTokens(
+            tokens=given["decoder_input_ids"],
+            positions=None,
+            mask=given.get("decoder_attention_mask"),
+            longest=given["decoder_input_ids"].shape[1],
+            source=given["input_ids"],
+            source_mask=given.get("attention_mask"),
+        )
+    positions = given.get("position_ids")
+    return NextTokens(
+        tokens=given["input_ids"],
+        positions=positions,
+        mask=given.get("attention_mask"),
+        longest=given["input_ids"].shape[1] if positions is None else int(positions.max()) + 1,
+        token_types=given.get("token_type_ids"),
+    )
 
 
 def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> NextTokens:
@@ -306,8 +308,8 @@ def _padded_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.gather(-1, order), mask.gather(-1, order)
 
 
-def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
-    """The rows with ``token`` before the first of their own, if not all of them begin with it already.
+def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor]:
+    """The rows with ``token`` before the first of their own, if not all of them begin with it already, and their mask.
 
     Args:
         input_ids: [b, s].
@@ -316,38 +318,37 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
 
     Returns:
         Tokens and mask, [b, s + 1] with the padding on the left, of which a row that begins with ``token`` has one
-        more. Or what was given.
+        more; or [b, s] as given.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     begins = input_ids.gather(-1, mask.argmax(dim=-1, keepdim=True)) == token
     if bool(begins.all()):
-        return input_ids, attention_mask
+        return input_ids, mask
     tokens = torch.cat((torch.full_like(input_ids[:, :1], token), input_ids), dim=-1)
     return _padded_left(tokens, torch.cat(((~begins).to(mask.dtype), mask), dim=-1))
 
 
-def decoder_start(inputs: Inputs, token: int) -> tuple[Tensor, Tensor | None]:
+def decoder_start(given: Batch, token: int) -> tuple[Tensor, Tensor | None]:
     """What the decoder of a T5 continues, and its mask, [b, s_dec].
 
     As in Hugging Face's ``generate``, ``token`` is put before rows none of which begins with it.
 
     Args:
-        inputs: On the host.
+        given: On the host.
         token: What the decoder reads first.
     """
-    tokens, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
-    if tokens is None:
-        return torch.full((len(inputs), 1), token), None
-    tokens = tokens.long()
+    if "decoder_input_ids" not in given:
+        return torch.full((len(given["input_ids"]), 1), token), None
+    tokens, mask = given["decoder_input_ids"].long(), given.get("decoder_attention_mask")
     if bool((tokens[:, 0] != token).all()):
         tokens = torch.cat((torch.full_like(tokens[:, :1], token), tokens), dim=-1)
         mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
     return tokens, mask
 
 
-def with_source(decoder: NextTokens, inputs: Inputs) -> NextTokens:
+def with_source(decoder: NextTokens, given: Batch) -> NextTokens:
     """The rows of a decoder with what its encoder reads, as it is; padding outside the vocabulary becomes token 0."""
-    mask, source = inputs.attention_mask, inputs.input_ids.long()
+    mask, source = given.get("attention_mask"), given["input_ids"].long()
     if mask is None or bool(mask.all()):
         return replace(decoder, source=source)
     return replace(decoder, source=source * mask.long(), source_mask=mask.long())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError
@@ -158,8 +158,8 @@ class GenerationOptions:
         """Whether tokens are drawn at random."""
         return bool(self._drawing) if self.do_sample is None else self.do_sample
 
-    def settled(self, width: int, room: int | None = None) -> GenerationOptions:
-        """The same with every length counted in new tokens.
+    def new_tokens(self, width: int, room: int | None = None) -> tuple[int, int]:
+        """How many new tokens a row has at least, and at most.
 
         Args:
             width: Columns of the prompts; of a T5 those of the decoder.
@@ -182,13 +182,7 @@ class GenerationOptions:
                 f" {max(least, 1)} and at most {most} new tokens; give a larger "
                 f"{'max_new_tokens' if self.max_length is None else 'max_length'}"
             )
-        return replace(self, max_new_tokens=most, max_length=None, min_new_tokens=max(least, 0), min_length=0)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """``max_new_tokens`` once they are ``settled``."""
-        assert self.max_new_tokens is not None
-        return self.max_new_tokens
+        return max(least, 0), most
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -201,13 +195,8 @@ class GenerationOptions:
         eos = self.eos_token_id
         return () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
 
-    @property
-    def filling(self) -> int:
-        """What stands behind the end of a row."""
-        return next((token for token in (self.pad_token_id, *self.eos_token_ids) if token is not None), 0)
 
-
-def options_from(arguments: dict[str, Any], on_tokens: object = None) -> GenerationOptions:
+def options_from(arguments: Mapping[str, Any], on_tokens: object = None) -> GenerationOptions:
     """Options from keyword arguments; None, as in Hugging Face's generate, is what nobody has said anything about.
 
     Args:

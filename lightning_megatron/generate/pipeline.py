@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,17 +29,12 @@ from lightning_megatron.engine.fillers.attention import KeyValueCache, SDPAttent
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import NextTokens
-from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 
 Work = Callable[[], Tensor]
 """What a chunk does with a group of rows. In static steps it reads and writes tensors that stay in place, and the host
 decides nothing in it by their numbers."""
-
-Works = dict[tuple[int, int], tuple[Tensor | None, Work]]
-"""Of each chunk and group of rows, in order: where what the chunk before sends is received, and what is done then."""
 
 SMALLEST_WINDOW = 1024
 """Queries look at so many slots of static caches at least, or at all if there are fewer; when the texts outgrow them,
@@ -87,12 +82,13 @@ def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
         yield models
 
 
-def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: torch.device) -> bool:
+def uses_static_cache(asked: bool | None, new_tokens: int, model: ModelConfig, device: torch.device) -> bool:
     """Whether all steps of one call are alike: as ``static_cache`` says, else where a GPU gains by it.
 
     Args:
-        options: Settled.
-        model: What they are for.
+        asked: The option.
+        new_tokens: Of each row, at most.
+        model: What writes them.
         device: Where it computes.
 
     Raises:
@@ -105,37 +101,91 @@ def uses_static_cache(options: GenerationOptions, model: ModelConfig, device: to
         reason = "the host must know how many tokens go to each expert"
     elif model.rope_scaling is not None and (kind := model.rope_scaling.rope_type) in _LENGTH_DEPENDENT:
         reason = f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
-    if options.static_cache is None:
-        return device.type == "cuda" and reason is None and options.num_new_tokens >= FEWEST_NEW_TOKENS
-    if options.static_cache and reason is not None:
+    if asked is None:
+        return device.type == "cuda" and reason is None and new_tokens >= FEWEST_NEW_TOKENS
+    if asked and reason is not None:
         raise ConfigError(f"static_cache=True: expected steps that are all alike, {model.family} has none: {reason}")
-    return options.static_cache
+    return asked
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedChunk:
+class NextTokens:
+    """What the model reads in one pass, behind what its caches hold."""
+
+    tokens: Tensor
+    """[b, s], int64."""
+    positions: Tensor | None
+    """[b, s], int64; None for 0, 1, 2, ..."""
+    mask: Tensor | None
+    """[b, cached + s], int64, 0 for padding; None for no padding."""
+    longest: int
+    """Tokens of the longest row of all copies, these included."""
+    source: Tensor | None = None
+    """What an encoder reads, [b, s_enc] int64; [b, 0] once the caches hold it. None for models without one."""
+    source_mask: Tensor | None = None
+    """[b, s_enc], int64, 0 for padding of the source, also when it is read already; None for no padding."""
+    token_types: Tensor | None = None
+    """[b, s], int64, of a BERT; None for 0 everywhere."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> NextTokens:
+        """The same with each tensor changed."""
+        tensors: dict[str, Any] = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+    def rows(self, rows: slice) -> NextTokens:
+        """Some of the rows."""
+        return self.each(lambda tensor: tensor[rows])
+
+    def dealt(self, rows: slice, copies: int, device: torch.device) -> NextTokens:
+        """Some of the rows that there are with so many ``copies`` of each, one after the other, on ``device``."""
+        return self.each(lambda tensor: tensor.repeat_interleave(copies, dim=0)[rows].to(device))
+
+    @property
+    def is_token(self) -> Tensor:
+        """[b, s], int64, of prompts: 1 for tokens, 0 for padding."""
+        return torch.ones_like(self.tokens) if self.mask is None else self.mask
+
+
+class _Chunk:
     """A part of the model on this rank, and what its layers keep of each group of rows."""
 
-    model: Any
-    """Plain."""
-    is_first: bool
-    """Whether it reads tokens, not what another chunk sends."""
-    is_last: bool
-    """Whether it has the output layer."""
-    layers: list[SDPAttention]
-    """Those that keep keys and values."""
-    caches: list[list[KeyValueCache]]
-    """Of each group those of the layers."""
+    def __init__(self, model: Any, num_groups: int, slots: int | None, source: int) -> None:
+        """Prepare empty caches.
 
-    def hidden_like(self, rows: NextTokens) -> Tensor | None:
-        """Memory for what the chunk before sends of ``rows``, [s, b, h]; None for the first."""
-        if self.is_first:
+        Args:
+            model: Plain.
+            num_groups: Of rows.
+            slots: Tokens that a row may have; None keeps nothing.
+            source: Tokens that an encoder reads.
+        """
+        self.model = model
+        # Not the layers of an encoder, which reads once.
+        modules = () if slots is None else model.decoder.modules()
+        self.layers = [module for module in modules if isinstance(module, SDPAttention)]
+        self.caches = [
+            [KeyValueCache(source if layer.is_cross else slots or 0) for layer in self.layers]
+            for _ in range(num_groups)
+        ]
+        """Of each group those of the layers."""
+
+    def received(self, rows: NextTokens) -> Tensor | None:
+        """Memory for what the chunk before sends of ``rows``, [s, b, h]; None for the first, which reads tokens."""
+        if self.model.pre_process:
             return None
-        config = self.model.config
-        shape = (rows.width, len(rows.tokens), config.hidden_size)
-        return torch.empty(shape, dtype=config.pipeline_dtype, device=rows.tokens.device)
+        config, (count, length) = self.model.config, rows.tokens.shape
+        length += 0 if rows.source is None else rows.source.shape[1]
+        return torch.empty((length, count, config.hidden_size), dtype=config.pipeline_dtype, device=rows.tokens.device)
 
-    def run(self, hidden: Tensor | None, rows: NextTokens, group: int, *, every_position: bool = False) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor | None,
+        rows: NextTokens,
+        group: int,
+        *,
+        every_position: bool = False,
+        place: Tensor | None = None,
+        is_token: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [s, b, h] to be sent or, of the last chunk, logits of the padded vocabulary in fp32.
 
         Args:
@@ -143,29 +193,27 @@ class CachedChunk:
             rows: What is read, behind what the caches hold.
             group: Whose caches.
             every_position: Whether the logits are of every position, [b, s, v], instead of the last one, [b, v].
+            place: As ``TokenStep``'s, of static steps; None where the caches count.
+            is_token: As ``TokenStep``'s.
         """
         model = self.model
         cuts = model.post_process and not every_position and rows.tokens.shape[1] > 1
+        step = None if place is None or is_token is None else TokenStep(place, is_token)
         for layer, cache in zip(self.layers, self.caches[group], strict=True):
-            layer.kv_cache = cache
-        model.set_input_tensor(hidden)
+            layer.kv_cache, cache.step = cache, step
+        if hidden is not None:
+            model.set_input_tensor(hidden)
         try:
             with model.output_layer.register_forward_pre_hook(_last_position) if cuts else contextlib.nullcontext():
                 output = self._forward(rows)
         finally:
-            model.set_input_tensor(None)
+            if hidden is not None:
+                model.set_input_tensor(None)
             for layer in self.layers:
                 layer.kv_cache = None
-        if not self.is_last:
-            return output.contiguous()
-        return output.float() if every_position else output[:, -1].float()
-
-    def step(self, hidden: Tensor | None, rows: NextTokens, group: int, place: Tensor, is_token: Tensor) -> Tensor:
-        """As ``run``, of the newest token of each row, by buffers that stay: those of ``TokenStep``, too."""
-        step = TokenStep(place, is_token)
-        for cache in self.caches[group]:
-            cache.step = step
-        return self.run(hidden, rows, group).detach()
+        if not model.post_process:
+            return output.contiguous().detach()
+        return (output if every_position else output[:, -1]).float().detach()
 
     def _forward(self, rows: NextTokens) -> Tensor:
         model = self.model
@@ -192,6 +240,37 @@ def _last_position(layer: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (inputs[0][-1:], *inputs[1:])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """One chunk's turn with one group of rows in a pass."""
+
+    received: Tensor | None
+    """Where what the chunk before sends arrives, [s, b, h]; None for the first chunk."""
+    work: Work
+    is_last: bool
+    """Whether logits come out."""
+
+
+def _turns(
+    chunks: Sequence[_Chunk],
+    groups: Sequence[slice],
+    batch: NextTokens,
+    *,
+    every_position: bool = False,
+    place: Tensor | None = None,
+    is_token: Tensor | None = None,
+) -> Iterator[_Turn]:
+    """All turns of a pass over ``batch``, in order; the last three as for ``_Chunk.run``, of all rows."""
+    for chunk in chunks:
+        for group, rows in enumerate(groups):
+            read, own = batch.rows(rows), None if is_token is None else is_token[rows]
+            received = chunk.received(read)
+            work = functools.partial(
+                chunk.run, received, read, group, every_position=every_position, place=place, is_token=own
+            )
+            yield _Turn(received=received, work=work, is_last=chunk.model.post_process)
+
+
 class Stages:
     """This rank's part of the passes over one batch; all ranks of a copy must call alike."""
 
@@ -213,7 +292,7 @@ class Stages:
             new_tokens: By how many tokens each row may grow; None keeps nothing.
             static: Whether passes of one token behind the first pass all have the same shapes.
         """
-        self._topology = topology
+        self._topology, self._batch, self._mask, self._is_static = topology, batch, batch.mask, static
         ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
         # Of the last stage the first: tp ranks could draw differently, as sums on a GPU are not exactly reproducible.
         self._source = ranks[-topology.parallel.tp * topology.parallel.cp]
@@ -222,33 +301,14 @@ class Stages:
         rows, self._num_read = batch.tokens.shape
         # Two messages under way in both directions could wait for each other: with chunks the batch is one group.
         count = 1 if topology.parallel.vpp else min(topology.parallel.pp, rows)
-        bounds = [rows * i // count for i in range(count + 1)]
-        self._groups = list(zip(bounds, bounds[1:], strict=False))
-        """First and last + 1 row of each group."""
-        self._slots = None if new_tokens is None else slots_for(self._num_read + new_tokens - 1)
-        self._is_static = static
-        self._batch, self._mask = batch, batch.mask
+        self._groups = [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+        slots = None if new_tokens is None else slots_for(self._num_read + new_tokens - 1)
         if batch.mask is not None and new_tokens is not None:
             self._mask = torch.cat((batch.mask, batch.mask.new_ones(rows, new_tokens)), dim=-1)
+        source = 0 if batch.source is None else batch.source.shape[1]
+        self._slots = slots or 0
+        self._chunks = [_Chunk(model, count, slots, source) for model in models]
         self._steps: StaticSteps | None = None
-        self._chunks = [self._chunk(index, model, len(models)) for index, model in enumerate(models)]
-
-    def _chunk(self, index: int, model: Any, count: int) -> CachedChunk:
-        layers: list[SDPAttention] = []
-        if self._slots is not None:
-            # Not those of an encoder, which reads once.
-            layers = [module for module in model.decoder.modules() if isinstance(module, SDPAttention)]
-        source = 0 if self._batch.source is None else self._batch.source.shape[1]
-        return CachedChunk(
-            model=model,
-            is_first=self._topology.is_first_stage and index == 0,
-            is_last=self._topology.is_last_stage and index == count - 1,
-            layers=layers,
-            caches=[
-                [KeyValueCache(source if layer.is_cross else self._slots or 0) for layer in layers]
-                for _ in self._groups
-            ],
-        )
 
     def first(self, *, every_position: bool = False) -> Tensor | None:
         """Read the batch; what follows each row: [b, padded vocabulary] fp32 on the last stage, None elsewhere.
@@ -256,7 +316,7 @@ class Stages:
         Args:
             every_position: Ask for what follows every token instead, [b, s, padded vocabulary].
         """
-        return self._pass(self._works(every_position=every_position))
+        return self._pass(_turns(self._chunks, self._groups, self._batch, every_position=every_position))
 
     def next(self, tokens: Tensor) -> Tensor | None:
         """Read one more token of each row, [b]; what follows it, as from ``first``."""
@@ -272,29 +332,19 @@ class Stages:
             source=None if batch.source is None else tokens.new_empty(len(tokens), 0),  # the encoder reads once
         )
         if not self._is_static:
-            return self._pass(self._works())
+            return self._pass(_turns(self._chunks, self._groups, batch))
         if self._steps is None:
-            self._steps = StaticSteps(self._chunks, self._groups, batch, place, self._slots or 0)
-        return self._pass(self._steps.works(batch, place))
+            self._steps = StaticSteps(self._chunks, self._groups, batch, place, self._slots)
+        return self._pass(self._steps.turns(batch, place))
 
-    def _works(self, *, every_position: bool = False) -> Works:
-        works: Works = {}
-        for index, chunk in enumerate(self._chunks):
-            for group, (first, stop) in enumerate(self._groups):
-                rows = self._batch.rows(first, stop)
-                hidden = chunk.hidden_like(rows)
-                run = functools.partial(chunk.run, hidden, rows, group, every_position=every_position)
-                works[index, group] = (hidden, run)
-        return works
-
-    def _pass(self, works: Works) -> Tensor | None:
+    def _pass(self, turns: Iterable[_Turn]) -> Tensor | None:
         found: list[Tensor] = []
         under_way: list[tuple[Any, Tensor]] = []
-        for (index, _), (hidden, run) in works.items():
-            if hidden is not None:
-                dist.recv(hidden, self._neighbour(-1), group=self._topology.pp_group)
-            output = run()
-            if self._chunks[index].is_last:
+        for turn in turns:
+            if turn.received is not None:
+                dist.recv(turn.received, self._neighbour(-1), group=self._topology.pp_group)
+            output = turn.work()
+            if turn.is_last:
                 found.append(output)
             else:
                 sent = dist.isend(output, self._neighbour(1), group=self._topology.pp_group)
@@ -317,14 +367,14 @@ class Stages:
         Args:
             rows: [b], a multiple of the prompts; those of a prompt come from rows of the same prompt.
         """
-        before, old, new = self._groups, self._groups[-1][1], len(rows)
-        self._groups = [(first * new // old, stop * new // old) for first, stop in before]
+        before, old, new = self._groups, self._groups[-1].stop, len(rows)
+        self._groups = [slice(each.start * new // old, each.stop * new // old) for each in before]
         for chunk in self._chunks:
-            for (was_first, _), (first, stop), caches in zip(before, self._groups, chunk.caches, strict=True):
+            for was, now, caches in zip(before, self._groups, chunk.caches, strict=True):
                 for layer, cache in zip(chunk.layers, caches, strict=True):
                     # Row i and row rows[i] have the same source.
                     if old != new or not layer.is_cross:
-                        cache.select(rows[first:stop] - was_first)
+                        cache.select(rows[now] - was.start)
         positions, source_mask = self._batch.positions, self._batch.source_mask
         assert positions is not None
         source_mask = None if source_mask is None else source_mask[rows]
@@ -341,18 +391,13 @@ class StaticSteps:
     """The passes of one token per row at one shape and place in memory, recorded where the device has a recorder."""
 
     def __init__(
-        self,
-        chunks: Sequence[CachedChunk],
-        groups: Sequence[tuple[int, int]],
-        batch: NextTokens,
-        place: int,
-        slots: int,
+        self, chunks: Sequence[_Chunk], groups: Sequence[slice], batch: NextTokens, place: int, slots: int
     ) -> None:
         """Allocate what the steps read besides caches and weights.
 
         Args:
             chunks: Of this rank, with caches that hold the prompts.
-            groups: First and last + 1 row of each.
+            groups: The rows of each.
             batch: The first token behind the prompts.
             place: Where it stands.
             slots: Of the caches.
@@ -365,11 +410,11 @@ class StaticSteps:
         if batch.mask is not None:
             self._is_token[:, : place + 1] = batch.mask != 0
         self._batch = replace(batch, mask=None).each(Tensor.clone)
-        self._works: Works = {}
+        self._turns: list[_Turn] = []
         self._is_recorded = False
         self._num_keys = 0
 
-    def works(self, batch: NextTokens, place: int) -> Works:
+    def turns(self, batch: NextTokens, place: int) -> list[_Turn]:
         """What has to be done with the next token; all ranks of a copy must call alike. Outputs last until the next.
 
         Args:
@@ -385,25 +430,18 @@ class StaticSteps:
         self._batch.positions.copy_(batch.positions)
         self._place.fill_(place)
         if place >= self._num_keys:
-            self._look_at(_window(place, self._slots))
+            # Queries see more slots now; what was recorded for fewer is given back.
+            self._num_keys, self._is_recorded = _window(place, self._slots), False
+            is_token = self._is_token[:, : self._num_keys]
+            self._turns = list(_turns(self._chunks, self._groups, self._batch, place=self._place, is_token=is_token))
             if self._recorder is not None:
                 prepared = self._recorder.prepared
-                return {key: (hidden, functools.partial(prepared, run)) for key, (hidden, run) in self._works.items()}
+                return [replace(turn, work=functools.partial(prepared, turn.work)) for turn in self._turns]
         elif self._recorder is not None and not self._is_recorded:
-            recorded = self._recorder.recorded([run for _, run in self._works.values()])
-            rows = zip(self._works.items(), recorded, strict=True)
-            self._works, self._is_recorded = {key: (hidden, run) for (key, (hidden, _)), run in rows}, True
-        return self._works
-
-    def _look_at(self, num_keys: int) -> None:
-        """Steps whose queries see so many slots; what was recorded for fewer is given back."""
-        self._works, self._is_recorded, self._num_keys = {}, False, num_keys
-        for index, chunk in enumerate(self._chunks):
-            for group, (first, stop) in enumerate(self._groups):
-                rows, is_token = self._batch.rows(first, stop), self._is_token[first:stop, :num_keys]
-                hidden = chunk.hidden_like(rows)
-                step = functools.partial(chunk.step, hidden, rows, group, self._place, is_token)
-                self._works[index, group] = (hidden, step)
+            recorded = self._recorder.recorded([turn.work for turn in self._turns])
+            self._turns = [replace(turn, work=work) for turn, work in zip(self._turns, recorded, strict=True)]
+            self._is_recorded = True
+        return self._turns
 
 
 def _window(place: int, slots: int) -> int:

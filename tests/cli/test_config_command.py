@@ -100,14 +100,6 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
         )
 
 
-def test_the_keys_of_the_launcher_become_a_line_for_torchrun(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, printed = imported(tmp_path, with_keys(gpu_ids="0,1", num_processes=4), capsys)
-    assert code == 0
-    assert "  CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=4 -m lightning" in printed.out
-
-
 SAMPLES = {"train_samples": 1000, "lr_warmup_samples": 100, "micro_batch_size": 2, "lr_decay_style": "cosine"}
 
 
@@ -123,7 +115,9 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
     schedule = {"style": "cosine", "warmup_fraction": None, "warmup_steps": 12}
     assert model["init_args"]["lr_schedule"] == schedule
     output.unlink()
-    _, output, printed = imported(tmp_path, with_keys(**keys, megatron_lm_rampup_batch_size="4 4 100"), capsys)
+    ramp = with_keys(**keys, megatron_lm_rampup_batch_size="4 4 100", gpu_ids="0,1")
+    _, output, printed = imported(tmp_path, ramp, capsys)
+    assert "  CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=8 -m lightning" in printed.out
     assert "samples are 137 steps of 4 rows, growing to 8 rows (micro_batch_size=2 x 2 x dp=2), and 4" in printed.out
     assert yaml.safe_load(output.read_text())["data"]["init_args"]["rampup_batch_size"] == [4, 4, 100]
 

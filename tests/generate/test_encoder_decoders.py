@@ -10,8 +10,7 @@ import torch
 
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.generate.decode import drawn, processors_of, uniform_numbers
-from lightning_megatron.generate.inputs import aligned
-from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.inputs import request_of
 from tests.generate.models import (
     ENCODER_DECODERS,
     NO_END,
@@ -21,6 +20,7 @@ from tests.generate.models import (
     compare,
     continued,
     hugging_face,
+    model_of,
     prompts,
     run_with_models,
     set_up,
@@ -99,17 +99,17 @@ def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
     ways: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
     calls = [asked("mt5", prompts(), max_new_tokens=8, seed=5, **way, **NO_END) for way in ways]
     for call, actual in zip(calls, continued(calls, Layout(tp=2, pp=2)), strict=True):
-        assert actual.tolist() == _drawn_by_hand(call, GenerationOptions(**call.options)).tolist()
+        assert actual.tolist() == _drawn_by_hand(call).tolist()
 
 
 @torch.no_grad()
-def _drawn_by_hand(call: Call, options: GenerationOptions) -> torch.Tensor:
-    rows = len(call.input_ids)
-    text = torch.full((rows, 1), START)
-    for uniform in uniform_numbers(options.seed, options.num_new_tokens, rows):
+def _drawn_by_hand(call: Call) -> torch.Tensor:
+    text = torch.full((len(call.input_ids), 1), START)
+    request = request_of({"input_ids": call.input_ids}, call.options, model_of(call.model))
+    for uniform in uniform_numbers(request.options.seed, request.most, len(text)):
         model = hugging_face(call.model)
         logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=text).logits[:, -1]
-        for processor in processors_of(options, aligned(text[:, :1], None)):
+        for processor in processors_of(request):
             logits = processor(text, logits)
         text = torch.cat((text, drawn(logits, uniform)[:, None]), dim=-1)
     return text

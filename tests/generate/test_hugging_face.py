@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.convert.registry import known_families
+from tests.families.parity import VOCAB_SIZE
 from tests.generate.models import (
     MODELS,
     NO_END,
@@ -25,6 +26,7 @@ from tests.generate.models import (
     run_with_models,
     set_up,
 )
+from tests.generate.readable import byte_level_tokenizer
 from tests.generate.test_encoder_decoders import calls_of_every_t5
 from tests.parity.training import Case, Layout
 
@@ -34,6 +36,7 @@ LAYOUTS = (
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective"),
 )
 
+TWO = [Layout(tp=2, pp=2), pytest.param(Layout(dp=2), marks=pytest.mark.exhaustive)]
 FEW = ("gpt2", "llama_dynamic", "mistral", "bloom")
 """Models of each kind of positions."""
 
@@ -105,22 +108,23 @@ def test_the_models_that_are_tested_are_all_families_of_gpts() -> None:
     assert {model_type for model_type, _ in MODELS.values()} >= set(known_families()) - others
 
 
-def test_the_side_of_the_padding_and_the_other_rows_change_nothing() -> None:
+def test_padding_on_either_side_says_nothing_and_a_first_token_stands_before_prompts_that_lack_it() -> None:
+    first = int(prompts()[0][0, 0])
     # Padding is nothing that is repeated.
-    left, right, options = prompts("left"), prompts("right"), {"max_new_tokens": 8, "repetition_penalty": 1.2} | NO_END
-    options["no_repeat_ngram_size"] = 2
-    calls = []
-    for name in ("gpt2", "mistral", "bloom"):
-        calls += [asked(name, left, **options), asked(name, right, **options)]
-        calls += [
-            Call(model=name, input_ids=row[mask == 1][None], options=options) for row, mask in zip(*left, strict=True)
-        ]
-    answers = continued(calls, Layout(pp=2))
-    for first in range(0, len(calls), 6):
-        on_left, on_right, *alone = answers[first : first + 6]
-        assert torch.equal(on_right[:, :7], right[0])
-        assert torch.equal(on_left[:, 7:], on_right[:, 7:])
-        assert torch.equal(on_left[:, 7:], torch.cat([row[:, -8:] for row in alone]))
+    ways = ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}, {"bos_token_id": first})
+    calls = [
+        asked(name, prompts(side), max_new_tokens=8, **way, **NO_END)
+        for name, way in (("gpt2", ways[0]), ("mistral", ways[0]), ("bloom", ways[0]), ("gpt2", ways[1]))
+        for side in ("left", "right")
+    ]
+    for call, actual in zip(calls, continued(calls, Layout(pp=2)), strict=True):
+        alone = {key: value for key, value in call.options.items() if key != "bos_token_id"}
+        for row, mask, text in zip(*prompts(), actual, strict=True):
+            prompt = row[mask == 1]
+            if "bos_token_id" in call.options and prompt[0] != first:
+                prompt = torch.cat((torch.tensor([first]), prompt))
+            expected = by_hugging_face(Call(model=call.model, input_ids=prompt[None], options=alone))
+            assert text[-8:].tolist() == expected[0, -8:].tolist(), call.options
 
 
 def test_repetition_penalty_runs_lengths_stop_sequences_and_the_models_own_end() -> None:
@@ -145,18 +149,6 @@ def test_repetition_penalty_runs_lengths_stop_sequences_and_the_models_own_end()
     answers = continued([stopping, one], Layout(tp=2))
     assert answers[0].tolist() == [whole[0, : 7 + end].tolist() + [1] * (12 - end), *whole[1:].tolist()]
     assert answers[1].tolist() == whole[:1, : 7 + end].tolist()
-
-
-def test_a_first_token_is_put_before_the_prompts_that_have_none() -> None:
-    call = asked("gpt2", max_new_tokens=6, **NO_END)
-    first = int(call.input_ids[0, 0])  # the first row has it
-    (actual,) = continued([replace(call, options={**call.options, "bos_token_id": first})], Layout(dp=2))
-    for row, mask, text in zip(*prompts(), actual, strict=True):
-        prompt = row[mask == 1]
-        if prompt[0] != first:
-            prompt = torch.cat((torch.tensor([first]), prompt))
-        expected = by_hugging_face(replace(call, input_ids=prompt[None], attention_mask=None))
-        assert text[-expected.shape[1] :].tolist() == expected[0].tolist()
 
 
 def test_there_may_be_fewer_prompts_than_copies_and_stages() -> None:
@@ -197,3 +189,98 @@ def _seen(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list
     with pytest.raises(ConfigError, match="on_tokens shows texts while they grow, num_beams=2 finds them"):
         module.generate(calls[0].input_ids, on_tokens=watched, num_beams=2, **arguments)
     return module.megatron.topology.dp_rank, torch.stack(steps, dim=1).tolist()
+
+
+# ---- beams ----------------------------------------------------------------------------------------------------------
+
+SEARCHES: tuple[dict[str, Any], ...] = (
+    {"num_beams": 2},
+    {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True},
+    {"num_beams": 4, "length_penalty": 1.5, "early_stopping": "never", "num_return_sequences": 3},
+    {"num_beams": 4, "length_penalty": -1.0, "num_return_sequences": 3},
+    {"num_beams": 4, "length_penalty": 0.0, "early_stopping": "never"},
+    {"num_beams": 20, "length_penalty": 1.5, "num_return_sequences": 2},
+    {"num_beams": 3, "repetition_penalty": 1.4, "min_new_tokens": 6, "num_return_sequences": 3},
+)
+_ATOL = 1e-4
+"""fp32 sums over the vocabulary and over at most six tokens, in another order of additions."""
+
+
+@pytest.mark.parametrize("layout", TWO, ids=str)
+def test_each_kind_of_search_finds_what_hugging_face_finds(layout: Layout) -> None:
+    rows = prompts(lengths=(7, 3, 5))
+    # Tokens that are likely somewhere, so that some beams end and some do not.
+    likely = by_hugging_face(asked("llama", rows, max_new_tokens=12, **NO_END))
+    ends = (int(likely[0, 9]), int(likely[1, 12]), int(likely[2, 10]))
+    common = {"max_new_tokens": 11, "pad_token_id": 1}
+    calls = [asked("llama", rows, **o, **common, eos_token_id=eos) for o in SEARCHES for eos in (ends[:1], ends)]
+    assert len({by_hugging_face(call).shape[1] for call in calls}) > 1, "no search ended before the others"
+    compare(calls, layout)
+
+
+@pytest.mark.parametrize("layout", TWO, ids=str)
+def test_scores_equal_hugging_face(layout: Layout) -> None:
+    rows = prompts(lengths=(7, 4, 6))
+    common: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 1}
+    end = int(by_hugging_face(asked("llama", rows, **common, **NO_END))[0, 9])
+    options, beams = {**common, "eos_token_id": (end,)}, {"num_beams": 3, "num_return_sequences": 2}
+    told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    one: Any = by_hugging_face(asked("llama", rows, **options, **told))
+    several: Any = by_hugging_face(asked("llama", rows, **options, **beams, **told))
+    of_beams = hugging_face("llama").compute_transition_scores(several.sequences, several.scores, several.beam_indices)
+    assert of_beams[:, -1].eq(0.0).any(), "no text ended before the others"
+    new = one.sequences[:, 7:]
+    is_behind = ((new == end).cumsum(-1) - (new == end).long()) > 0
+    alone = torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(is_behind, 0)
+    expected = ((one.sequences, alone, alone.sum(-1)), (several.sequences, of_beams, several.sequences_scores))
+    calls = [asked("llama", rows, **options), asked("llama", rows, **options, **beams)]
+    for answers in run_with_models(_scored, layout, calls):
+        for actual, (sequences, log_probabilities, scores) in zip(answers, expected, strict=True):
+            assert torch.equal(actual.sequences, sequences)
+            torch.testing.assert_close(actual.log_probabilities, log_probabilities, rtol=0.0, atol=_ATOL)
+            torch.testing.assert_close(actual.scores, scores, rtol=0.0, atol=_ATOL)
+
+
+def _scored(directory: str, case: Case, calls: list[Call]) -> list[Any]:
+    module = set_up(directory, case, "llama")
+    return [module.generate_with_scores(c.input_ids, c.attention_mask, **c.options) for c in calls]
+
+
+# ---- stop strings ---------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(said: dict[int, bytes]) -> Any:
+    """One with which tokens read as ``said``, and all others in a way that ends nothing."""
+    return byte_level_tokenizer({token: said.get(token, f"<{token}>".encode()) for token in range(VOCAB_SIZE)})
+
+
+@pytest.mark.parametrize("layout", TWO, ids=str)
+def test_texts_end_where_hugging_faces_do(layout: Layout) -> None:
+    ids, mask = prompts(lengths=(7, 4, 6, 5))
+    plain: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 1} | NO_END
+    new = by_hugging_face(asked("mistral", (ids, mask), **plain))[:, 7:].tolist()
+    # A character of two tokens; inside of one; half in the prompt; over three, and the last says more.
+    said = {new[0][4]: b"x\xc3", new[0][5]: b"\xa9", new[1][3]: b"abcd", int(ids[2, -1]): b"st", new[2][0]: b"opera"}
+    said |= {new[3][1]: b" 0.", new[3][2]: b"1.", new[3][3]: b"2.3"}
+    assert len(said) == 8
+    plain |= {"stop_strings": ("é", "bc", "stop", "0.1.2"), "tokenizer": _tokenizer(said)}
+    ending = {**plain, "eos_token_id": (new[0][2],)}
+    beams = {**plain, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
+    # A token that ends texts, too, and a length that only holds back the latter.
+    calls = [asked("mistral", (ids, mask), **o) for o in (plain, ending, {**ending, "min_new_tokens": 5}, beams)]
+    alone = by_hugging_face(calls[0])[:, 7:].tolist()
+    assert [row.index(1) if 1 in row else len(row) for row in alone] == [6, 4, 1, 4]
+    assert by_hugging_face(calls[1])[0, 7:].tolist().index(1) == 3
+    assert set(by_hugging_face(calls[2])[2, 8:].tolist()) == {1}
+    assert by_hugging_face(calls[3])[:, -1].eq(1).any()
+    compare(calls, layout)
+
+
+def test_a_t5s_texts_do() -> None:
+    rows = prompts("right", lengths=(7, 4))
+    begun = {"decoder_input_ids": torch.tensor([[2, 5], [2, 6]]), "max_new_tokens": 8, "pad_token_id": 3} | NO_END
+    plain = by_hugging_face(asked("t5_1_1", rows, **begun)).tolist()
+    tokenizer = _tokenizer({5: b"sto", plain[0][2]: b"p", plain[1][4]: b"stop"})
+    call = asked("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
+    assert by_hugging_face(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
+    compare([call], Layout(pp=2))

@@ -216,25 +216,6 @@ def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset() -> None:
                 assert all(each["more"][0] == number) if "more" in each else True
 
 
-def _shuffled(directory: str, case: Case, names: tuple[str, ...]) -> list[Any]:
-    """What comes back from ranks that draw different orders."""
-    from lightning_megatron import gather_predictions
-
-    rows = [{"input_ids": torch.full((3,), row)} for row in range(12)]
-    module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
-    trainer = trainer_of(case)
-    torch.manual_seed(trainer.global_rank)
-    loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    return gather_predictions(trainer, trainer.predict(module, loader))
-
-
-def test_ranks_of_one_copy_agree_on_the_order_that_one_of_them_has_drawn() -> None:
-    with torch.no_grad():
-        expected = hugging_face("gpt2")(torch.arange(12)[:, None].repeat(1, 3)).logits
-    for together in run_with_models(_shuffled, Layout(tp=2), ("gpt2",)):
-        torch.testing.assert_close(torch.stack(together), expected, rtol=0.0, atol=ATOL)
-
-
 def _in_batches(rows: list[Batch], size: int) -> Any:
     return [{"input_ids": torch.stack([r["input_ids"] for r in rows[i : i + size]])} for i in range(0, len(rows), size)]
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import uses_static_cache
 from tests.generate.models import (
     MODELS,
@@ -66,18 +65,20 @@ def test_texts_outgrow_what_steps_look_at_and_nothing_stays() -> None:
 
 
 def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_to_gain() -> None:
-    gpu, some = torch.device("cuda", 0), GenerationOptions(max_new_tokens=8)
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     # Frequencies by the text's length, and experts whose tokens the host counts.
     unlike = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-    assert {name for name in MODELS if not uses_static_cache(some, model_of(name), gpu)} == set(unlike)
-    llama = model_of("llama")
-    assert not uses_static_cache(GenerationOptions(max_new_tokens=7), llama, gpu)
-    assert not uses_static_cache(some, llama, torch.device("cpu"))
-    for asked_for in (True, False):
-        assert uses_static_cache(replace(some, static_cache=asked_for), llama, gpu) is asked_for
+    assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(unlike)
+    asked = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
+    assert [uses_static_cache(said, new, model_of("llama"), at) for said, new, at in asked] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "attends to a source")):
         with pytest.raises(ConfigError, match=f"static_cache=True: .* {reason}"):
-            uses_static_cache(replace(some, static_cache=True), model_of(name), gpu)
+            uses_static_cache(True, 8, model_of(name), gpu)
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import drawn, processors_of, uniform_numbers
 from lightning_megatron.generate.inputs import (
     EndTokens,
-    Inputs,
-    aligned,
-    check_prompts,
     end_tokens,
     inputs_of_batch,
+    request_of,
     stop_strings,
 )
 from lightning_megatron.generate.options import GenerationOptions, options_from
@@ -80,10 +78,9 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
 def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            GenerationOptions(**arguments).settled(10, room)
+            GenerationOptions(**arguments).new_tokens(10, room)
     else:
-        settled = GenerationOptions(**arguments).settled(10, room)
-        assert (settled.min_new_tokens, settled.num_new_tokens) == expected
+        assert GenerationOptions(**arguments).new_tokens(10, room) == expected
 
 
 def _ids(*rows: list[int]) -> torch.Tensor:
@@ -104,8 +101,9 @@ def _ids(*rows: list[int]) -> torch.Tensor:
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
+    given = {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
     with pytest.raises(ConfigError, match=says):
-        check_prompts(Inputs(input_ids=input_ids, attention_mask=mask), model_of("gpt2"), GenerationOptions(**options))
+        request_of(given, options, model_of("gpt2"))
 
 
 def test_batches_without_prompts_are_refused() -> None:
@@ -117,9 +115,8 @@ def test_batches_without_prompts_are_refused() -> None:
 
 
 def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
-    (decaying,) = processors_of(
-        GenerationOptions(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), aligned(_ids([1]), None)
-    )
+    options = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.3}
+    (decaying,) = processors_of(request_of({"input_ids": _ids([1])}, options, model_of("gpt2")))
     logits, texts = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
     kept = [int(torch.isfinite(decaying(texts[:, : 1 + step], logits)).sum()) for step in range(4)]
     assert kept == sorted(kept, reverse=True)
