@@ -149,6 +149,7 @@ CONVERT = "convert --load-path {source} --save-path sub/x --to"
 MISTAKES = (
     (f"{PREPROCESS} --keep-newlines", "--keep-newlines needs --split-sentences"),
     (f"{PREPROCESS} --split-sentences --language english", "--language english is no ISO 639 code"),
+    ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
     ("inspect .", "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of"),
     ("inspect new --documents -1", "--documents -1 must be at least 0; correct"),
     ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
