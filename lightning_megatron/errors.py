@@ -157,10 +157,6 @@ Longer than the 5 s after which Lightning's launcher notices a child that ended,
 _LONGEST_LINE = 600
 
 
-class UsageError(ConfigError):
-    """Arguments that the command line does not accept."""
-
-
 def users_mistake(error: BaseException) -> str | None:
     """The one line that explains a mistake of the user's; None if the error is not one."""
     # Only explicit causes: an error met while another is handled is a defect of its own.

@@ -58,9 +58,9 @@ class _OneLineErrorParser(argparse.ArgumentParser):
         """Raise instead of printing usage and exiting.
 
         Raises:
-            UsageError: Always.
+            ConfigError: Always.
         """
-        raise errors.UsageError(f"{message}; see {self.prog} --help")
+        raise errors.ConfigError(f"{message}; see {self.prog} --help")
 
 
 def program() -> NoReturn:
@@ -89,11 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         143 stopped by SIGTERM. Anything else that fails keeps its traceback (code 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    command: argparse.ArgumentParser | None = None
     try:
         if arguments and arguments[0] in TRAINER_COMMANDS:
             _run_trainer_command(arguments[0], arguments[1:])
         else:
-            _run_command(arguments)
+            parsed, command = _parsed(arguments)
+            parsed.run(parsed)
         sys.stdout.flush()  # here, where it is known what to do if it fails
         return errors.DONE
     except KeyboardInterrupt:
@@ -112,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = errors.users_mistake(error)
         if message is None:
             raise
-        return errors.report(message)
+        return errors.report(message if command is None else errors.in_typed_words(message, command))
 
 
-def _run_command(arguments: list[str]) -> None:
-    """Run a command whose options argparse reads; the user's mistakes are told in the words that were typed."""
+def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """What was typed, of a command whose options argparse reads, and its parser."""
     parser, commands = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     command = commands[arguments[0]]
@@ -126,13 +128,7 @@ def _run_command(arguments: list[str]) -> None:
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
-    try:
-        parsed.run(parsed)
-    except Exception as error:
-        message = errors.users_mistake(error)
-        if message is None:
-            raise
-        raise errors.UsageError(errors.in_typed_words(message, command)) from None
+    return parsed, command
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -253,7 +249,7 @@ def _under_supervision(options: list[str]) -> list[str]:
     """The options but for ``--max-restarts``; with it, this process supervises another one, and does not return.
 
     Raises:
-        UsageError: If it is negative, or something else has started this process and would start it again.
+        ConfigError: If it is negative, or something else has started this process and would start it again.
     """
     parser = _OneLineErrorParser(prog=f"{PROG} fit", add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
@@ -261,9 +257,9 @@ def _under_supervision(options: list[str]) -> list[str]:
     if parsed.max_restarts == 0:
         return others
     if parsed.max_restarts < 0:
-        raise errors.UsageError(f"--max-restarts: expected a number, got {parsed.max_restarts}; give 0 or more")
+        raise errors.ConfigError(f"--max-restarts: expected a number, got {parsed.max_restarts}; give 0 or more")
     if started_by := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
-        raise errors.UsageError(
+        raise errors.ConfigError(
             f"--max-restarts: expected no other launcher, got {started_by} in the environment; use its restarts"
         )
     sys.exit(supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts))

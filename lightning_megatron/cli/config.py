@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, UsageError, require_divides
+from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import advice, foreign_names
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def config(
         ConfigError: If an option, a file or an answer is wrong.
     """
     if template is not None and from_accelerate is not None:
-        raise UsageError("--template and --from-accelerate are two sources; give one of them")
+        raise ConfigError("--template and --from-accelerate are two sources; give one of them")
     text = "" if template is None else _template(template, output)
     check_output("--output", output, overwrite)  # before any question
     told = f"{template}. Edit it, and run what its first lines say."
@@ -104,13 +104,13 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
     """Refuse a file that would replace another one, or that cannot be written.
 
     Raises:
-        UsageError: With the option that names it.
+        ConfigError: With the option that names it.
     """
     if path.exists() and not overwrite:
-        raise UsageError(f"{option} {path} exists; give another name, or --overwrite")
+        raise ConfigError(f"{option} {path} exists; give another name, or --overwrite")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{option} {path}: {folder} is no folder that can be written; make it, or give another name")
+        raise ConfigError(f"{option} {path}: {folder} is no folder that can be written; make it, or give another name")
 
 
 def _template(name: str, output: Path) -> str:
@@ -118,7 +118,7 @@ def _template(name: str, output: Path) -> str:
     folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if name not in files:
-        raise UsageError(f"--template {name} is unknown; choose from {', '.join(files)}")
+        raise ConfigError(f"--template {name} is unknown; choose from {', '.join(files)}")
     return files[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", shlex.quote(str(output)))
 
 
@@ -234,7 +234,9 @@ def _interview() -> Settings:
                 parallel.check_model(model)
                 parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _longest(model))
             except EOFError:
-                raise UsageError(f"{place}: expected an answer, got the end of the input (none is {default})") from None
+                raise ConfigError(
+                    f"{place}: expected an answer, got the end of the input (none is {default})"
+                ) from None
             except ConfigError as error:
                 if not sys.stdin.isatty():
                     raise
@@ -285,7 +287,7 @@ def _answer(place: str, default: Any) -> Any:
     try:
         return _read(kind, text.strip() or default)
     except ConfigError as error:
-        raise UsageError(f"{place}: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _longest(model: ModelConfig) -> int | None:

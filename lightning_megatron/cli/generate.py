@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_megatron.errors import CheckpointError, ConfigError, UsageError, require_number
+from lightning_megatron.errors import CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -218,7 +218,9 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
         ConfigError: If there is none of the two, or both; the file cannot be read, is not UTF-8, or has no text.
     """
     if (texts is None) == (file is None):
-        raise UsageError(f"{'one' if file is None else 'only one'} of the arguments --prompt --prompt-file is required")
+        raise ConfigError(
+            f"{'one' if file is None else 'only one'} of the arguments --prompt --prompt-file is required"
+        )
     if file is None:
         return list(texts or [])
     is_input = file == Path("-")

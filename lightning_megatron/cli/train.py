@@ -32,7 +32,7 @@ from typing_extensions import override
 import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
-from lightning_megatron.errors import ConfigError, UsageError, one_line, users_mistake
+from lightning_megatron.errors import ConfigError, one_line, users_mistake
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
@@ -123,7 +123,7 @@ class MegatronCLI(LightningCLI):
         except (ArgumentError, UnicodeDecodeError) as error:
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
-            raise UsageError(_explained(error, args, options)) from error
+            raise ConfigError(_explained(error, args, options)) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -203,7 +203,7 @@ def _check_checkpoint_exists(path: str | Path | None) -> None:
         return
     if not Path(os.path.expanduser(path)).exists():
         words = ", ".join(_CHECKPOINT_WORDS)
-        raise UsageError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
+        raise ConfigError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
 
 
 class HeldMessages:

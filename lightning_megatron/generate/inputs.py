@@ -145,24 +145,9 @@ def request_of(
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
             real = tokens[mask == 1]
         check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
-    for sequence in options.stop_sequences:
-        check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
-    strings = stop_strings(options.stop_texts, options.tokenizer) if options.stop_texts else None
-    if strings is not None:  # its last row stands for no token
-        check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
-    before, mask = given["input_ids"].long(), given.get("attention_mask")
-    if model.architecture == "t5":
-        if options.bos_token_id is not None:
-            raise ConfigError(
-                f"bos_token_id={options.bos_token_id} is for texts that are continued; give decoder_input_ids"
-            )
-        before, mask = decoder_start(given, model.decoder_start_token_id if ends.start is None else ends.start)
-    elif options.bos_token_id is not None:
-        check_in_vocabulary("bos_token_id", (options.bos_token_id,), model.vocab_size)
-        before, mask = with_first_token(before, mask, options.bos_token_id)
-    prompts = aligned(before, mask)
-    if model.architecture == "t5":
-        prompts = with_source(prompts, given)
+    strings = _stops(options, model)
+    start = model.decoder_start_token_id if ends.start is None else ends.start
+    before, prompts = _beginnings(given, options.bos_token_id, start, model)
     fewest, most = _new_tokens(options, before.shape[1], prompts.longest, model)
     return Request(
         before=before,
@@ -177,6 +162,31 @@ def request_of(
         strings=strings,
         can_end=bool(eos or options.stop_sequences or strings),
     )
+
+
+def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -> tuple[Tensor, NextTokens]:
+    """What new tokens stand behind, [b, s], and the rows as the model reads them; ``start`` begins a T5's decoder."""
+    if model.architecture == "t5":
+        if bos is not None:
+            raise ConfigError(f"bos_token_id={bos} is for texts that are continued; give decoder_input_ids")
+        before, mask = decoder_start(given, start)
+        return before, with_source(aligned(before, mask), given)
+    before, mask = given["input_ids"].long(), given.get("attention_mask")
+    if bos is not None:
+        check_in_vocabulary("bos_token_id", (bos,), model.vocab_size)
+        before, mask = with_first_token(before, mask, bos)
+    return before, aligned(before, mask)
+
+
+def _stops(options: GenerationOptions, model: ModelConfig) -> StopStringCriteria | None:
+    """What finds the texts that end rows; refuses a tokenizer, and runs of tokens, of another vocabulary."""
+    for sequence in options.stop_sequences:
+        check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
+    if not options.stop_texts:
+        return None
+    strings = stop_strings(options.stop_texts, options.tokenizer)  # its last row stands for no token
+    check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
+    return strings
 
 
 def _new_tokens(options: GenerationOptions, width: int, longest: int, model: ModelConfig) -> tuple[int, int]:

@@ -18,14 +18,11 @@ PROMPTS = ["w3 w5 w7", "w11"]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each word w0 to w82 is a token."""
-    return _tokenizer(tmp_path_factory.mktemp("words"), VOCAB_SIZE)
-
-
-def _tokenizer(folder: Path, vocab_size: int) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    folder = tmp_path_factory.mktemp("words")
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB_SIZE)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return folder
@@ -101,21 +98,18 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
     return out.getvalue(), dict(trainer.callback_metrics)
 
 
-def test_what_cannot_be_continued_is_refused_before_the_first_step(tokenizer: Path, tmp_path: Path) -> None:
-    (said,) = run_ranks(_refusals, 1, Case(), tokenizer, _tokenizer(tmp_path, VOCAB_SIZE + 1))
-    assert f"gives ids up to {VOCAB_SIZE}, the model's vocab_size is {VOCAB_SIZE}" in said[0]
-    assert "need more positions than the model's max_position_embeddings=16" in said[1]
-    assert "the prompt '' has no token to continue" in said[2]
+def test_what_cannot_be_continued_is_refused_before_the_first_step(tokenizer: Path) -> None:
+    run_ranks(_refused, 1, Case(), tokenizer)
 
 
-def _refusals(case: Case, tokenizer: Path, larger: Path) -> list[str]:
+def _refused(case: Case, tokenizer: Path) -> None:
     from lightning_megatron import ConfigError, SampleText
 
-    said = []
-    for folder, prompts in ((larger, PROMPTS), (tokenizer, [" ".join(["w1"] * 17)]), (tokenizer, ["w1", ""])):
-        trainer = trainer_of(case, callbacks=[SampleText(folder, prompts)])
-        with pytest.raises(ConfigError) as refusal:
+    for prompts, says in (
+        ([" ".join(["w1"] * 17)], "need more positions than the model's max_position_embeddings=16"),
+        (["w1", ""], "the prompt '' has no token to continue"),
+    ):
+        trainer = trainer_of(case, callbacks=[SampleText(tokenizer, prompts)])
+        with pytest.raises(ConfigError, match=says):
             trainer.fit(module_of(case), loader_of(case))
         assert trainer.global_step == 0
-        said.append(str(refusal.value))
-    return said

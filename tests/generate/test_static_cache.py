@@ -100,24 +100,12 @@ def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str
     calls = [asked(name, max_new_tokens=12, **way, **NO_END) for name in models for way in WAYS]
     works = layout.vpp or layout.pp
     for found in run_with_models(_three_ways, layout, calls, precision=precision, accelerator="gpu"):
-        for call, (growing, kernels, graphs, num_recorded) in zip(calls, found, strict=True):
-            assert num_recorded == works, call.model
+        for call, (growing, kernels, graphs, num_recorded, (before, after)) in zip(calls, found, strict=True):
+            assert (num_recorded, after) == (works, before), call.model
             assert torch.equal(graphs, kernels), (call.model, call.options)
             # In 16 bits other kernels round otherwise, and a tie of two tokens may be broken the other way.
             if precision == "32-true":
                 assert torch.equal(graphs, growing), (call.model, call.options)
-
-
-@pytest.mark.gpu(1)
-def test_memory_comes_back() -> None:
-    calls = [asked(name, max_new_tokens=20, **NO_END) for name in ("llama", "bloom")]
-    (found,) = run_with_models(_memory_of_calls, Layout(), calls, accelerator="gpu")
-    for same_text, num_recorded, allocated, reserved in found:
-        assert same_text
-        assert num_recorded == 2  # of 16 and of all 32 slots; of the first 8 only one step is left, which prepares
-        # The first call leaves compiled kernels, libraries' workspaces and cached angles behind; no other adds to it.
-        assert allocated[1:] == [allocated[1]] * (len(allocated) - 1), allocated
-        assert reserved[1:] == [reserved[1]] * (len(reserved) - 1), reserved
 
 
 @pytest.mark.gpu(1)
@@ -176,7 +164,7 @@ def _counted() -> list[int]:
 
 
 def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
-    """Growing caches, static ones kernel by kernel, static ones by graphs; how many graphs."""
+    """Growing caches, static ones kernel by kernel, by graphs; how many graphs, and the memory after each such call."""
     from lightning_megatron.generate import pipeline
 
     recorder_of, counts = pipeline.recorder_of, _counted()
@@ -188,29 +176,13 @@ def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
         pipeline.recorder_of = lambda device: None
         kernels = write(True)
         pipeline.recorder_of = recorder_of
-        counts.clear()
-        found.append((growing, kernels, write(True), sum(counts)))
-    return found
-
-
-def _memory_of_calls(directory: str, case: Case, calls: list[Call]) -> list[Any]:
-    from lightning_megatron.generate import pipeline
-
-    pipeline.SMALLEST_WINDOW = 8
-    counts = _counted()
-    found = []
-    for call in calls:
-        write = _writer(set_up(directory, case, call.model), call)
-        growing = write(False)
-        allocated, reserved = [], []
-        for _ in range(4):
+        memory = []
+        for _ in range(3):  # the first call leaves compiled kernels and libraries' workspaces behind
             counts.clear()
-            text = write(True)
-            torch.cuda.synchronize()
-            allocated.append(torch.cuda.memory_allocated())
+            graphs = write(True)
             torch.cuda.empty_cache()
-            reserved.append(torch.cuda.memory_reserved())
-        found.append((torch.equal(text, growing), sum(counts), allocated, reserved))
+            memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        found.append((growing, kernels, graphs, sum(counts), memory[1:]))
     return found
 
 
