@@ -68,8 +68,7 @@ def layer_spec(
             linear_proj=RowParallelLinear,
         ),
     )
-    drops_in_mlp = ModuleSpec(module=DroppedInputLinear, params={"input_dropout": model.activation_dropout})
-    fc2 = drops_in_mlp if model.activation_dropout > 0.0 else _output_linear(model, has_bias=model.add_bias_linear)
+    fc2 = _output_linear(model, has_bias=model.add_bias_linear, input_dropout=model.activation_dropout)
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2))
     names = dict(CHECKPOINT_NAMES)
     if model.has_experts(number):
@@ -135,8 +134,9 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     )
 
 
-def _output_linear(model: ModelConfig, *, has_bias: bool) -> ModuleSpec:
-    return ModuleSpec(module=OutputLinear, params={"has_bias": has_bias, "has_norm": model.post_norms})
+def _output_linear(model: ModelConfig, *, has_bias: bool, input_dropout: float = 0.0) -> ModuleSpec:
+    params = {"has_bias": has_bias, "has_norm": model.post_norms, "input_dropout": input_dropout}
+    return ModuleSpec(module=OutputLinear, params=params)
 
 
 def _linear_qkv(has_bias: bool, *args: Any, **kwargs: Any) -> ColumnParallelLinear:
@@ -190,21 +190,37 @@ class _LinearWithBiasInProduct(ColumnParallelLinear):
 
 
 class OutputLinear(RowParallelLinear):
-    """The last matrix of attention or MLP, whose output, [s or s/tp, b, h], may be normalized before it is added."""
+    """The last matrix of attention or MLP, whose output, [s or s/tp, b, h], may be normalized before it is added.
 
-    def __init__(self, *args: Any, has_bias: bool, has_norm: bool, **kwargs: Any) -> None:
+    Before that of an MLP T5 drops activations.
+    """
+
+    def __init__(self, *args: Any, has_bias: bool, has_norm: bool, input_dropout: float, **kwargs: Any) -> None:
         """Take Megatron's arguments, and for ``ModuleSpec.params`` what differs between attention and MLP.
 
         Args:
             args: Megatron's.
             has_bias: Whatever ``add_bias_linear`` says: the engine has one switch for attention and MLP.
             has_norm: Whether ``post_layernorm`` follows, a name of Megatron-Bridge's Gemma.
+            input_dropout: Probability on the input.
             kwargs: Megatron's.
         """
         super().__init__(*args, **{**kwargs, "bias": has_bias})
         if has_norm:
             self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
             self.register_forward_hook(_normalized)  # behind the adapters', which are part of the linear
+        self.input_dropout = input_dropout
+        # Each rank has other columns. With sequence parallelism the whole layer already runs in the fork.
+        self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
+        if input_dropout > 0.0:
+            self.register_forward_pre_hook(self._dropped)  # not in forward: adapters read what the matrix reads
+
+    def _dropped(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Of the input, [s, b, ffn/tp]."""
+        if not self.training:
+            return inputs
+        with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
+            return (F.dropout(inputs[0], self.input_dropout),)
 
 
 def _normalized(linear: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
@@ -250,26 +266,6 @@ class PartlyRotatedAttention(SelfAttention):
 
     def _with_smaller_rest(self, x: Tensor) -> Tensor:
         return torch.cat((x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1)
-
-
-class DroppedInputLinear(RowParallelLinear):
-    """The MLP's second matrix, before which T5 drops activations."""
-
-    def __init__(self, *args: Any, input_dropout: float, **kwargs: Any) -> None:
-        """Take Megatron's arguments, and the probability for ``ModuleSpec.params``."""
-        super().__init__(*args, **kwargs)
-        self.input_dropout = input_dropout
-        # Each rank has other columns. With sequence parallelism the whole layer already runs in the fork.
-        self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
-        # Not in forward: hooks behind it (adapters) read what the matrix reads.
-        self.register_forward_pre_hook(self._dropped)
-
-    def _dropped(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """Of the input, [s, b, ffn/tp]."""
-        if not self.training or self.input_dropout <= 0.0:
-            return inputs
-        with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
-            return (F.dropout(inputs[0], self.input_dropout),)
 
 
 class ParallelTransformerLayer(TransformerLayer):

@@ -30,28 +30,30 @@ class SlotLine(NamedTuple):
     """Why this one."""
 
 
+_ON_CPU = {
+    "core attention": ("torch SDPA", "takes masks, biases and grouped heads"),
+    "norm": ("torch's", "allow sequence parallelism"),
+    "weight gradient": ("torch addmm into fp32", "multiplies and adds in one product"),
+    "Adam": ("torch fused kernel", "runs on the CPU"),
+    "SGD": ("torch fused kernel", "clips as it updates"),
+    "gradient norm": ("torch foreach", "the host does not wait for it"),
+    "RoPE": ("eager", "runs on the CPU"),
+    "SwiGLU": ("Megatron-Core", "runs on the CPU"),
+    "cross-entropy": ("eager", "runs on the CPU"),
+}
+_ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
+    "core attention": ("torch SDPA, FlexAttention where a mask hides tokens", "takes masks, biases and grouped heads"),
+    "norm": ("Triton kernel with the addition before it, else torch's", "one pass over memory"),
+    "Adam": ("Triton kernel", "clips, updates and copies in one pass"),
+    "RoPE": ("Triton kernel", "one kernel with the split into q, k and v"),
+    "SwiGLU": ("Megatron-Core", "liger-kernel is not installed"),
+    "cross-entropy": ("torch.compile", "a third of the memory and time of the others"),
+}
+
+
 def slot_report(device_type: DeviceType) -> tuple[SlotLine, ...]:
     """What fills each slot when a strategy runs on ``device_type``."""
-    cuda, on_cpu = device_type == "cuda", "runs on the CPU"
-
-    def line(slot: str, fast: tuple[str, str], plain: tuple[str, str], *, is_fast: bool = cuda) -> SlotLine:
-        return SlotLine(slot, *(fast if is_fast else plain))
-
-    kernel = "Triton kernel"  # torch's wheels for CUDA bring Triton with them
-    takes, allow = "takes masks, biases and grouped heads", "allow sequence parallelism"
-    flex = "torch SDPA, FlexAttention where a mask hides tokens"
-    norm = (f"{kernel} with the addition before it, else torch's", f"one pass over memory; {allow}")
-    no_liger = "liger-kernel is not installed" if cuda else on_cpu
-    liger = ("liger-kernel", "recomputes in its backward pass")
-    compiled = ("torch.compile", "a third of the memory and time of the others")
-    return (
-        line("core attention", (flex, takes), ("torch SDPA", takes)),
-        line("norm", norm, ("torch's", allow)),
-        SlotLine("weight gradient", "torch addmm into fp32", "multiplies and adds in one product"),
-        line("Adam", (kernel, "clips, updates and copies in one pass"), ("torch fused kernel", on_cpu)),
-        SlotLine("SGD", "torch fused kernel", "clips as it updates"),
-        SlotLine("gradient norm", "torch foreach", "the host does not wait for it"),
-        line("RoPE", (kernel, "one kernel with the split into q, k and v"), ("eager", on_cpu)),
-        line("SwiGLU", liger, ("Megatron-Core", no_liger), is_fast=cuda and has_liger()),
-        line("cross-entropy", compiled, ("eager", on_cpu)),
-    )
+    slots = _ON_CPU if device_type == "cpu" else {**_ON_CPU, **_ON_CUDA}
+    if device_type == "cuda" and has_liger():
+        slots = {**slots, "SwiGLU": ("liger-kernel", "recomputes in its backward pass")}
+    return tuple(SlotLine(slot, *chosen) for slot, chosen in slots.items())
