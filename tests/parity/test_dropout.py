@@ -155,12 +155,6 @@ def test_stages_and_microbatches_and_layers_drop_different_activations() -> None
     assert all(independent(a, b) for a, b in zip(blocks, second.activations, strict=False))
 
 
-def test_the_configured_share_is_dropped() -> None:
-    (masks,) = _masks(Layout())
-    for mask in [*masks.activations, *(_visible(m) for m in masks.attention)]:
-        assert mask.float().mean().item() == pytest.approx(PROBABILITY, abs=0.03)
-
-
 def test_nothing_is_dropped_in_validation() -> None:
     (masks,) = run_ranks(dropout_masks, 1, CASE, "validate")
     assert masks.activations == masks.attention == []

@@ -35,12 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _config(rope: dict[str, Any] | None) -> LlamaConfig:
+def _config(rope: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=4 * WIDTH,
         num_attention_heads=4,
         max_position_embeddings=CONTEXT,
-        rope_parameters=None if rope is None else {"rope_theta": 5000.0, **rope},
+        rope_parameters={"rope_theta": 5000.0, **rope},
     )
 
 
@@ -65,9 +65,7 @@ def test_frequencies_and_attention_factor_are_those_of_hugging_face(case: str) -
     ("rope", "message"),
     [
         ({"rope_type": "proportional", "factor": 2.0}, "rope_type='proportional'"),
-        ({"rope_type": "default", "mrope_section": [4, 4, 4]}, "mrope_section"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_type": "linear"}, "linear.*factor"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "llama3.*low_freq_factor"),
         ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 numbers, .* got 1 and 12"),
     ],
@@ -76,10 +74,3 @@ def test_what_would_change_the_result_is_refused(rope: dict[str, Any], message: 
     fields = {"hidden_size": 4 * WIDTH, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 5000.0, **rope}}
     with pytest.raises(ConfigError, match=message):
         model_config({"model_type": "llama", **fields})
-
-
-def test_nothing_said_is_nothing_scaled() -> None:
-    config = _config(None)
-    assert read_rope(config, None) == (10000.0, None)
-    said = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": None}
-    assert read_rope(config, said) == (10000.0, None)
