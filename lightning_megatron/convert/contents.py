@@ -110,8 +110,9 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         names = [] if path.is_file() else sorted(each.name for each in path.iterdir())
         raise CheckpointError(
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
-            "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), or NVIDIA's "
-            f".zip of one, got {'a file' if path.is_file() else named(names) or 'an empty folder'}; give one of these"
+            "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
+            f"of one, or an adapter ({WEIGHTS}), got "
+            f"{'a file' if path.is_file() else named(names) or 'an empty folder'}; give one of these"
         )
     source = source if source.is_whole else WithBase(source)
     source.describe(config)

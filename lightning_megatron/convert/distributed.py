@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_megatron.checkpoint.files import (
@@ -255,9 +255,5 @@ class _Planner(DefaultLoadPlanner):
         super().__init__()
         self._target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        place = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(start, start + length) for start, length in place)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target

@@ -40,7 +40,8 @@ class Rule:
     megatron: str
     """Key in Megatron's sharded checkpoints without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
     hugging_face: tuple[str, ...]
-    """Names, with ``LAYER`` where the number stands; concatenated along the first axis they are Megatron's tensor."""
+    """Names, with ``LAYER`` where the number stands; concatenated along the first axis they are Megatron's tensor. An
+    empty one is of zeros, which no file has."""
     rows: tuple[int, ...] = ()
     """Rows of each of several tensors; empty for one, which has all."""
     order: torch.Tensor | None = None
@@ -52,13 +53,14 @@ class Rule:
         """The Hugging Face names in one layer, of one expert."""
         return tuple(name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hugging_face)
 
-    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""
+    def tensors(self, shape: tuple[int, ...], layer: int | None, expert: int | None) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""
         rows = self.rows or (shape[0],)
         assert len(rows) == len(self.hugging_face), self.megatron
         assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
         shapes = [(length, *shape[1:]) for length in rows]
-        return tuple(each[::-1] if self.transposed else each for each in shapes)
+        named = zip(self.names(layer, expert), shapes, strict=True)
+        return {name: each[::-1] if self.transposed else each for name, each in named if name}
 
 
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
@@ -87,9 +89,10 @@ def linears_of(rules: Sequence[Rule]) -> dict[str, Rule]:
 
 
 def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
-    """The weights of adapters, in the names of ``peft``'s files; a matrix without one has a B of zeros here.
+    """The weights of adapters, in the names of ``peft``'s files.
 
-    A of a linear that fuses several matrices is theirs, one below the other; B is cut and ordered as its rows are.
+    A of a linear that fuses several matrices is theirs, one below the other; B is cut and ordered as its rows are, and
+    those of a matrix without an adapter are zero.
     """
     linears, made = linears_of(rules), []
     for name, parts in adapters.linears:
@@ -98,7 +101,8 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
         adapted = tuple(f"{module}.lora_A.weight" for module, has_one in zip(modules, parts, strict=True) if has_one)
         rows = (adapters.rank,) * len(adapted)
         made.append(Rule(megatron=f"{name}{ADAPTER}.A", hugging_face=adapted, rows=rows))
-        matrices = tuple(f"{module}.lora_B.weight" for module in modules)
+        named = zip(modules, parts, strict=True)
+        matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
         made.append(Rule(megatron=f"{name}{ADAPTER}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
     return made
 

@@ -277,10 +277,9 @@ class HuggingFaceSource(Source):
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for key, shape in expected.items():
-            rule = self._rules[key.name]
-            names = rule.names(*key[1:])
-            keys |= dict.fromkeys(names, key)
-            shapes |= zip(names, rule.shapes(shape), strict=True)
+            tensors = self._rules[key.name].tensors(shape, key.layer, key.expert)
+            keys |= dict.fromkeys(tensors, key)
+            shapes |= tensors
         hf_class = getattr(transformers, family.architectures[self.model.task])
         tied = getattr(hf_class, "_tied_weights_keys", None)  # each tensor, and what it is a copy of
         ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -338,7 +337,9 @@ class HuggingFaceSource(Source):
         whole = torch.empty(place.size, dtype=self._dtypes[place.key])
         for name, rows in zip(rule.names(*place.key[1:]), rule.rows or (place.shape[0],), strict=True):
             ours = ((source >= 0) & (source < rows)).nonzero().flatten()
-            if len(ours):
+            if len(ours) and not name:
+                whole[_as_slice(ours)] = 0
+            elif len(ours):
                 theirs, columns = source[ours], place.slices[1:]
                 first = int(theirs.min())
                 span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)

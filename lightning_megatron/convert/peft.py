@@ -23,7 +23,7 @@ from lightning_megatron.convert.hugging_face import (
     read_safetensors,
 )
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored
+from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import failures_as_errors, staged, sync
@@ -209,18 +209,6 @@ class AdapterSource(HuggingFaceSource):
         assert config is not None
         self.model = with_adapters(model_config(config), self.lora())
 
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
-        """See ``Source``; a matrix without an adapter beside one that has one is as if its B were zero."""
-        stored, rules = self.stored, {rule.megatron: rule for rule in rules_of(self.model)}
-        tensors, zero = dict(stored), torch.zeros((), dtype=self.dtype)
-        for key, shape in expected.items():
-            rule = rules[key.name]
-            for name, part in zip(rule.names(key.layer), rule.shapes(shape), strict=True):
-                if ".lora_B." in name and name.replace(".lora_B.", ".lora_A.") not in stored:
-                    tensors.setdefault(name, Stored(part, zero.dtype, zero.expand(part)))
-        self._set_files(WeightFiles(tensors))
-        return super().match(expected)
-
 
 def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     """Fill the adapters of this rank's chunks with those of a folder. Every rank must call.
@@ -291,14 +279,8 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
 
     from lightning_megatron.engine.collectives import on_all_ranks_alike
 
-    tensors = {
-        name: tensor
-        for name, tensor in Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
-        if tensor is not None
-    }
-    adapted = {
-        name: tensor.clone() for name, tensor in tensors.items() if name.replace(".lora_B.", ".lora_A.") in tensors
-    }
+    gathered = Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
+    tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
 
     def write() -> None:
         if dist.get_rank() == 0:
@@ -306,7 +288,7 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 failures_as_errors(f"adapter {directory} is not written"),
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
-                save_file(adapted, folder / WEIGHTS, metadata={"format": "pt"})
+                save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
                 sync(folder / WEIGHTS)
                 (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
 

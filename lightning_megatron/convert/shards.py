@@ -409,9 +409,9 @@ class Gathering:
         """Each Hugging Face tensor, in the order of ``tensors``."""
         contents: dict[str, Stored] = {}
         for key, parts in self._parts.items():
-            rule, place = self._rules[key.name], parts[0][2]
-            names, shapes = rule.names(*key[1:]), rule.shapes(place.shape)
-            contents |= {name: Stored(shape, place.dtype) for name, shape in zip(names, shapes, strict=True)}
+            place = parts[0][2]
+            tensors = self._rules[key.name].tensors(place.shape, key.layer, key.expert)
+            contents |= {name: Stored(shape, place.dtype) for name, shape in tensors.items()}
         return contents
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -421,12 +421,14 @@ class Gathering:
         """
         for key in self._parts:
             rule, whole = self._rules[key.name], self._whole(key)
+            names = rule.names(*key[1:])
             if whole is None:
-                yield from ((name, None) for name in rule.names(*key[1:]))
+                yield from ((name, None) for name in names if name)
                 continue
             rows = whole if rule.order is None else whole[torch.argsort(rule.order)]
-            for name, part in zip(rule.names(*key[1:]), rows.split(rule.rows or len(rows)), strict=True):
-                yield name, (part.t() if rule.transposed else part).contiguous()
+            for name, part in zip(names, rows.split(rule.rows or len(rows)), strict=True):
+                if name:
+                    yield name, (part.t() if rule.transposed else part).contiguous()
 
     def _whole(self, key: Key) -> torch.Tensor | None:
         """One of Megatron's tensors, on rank 0."""
