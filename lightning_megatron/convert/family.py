@@ -326,7 +326,7 @@ def windows(hf: Any) -> dict[str, Any]:
             f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
         )
     windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
-    if windowed and hf.sliding_window is None:
+    if windowed and not hf.sliding_window:  # Qwen 2 MoE's is 0 where it is not used
         raise ConfigError(
             "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "
             "set both, or use 'full_attention'"

@@ -97,6 +97,11 @@ class Experts:
                 f"num_experts_per_tok: expected at most num_experts={self.num_experts}, got {self.topk}; correct the "
                 "model's config"
             )
+        if self.topk == 1 and self.normalizes_topk:
+            raise ConfigError(
+                "num_experts_per_tok=1: expected at least 2 where the probabilities of the chosen experts are "
+                "normalized, as one would always be 1 and the router learn nothing; use norm_topk_prob=False, or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,9 +112,10 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     module, params = SelfAttention, {"attn_mask_type": _MASK_TYPES[model.architecture]}
     is_rotary = model.position_embedding_type == "rope"
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
-    if is_rotary and (model.rotary_base_of_windows is not None or factor != 1.0 and model.rotary_percent < 1.0):
+    width = 0 if layer in model.no_rope_layers else model.rotary_width
+    if is_rotary and (model.rotary_base_of_windows is not None or factor != 1.0 and width < model.kv_channels):
         module = PartlyRotatedAttention
-        params |= {"width": model.rotary_width, "is_second_kind": model.has_window(layer), "factor": factor}
+        params |= {"width": width, "is_second_kind": model.has_window(layer), "factor": factor}
     q_norm, k_norm = (
         ModuleSpec(module=NormOfAllHeads, params={"num_heads": heads})
         if model.qk_layernorm_of_all_heads
@@ -232,7 +233,8 @@ class PartlyRotatedAttention(SelfAttention):
     """Self-attention whose rotary positions are not those of all layers, or do not reach all numbers of a head.
 
     Gemma 3 has two thetas. Phi-4-mini turns three quarters of a head by LongRoPE, whose factor before sines and cosines
-    the scale of the scores has (``rotary.rope_softmax_scale``): what is not turned is divided by it.
+    the scale of the scores has (``rotary.rope_softmax_scale``): what is not turned is divided by it, all of a head in
+    SmolLM 3's layers without positions.
     """
 
     def __init__(self, *args: Any, width: int, is_second_kind: bool, factor: float, **kwargs: Any) -> None:
@@ -240,7 +242,7 @@ class PartlyRotatedAttention(SelfAttention):
 
         Args:
             args: Megatron's.
-            width: Numbers of a head that are rotated.
+            width: Numbers of a head that are rotated; 0 in a layer without positions.
             is_second_kind: Whether this layer takes the second of two kinds of angles, if there are two.
             factor: What sines and cosines are multiplied by.
             kwargs: Megatron's.

@@ -168,6 +168,9 @@ CASES: tuple[Case, ...] = (
     *((family, "", {}, FOUR_RANKS if family in _SPLIT else Layout(), rows) for family, rows in _NEWER.items()),
     ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
     ("phi3", "longrope of a part", _PHI4, Layout(), "right"),
+    # Yarn multiplies the scores of layers with positions only; windows are where layer_types says so.
+    ("smollm3", "yarn, windows by type", {"sliding_window": 5, "layer_types": _WINDOW_TYPES,
+     **_rope("yarn", factor=4.0, original_max_position_embeddings=8)}, FOUR_RANKS, "right"),
     ("llama", "", {}, _CP_TP, "right"),
     ("mistral", "", {}, _CP4, "left"),
     ("bloom", "", {}, replace(_A2A, tp=2), "left"),
@@ -323,7 +326,10 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama", "kv_channels=3 x rotary_percent=1.0 = 3 is odd", {"hidden_size": 12, "num_attention_heads": 4}),
     ("mistral", "num_key_value_heads|num_query_groups", {"num_attention_heads": 4, "num_key_value_heads": 3}),
     ("qwen2", "layer_types has 'chunked_attention'", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),
-    ("qwen2", "use_sliding_window is not True", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    *((name, "use_sliding_window is not True", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
+      for name in ("qwen2", "qwen2_moe")),
+    *((name, "num_experts_per_tok=1: expected at least 2", {"num_experts_per_tok": 1, **fields})
+      for name, fields in (("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}))),
     ("qwen3", "activation 'quick_gelu'", {"hidden_act": "quick_gelu"}),
     ("bloom", "post_layernorm=True", {"apply_residual_connection_post_layernorm": True}),
     ("bloom", "slow_but_exact=True", {"slow_but_exact": True}),

@@ -35,8 +35,8 @@ def _granite(hf: Any) -> Fields:
 
 
 def _smollm3(hf: Any) -> Fields:
-    no_rope = tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])
-    return {"no_rope_layers": no_rope, **({} if hf.use_sliding_window else {"sliding_window": None})}
+    # transformers' masks have the windows of layer_types, whatever use_sliding_window says.
+    return {"no_rope_layers": tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])}
 
 
 def _phi3(hf: Any) -> Fields:
