@@ -52,6 +52,7 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
     (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
     "would average nothing; remove it, and average checkpoints with lightning-megatron average",
+    callbacks.ModelPruning: "masks whole weights, of which each rank has a part, under names of its own; remove it",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
     "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
 }
@@ -72,9 +73,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
         )
-    algorithm = str(trainer.gradient_clip_algorithm or "norm")
-    if trainer.gradient_clip_val and algorithm not in ("norm", "GradClipAlgorithmType.NORM"):
-        raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not supported: Megatron clips by norm; use 'norm'")
+    algorithm = trainer.gradient_clip_algorithm
+    if trainer.gradient_clip_val and algorithm not in (None, "norm"):
+        raise ConfigError(
+            f"gradient_clip_algorithm={algorithm.value!r} is not supported: Megatron clips by norm; use 'norm'"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():

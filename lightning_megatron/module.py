@@ -338,6 +338,8 @@ class MegatronModule(pl.LightningModule):
         optimizer = self.megatron.megatron_optimizer
         if metric is None and optimizer is not None and optimizer.has_skipped:
             return
+        if isinstance(scheduler, MegatronLRScheduler):
+            scheduler.max_lr = self.lr  # which LearningRateFinder sets when the schedule is made already
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

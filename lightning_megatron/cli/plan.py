@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, check_output, described_model
-from lightning_megatron.errors import require_number
+from lightning_megatron.errors import ConfigError, require_number
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run
@@ -62,6 +62,7 @@ def plan(options: PlanOptions) -> None:
     """
     from lightning_megatron import planner
     from lightning_megatron.convert.hugging_face import size_in_bytes
+    from lightning_megatron.engine.parallel import ParallelConfig
 
     for name in ("gpus", "seq_length", "decoder_seq_length", "global_batch_size", "top"):
         require_number(name, getattr(options, name), at_least=1)
@@ -70,9 +71,13 @@ def plan(options: PlanOptions) -> None:
             check_output(option, path, options.overwrite)
     device: Device = planner.DEVICES[options.device]
     if options.memory is not None:
-        device = replace(device, memory=float(size_in_bytes(options.memory)))
+        if options.memory.isdecimal():
+            raise ConfigError(f"memory={options.memory}: expected a unit, got none; give {options.memory}GB")
+        device = replace(device, memory=float(size_in_bytes(options.memory, "memory")))
     given, model = described_model(options.model)
     is_t5 = model.architecture == "t5"
+    if model.has_position_table:
+        ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
     batch = planner.Batch(
         world_size=options.gpus,
         global_batch_size=options.global_batch_size,

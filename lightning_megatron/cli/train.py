@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -116,6 +117,7 @@ class MegatronCLI(LightningCLI):
         """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
         if not isinstance(args, list):
             super().parse_arguments(parser, args)
+            self._check_checkpoint()
             return
         set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
@@ -124,6 +126,23 @@ class MegatronCLI(LightningCLI):
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explained(error, args, options)) from error
+        self._check_checkpoint()
+
+    def _check_checkpoint(self) -> None:
+        """Raise unless ``ckpt_path`` may be a checkpoint, before Lightning loads the settings in a file.
+
+        Raises:
+            ConfigError: If it does not exist, or is a file that torch did not write.
+        """
+        path = self.config.get(f"{self.config.get('subcommand')}.ckpt_path")
+        if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
+            return
+        there = Path(os.path.expanduser(path))
+        fix = f"give the path of a *.ckpt, or one of {', '.join(_CHECKPOINT_WORDS)}"
+        if not there.exists():
+            raise ConfigError(f"ckpt_path={path} does not exist; {fix}")
+        if there.is_file() and not zipfile.is_zipfile(there):
+            raise ConfigError(f"ckpt_path={path}: expected a checkpoint, which is a folder, got another file; {fix}")
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -157,8 +176,12 @@ class MegatronCLI(LightningCLI):
             self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
             return super().instantiate_trainer(**kwargs)
-        except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+        except (TypeError, ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             message = str(error)
+            if "`devices`" in message:
+                message = f"devices={given.devices}: expected a number of processes from 1 on, got none; give one, as 4"
+            elif isinstance(error, TypeError):
+                raise
             if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
                 message = f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give "
                 message += "accelerator=cpu, or see lightning-megatron doctor"
@@ -182,7 +205,6 @@ class MegatronCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Check everything that can be checked before processes are launched."""
-        _check_checkpoint_exists(self._get(self.config_init, "ckpt_path"))
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
         if isinstance(self.trainer.strategy, MegatronStrategy):
@@ -196,14 +218,6 @@ class MegatronCLI(LightningCLI):
         self._messages.release()
 
     before_validate = before_test = before_predict = before_fit
-
-
-def _check_checkpoint_exists(path: str | Path | None) -> None:
-    if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
-        return
-    if not Path(os.path.expanduser(path)).exists():
-        words = ", ".join(_CHECKPOINT_WORDS)
-        raise ConfigError(f"ckpt_path={path} does not exist; give the path of a *.ckpt, or one of {words}")
 
 
 class HeldMessages:
@@ -329,6 +343,8 @@ def _without_parser_noise(text: str) -> str:
         telling = [reason for reason in found if not reason.startswith(("Expected a <", "Does not validate"))]
         if telling:
             text = f"{head.partition(chr(10))[0]} {'; '.join(telling)}"
+    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*? Errors:;?\s*", "", text)
+    text = re.sub(r"Expected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
     # The place within a string is that within the file, which is told, too.
     return one_line(re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", text))

@@ -424,15 +424,15 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def size_in_bytes(size: str | int) -> int:
-    """Bytes of ``200MB``, ``5GB``, ``1.5GiB`` or a number.
+def size_in_bytes(size: str | int, name: str = "max_shard_size") -> int:
+    """Bytes of ``200MB``, ``5GB``, ``1.5GiB`` or a number; ``name`` is the option, for the error.
 
     Raises:
         ConfigError: If it is not a positive size.
     """
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if isinstance(size, bool) or not parts or parts[2].upper() not in _UNITS or float(parts[1]) <= 0:
-        raise ConfigError(f"max_shard_size={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes")
+        raise ConfigError(f"{name}={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes")
     return max(1, int(float(parts[1]) * _UNITS[parts[2].upper()]))
 
 

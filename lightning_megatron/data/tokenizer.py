@@ -143,6 +143,8 @@ def load_tokenizer(folder: str | Path) -> Any:
         ConfigError: If it is neither a folder nor a tokenizer of the hub that can be had.
     """
     folder = local_folder(folder, "tokenizer")
+    if os.path.isfile(folder):
+        raise DataError(f"tokenizer: expected a folder, got the file {folder}; give the folder that it is in")
     if not os.path.isdir(folder):
         raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer

@@ -152,6 +152,7 @@ MISTAKES = (
     ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
     ("inspect .", "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of"),
     ("inspect new --documents -1", "--documents -1 must be at least 0; correct"),
+    ("inspect new --tokenizer notes.txt", "tokenizer: expected a folder, got the file notes.txt"),
     ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
     ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),
     ("merge --input new nowhere --output-prefix x", "--input nowhere needs two files, missing: now"),

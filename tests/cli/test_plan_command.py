@@ -53,7 +53,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "there.yaml").touch()
     given = ("plan", "--model", "config.json", "--gpus")
     mistakes = {
-        (*given, "8", "--memory", "lots"): "'lots' is not a size",
+        (*given, "8", "--memory", "lots"): "--memory 'lots' is not a size",
+        (*given, "8", "--memory", "80"): "--memory 80: expected a unit, got none; give 80GB",
+        ("plan", "--model", "gpt2", "--gpus", "8"): "--seq-length 4096 is longer than max_position_embeddings=1024",
         (*given, "8", "--memory", "10GB"): "error: memory: expected at least ",
         (*given, "0"): "error: --gpus",
         (*given, "8", "--output", "there.yaml"): "error: --output there.yaml exists; give another name, or --overwrite",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +108,21 @@ def test_the_schedule_of_the_module_ends_with_the_run(epochs: int) -> None:
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
     used, logged = same_on_all(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
     assert [*used, logged] == pytest.approx(expected)
+
+
+def _found_rates(case: Case, folder: Path) -> tuple[list[float], float]:
+    """The learning rate that each step used behind Lightning's search for one, and what it found."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    rates: list[float] = []
+    keep = callback(on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
+    finder = LearningRateFinder(min_lr=1e-5, max_lr=0.3, num_training_steps=30)
+    trainer = trainer_of(case, callbacks=[finder, keep], max_steps=3, default_root_dir=folder)
+    trainer.fit(module_of(case), loader_of(replace(case, steps=32)))
+    return rates, finder.optimal_lr.suggestion()
+
+
+def test_the_rate_that_lightning_finds_is_used(tmp_path: Path) -> None:
+    rates, found = same_on_all(_found_rates, Case(layout=TWO_STAGES, lr=LR), tmp_path)
+    assert rates == pytest.approx([found] * 3)
+    assert found != LR

@@ -71,7 +71,8 @@ def _refused_callbacks() -> list[str]:
 
     run = Run(trainer={"max_steps": 1})
     averaging = callbacks.StochasticWeightAveraging(1e-2), callbacks.EMAWeightAveraging()
-    refused = (callbacks.GradientAccumulationScheduler({0: 1, 4: 2}), *averaging, Unfreezing())
+    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    refused = (callbacks.GradientAccumulationScheduler({0: 1, 4: 2}), *averaging, pruning, Unfreezing())
     assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
     return [*(told(fit, run, each) for each in refused), told(fit, run, module_class=ByHand)]
 
@@ -81,6 +82,7 @@ def test_callbacks_that_cannot_take_effect_are_refused() -> None:
         "GradientAccumulationScheduler does not work with MegatronStrategy.*num_microbatches",
         "StochasticWeightAveraging copies the module.*remove it",
         "EMAWeightAveraging copies the module.*remove it",
+        "ModelPruning masks whole weights.*remove it",
         "Unfreezing adds parameters to the optimizer.*requires_grad_",
         "automatic_optimization=False does not work.*leave it True",
     )
