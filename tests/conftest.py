@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -42,19 +43,13 @@ def _environment() -> dict[str, str]:
 def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves environment variables, patches, a dtype or process groups behind, and clean up."""
     environment, torch_state = _environment(), Baseline()
-    whole_environment = dict(os.environ)
-    yield
-    now = _environment()
+    # Lightning's seed_everything() exports PL_*: tolerated, but the next test must not inherit it.
+    with patch.dict(os.environ):
+        yield
+        now = _environment()
     changed = sorted(key for key in environment.keys() | now.keys() if environment.get(key) != now.get(key))
     leaks = [f"os.environ[{key!r}] = {now.get(key)!r}, was {environment.get(key)!r}" for key in changed]
     leaks += torch_state.leaks() + process_group_leaks()
-    for key in os.environ.keys() | whole_environment.keys():
-        # Lightning's seed_everything() exports PL_*: tolerated, but the next test must not inherit it.
-        if (key in changed or key.startswith("PL_")) and os.environ.get(key) != whole_environment.get(key):
-            if key in whole_environment:
-                os.environ[key] = whole_environment[key]
-            else:
-                del os.environ[key]
     torch_state.restore()
     assert not leaks, "the test left behind: " + "; ".join(leaks)
 
