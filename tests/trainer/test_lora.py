@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import callback, read_tensors
-from tests.cli.command import run_all, run_cli
-from tests.cli.corpus import make_corpus
+from tests.cli.command import run_all
 from tests.convert.directories import tiny_llama
 from tests.parity.sharding import shards, whole
 from tests.parity.training import Case, Layout, loader_of, told, trainer_of
@@ -185,27 +183,3 @@ def test_mistakes_are_told_in_one_line(ranks: list[dict[str, Any]], folder: Path
     tiny_llama(hidden_size=48, intermediate_size=40).save_pretrained(folder / "narrow")
     for expected, line in run_ranks(_refused, 1, folder, tmp_path / "adapter")[0]:
         assert expected in line
-
-
-@pytest.mark.exhaustive
-def test_adapters_train_on_instructions_beside_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    make_corpus(tmp_path)
-    tiny_llama(vocab_size=512, max_position_embeddings=32).save_pretrained(tmp_path / "base")
-    lines = [json.dumps({"prompt": f"w{i}", "completion": f" w{i + 1} w{i + 2}"}) for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    fit = shlex.split(
-        "fit --trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 4 --trainer.default_root_dir runs "
-        "--trainer.strategy MegatronStrategy --trainer.strategy.tp 2 --trainer.strategy.load_from base.ckpt "
-        "--model.model base/config.json --data InstructionDataModule --data.data_path data.jsonl --data.tokenizer tok "
-        "--data.seq_length 16 --data.micro_batch_size 2 --data.split 80,20,0 --data.packing true "
-        "--model.lora '{rank: 4, targets: [q_proj, v_proj], dropout: 0.1}'"
-    )
-    convert = ["convert", "--load-path", "base", "--save-path", "base.ckpt", "--to", "megatron"]
-    assert [code for code, _, _ in run_all(tmp_path, [convert])] == [0]
-    code, _, err = run_cli(tmp_path, *fit, ranks=2)
-    assert code == 0, err
-    assert "random ones" not in err
-    (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")
-    weights, base = read_tensors(checkpoint), read_tensors(tmp_path / "base.ckpt")
-    assert all(weights[name].equal(base[name]) for name in base if "word_embeddings" not in name)
-    assert any(tensor.any() for name, tensor in weights.items() if name.endswith("linear_qkv_lora.B"))

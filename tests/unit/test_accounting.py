@@ -40,30 +40,28 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "published"),
-    [(GPT2_LARGE, 774_030_080), (LLAMA_8B, 8_030_261_248), (T5_LARGE, 737_668_096)],
-)
-def test_total_is_the_published_count(model: dict[str, Any], published: int) -> None:
-    assert total_parameters(model_config(model)) == published
+def test_total_is_the_published_count() -> None:
+    published = ((GPT2_LARGE, 774_030_080), (LLAMA_8B, 8_030_261_248), (T5_LARGE, 737_668_096))
+    assert [total_parameters(model_config(model)) for model, _ in published] == [count for _, count in published]
 
 
 def _with_theirs(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
+    """A model and transformers', which has as many parameters."""
     config = getattr(transformers, f"{name.split('For')[0]}Config")(**fields, architectures=[name])
     with torch.device("meta"):
-        return model_config(config), getattr(transformers, name)(config)
+        model, theirs = model_config(config), getattr(transformers, name)(config)
+    assert total_parameters(model) == sum(parameter.numel() for parameter in theirs.parameters())
+    return model, theirs
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_total_is_that_of_transformers_model(name: str) -> None:
-    model, theirs = _with_theirs(name, OTHERS[name])
-    assert total_parameters(model) == sum(parameter.numel() for parameter in theirs.parameters())
+    _with_theirs(name, OTHERS[name])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_parameters_of_a_mixture_are_those_of_transformers_and_a_token_meets_some(name: str) -> None:
+def test_a_token_meets_some_parameters_of_a_mixture(name: str) -> None:
     model, theirs = _with_theirs(f"{name}ForCausalLM", MIXTURES[name])
-    assert total_parameters(model) == sum(p.numel() for p in theirs.parameters())
     of_experts = [p for n, p in theirs.named_parameters() if ".experts." in n]
     idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in of_experts)
     assert active_parameters(model) == total_parameters(model) - idle
@@ -116,6 +114,5 @@ def test_a_window_leaves_out_the_keys_before_it() -> None:
 def test_peaks_are_those_of_datasheets_for_exactly_the_devices_that_are_known() -> None:
     assert peak_flops_per_s("NVIDIA H200", "bf16") == 989e12
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops_per_s("Tesla T4", "bf16") is None
-    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H300", "cpu", ""):
+    for name in ("Tesla T4", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H300", "cpu", ""):
         assert peak_flops_per_s(name, "bf16") is None

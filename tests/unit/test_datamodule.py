@@ -35,9 +35,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-SEQ_LENGTH = 8
-
-
 class OneOfManyRanks(SingleDeviceStrategy):
     """A single process that plays the only rank of a layout."""
 
@@ -49,12 +46,13 @@ class OneOfManyRanks(SingleDeviceStrategy):
 
 
 class Recorder(LightningModule):
-    """Keeps what it is given, and stops by an exception if told to."""
+    """Keeps what it is given, and the steps before which it is validated."""
 
     def __init__(self, early_question: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.train_rows: list[torch.Tensor] = []
+        self.validated: list[int] = []
         self._early_question = early_question
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -63,6 +61,9 @@ class Recorder(LightningModule):
         return self.weight * 0.0
 
     def validation_step(self, batch: dict[str, torch.Tensor]) -> None: ...
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(self.trainer.global_step)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self._early_question:
@@ -74,51 +75,49 @@ class Recorder(LightningModule):
         return torch.cat(self.train_rows).numpy()
 
 
-def make_trainer(folder: Path, strategy: OneOfManyRanks, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
-    return Trainer(
-        default_root_dir=folder,
-        strategy=strategy,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **(defaults | options),
-    )
-
-
-def make_data(tmp_path: Path, **options: Any) -> IndexedDataModule:
-    defaults: dict[str, Any] = {"split": "8,1,1", "seq_length": SEQ_LENGTH, "micro_batch_size": 2}
-    return IndexedDataModule(str(tmp_path / "corpus"), **(defaults | options))
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
     """Of the dataset ``corpus``, whose splits leave ragged tails."""
     return write_corpus(tmp_path / "corpus", 63, longest=20)
 
 
-def _expected(tmp_path: Path, num_samples: int | None) -> NDArray[np.int64]:
-    """The engine's own samples."""
-    return engine_rows(([str(tmp_path / "corpus")], None), num_samples, seq_length=SEQ_LENGTH)
+def _data(folder: Path, **options: Any) -> IndexedDataModule:
+    defaults: dict[str, Any] = {"data_path": str(folder / "corpus"), "split": "8,1,1", "seq_length": 8}
+    return IndexedDataModule(**defaults | {"micro_batch_size": 2} | options)
 
 
-def _fit(folder: Path, num_microbatches: int, module: Recorder | None = None, **options: Any) -> Recorder:
+def _run(
+    folder: Path,
+    num_microbatches: int = 1,
+    *,
+    data: dict[str, Any] | None = None,
+    module: Recorder | None = None,
+    ckpt_path: str | None = None,
+    phase: str = "fit",
+    **options: Any,
+) -> Recorder:
     """A run that keeps a checkpoint of each step as ``step=N.ckpt``."""
     module = module or Recorder()
-    data, path = make_data(folder, **options.pop("data", {})), options.pop("ckpt_path", None)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     saving = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")
-    strategy = OneOfManyRanks(num_microbatches=num_microbatches)
-    trainer = make_trainer(folder, strategy, **options, enable_checkpointing=True, callbacks=[saving])
-    trainer.fit(module, datamodule=data, ckpt_path=path and str(folder / path))
+    settings: dict[str, Any] = {"limit_val_batches": 0, "callbacks": [saving], "accelerator": "cpu", **quiet, **options}
+    trainer = Trainer(default_root_dir=folder, strategy=OneOfManyRanks(num_microbatches), **settings)
+    path = ckpt_path and str(folder / ckpt_path)
+    getattr(trainer, phase)(module, datamodule=_data(folder, **(data or {})), ckpt_path=path)
     return module
+
+
+def _expected(folder: Path, num_samples: int | None) -> NDArray[np.int64]:
+    """The engine's own samples."""
+    return engine_rows(([str(folder / "corpus")], None), num_samples, seq_length=8)
 
 
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
 def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothing_in_a_pass(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], num_microbatches: int, max_steps: int
+    tmp_path: Path, num_microbatches: int, max_steps: int
 ) -> None:
-    first = _fit(tmp_path, 6, max_steps=3)
-    second = _fit(tmp_path, num_microbatches, max_steps=max_steps, ckpt_path="step=3.ckpt")
+    first = _run(tmp_path, 6, max_steps=3)
+    second = _run(tmp_path, num_microbatches, max_steps=max_steps, ckpt_path="step=3.ckpt")
     assert len(second.train_rows) == max_steps - 3
     order = _expected(tmp_path, 36)
     taken = np.concatenate((first.rows, second.rows))
@@ -129,91 +128,72 @@ def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothi
         assert set(later) <= {row.tobytes() for row in order}
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {}])
-def test_going_on_in_another_order_is_said(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], options: dict[str, Any]
-) -> None:
-    _fit(tmp_path, 1, max_steps=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit(tmp_path, 1, max_steps=5, data=options, ckpt_path="step=3.ckpt")
-    said = [str(item.message) for item in caught if "another order than the checkpoint's" in str(item.message)]
-    assert bool(said) == bool(options)
+def test_going_on_in_another_order_is_said(tmp_path: Path) -> None:
+    _run(tmp_path, max_steps=3)
+    for data, is_said in (({"seed": 1}, True), ({}, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _run(tmp_path, max_steps=5, data=data, ckpt_path="step=3.ckpt")
+        assert any("another order than the checkpoint's" in str(each.message) for each in caught) == is_said
 
 
 @pytest.mark.parametrize(("before", "after", "saved_at", "early_question"), [(4, 2, 2, True), (2, 4, 30, False)])
 def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], before: int, after: int, saved_at: int, early_question: bool
+    tmp_path: Path, before: int, after: int, saved_at: int, early_question: bool
 ) -> None:
-    class Validating(Recorder):
-        def on_validation_epoch_start(self) -> None:
-            validated.append(self.trainer.global_step)
-
-    def fit(num_microbatches: int, **options: Any) -> NDArray[np.int64]:
-        validated.clear()
-        options |= {"limit_val_batches": 1, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
-        return _fit(tmp_path, num_microbatches, Validating(early_question), max_epochs=3, **options).rows
-
-    validated: list[int] = []
-    first = fit(before)
-    rest = fit(after, ckpt_path=f"step={saved_at}.ckpt")
-
+    options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    options["reload_dataloaders_every_n_epochs"] = 1
+    first, rest = (
+        _run(tmp_path, size, module=Recorder(early_question), ckpt_path=path, **options)
+        for size, path in ((before, None), (after, f"step={saved_at}.ckpt"))
+    )
     num_samples = len(_expected(tmp_path, None))
     old, new = num_samples // (2 * before), num_samples // (2 * after)  # steps of an epoch
     epoch, done = divmod(saved_at, old)
     ends = [saved_at + (num_samples - done * 2 * before) // (2 * after)]
     ends += [ends[0] + new * number for number in range(1, 3 - epoch)]
-    assert validated == ends
-    assert len(rest) == (ends[-1] - saved_at) * 2 * after
+    assert rest.validated == ends
+    assert len(rest.rows) == (ends[-1] - saved_at) * 2 * after
     begin = epoch * old * 2 * before
-    taken = np.concatenate([first[begin : saved_at * 2 * before], rest])[: (num_samples // 8) * 8]
+    taken = np.concatenate([first.rows[begin : saved_at * 2 * before], rest.rows])[: (num_samples // 8) * 8]
     assert len(np.unique(taken, axis=0)) == len(taken)  # the epoch of the resume repeats nothing
 
 
-def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
+def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(tmp_path: Path) -> None:
     ramp = {"data": {"rampup_batch_size": [2, 2, 12]}}
-    _fit(tmp_path, 2, max_epochs=3)
-    for num_microbatches, max_epochs, options in ((4, 3, {"ckpt_path": "step=4.ckpt"}), (4, 2, ramp)):
+    _run(tmp_path, 2, max_epochs=3)
+    for max_epochs, options in ((3, {"ckpt_path": "step=4.ckpt"}), (2, ramp)):
         with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
-            _fit(tmp_path, num_microbatches, max_epochs=max_epochs, **options)
-        _fit(tmp_path, 4, max_epochs=1, **options)  # no other epoch follows
+            _run(tmp_path, 4, max_epochs=max_epochs, **options)
+        _run(tmp_path, 4, max_epochs=1, **options)  # no other epoch follows
 
 
-# ---- runs that cannot work ------------------------------------------------------------------------------------------
-
-
-def test_a_split_that_is_not_read_may_have_no_weight_or_be_empty_in_a_blend(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
+def test_a_split_that_is_not_read_may_have_no_weight_or_be_empty_in_a_blend(tmp_path: Path) -> None:
     small = build(tmp_path / "small", [[list(range(40))], [list(range(40))]])
-    module = Recorder()
-    for data_path, split in ((str(tmp_path / "corpus"), "1"), ([0.5, str(tmp_path / "corpus"), 0.5, small], "8,1,1")):
-        data = IndexedDataModule(data_path, split, SEQ_LENGTH, micro_batch_size=2)
-        make_trainer(tmp_path, OneOfManyRanks(), max_steps=2, limit_val_batches=0).fit(module, datamodule=data)
-        trainer = make_trainer(tmp_path, OneOfManyRanks(), limit_val_batches=1)
-        says = "no valid split for trainer.validate" if split == "1" else r"gives valid 0 of 2 documents of .*small"
+    blend = [0.5, str(tmp_path / "corpus"), 0.5, small]
+    for data, says in (
+        ({"split": "1"}, "no valid split for trainer.validate"),
+        ({"data_path": blend}, r"gives valid 0 of 2 documents of .*small"),
+    ):
+        assert len(_run(tmp_path, max_steps=2, data=data).train_rows) == 2
         with pytest.raises(ConfigError, match=says):
-            trainer.validate(module, datamodule=data)
-    assert len(module.train_rows) == 4
+            _run(tmp_path, data=data, phase="validate", limit_val_batches=1)
 
 
 def test_old_formats_give_the_samples_of_today(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     """Beside a dataset of today's in a blend."""
     first, second = ([[each.tolist()] for each in documents[half::2]] for half in (0, 1))
     new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
-    seen = []
-    for data_path in (new, [write_legacy(tmp_path / "old", first), new[1]]):
-        module = Recorder()
-        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=6)
-        trainer.fit(module, datamodule=IndexedDataModule(data_path, "1", SEQ_LENGTH, micro_batch_size=2))
-        seen.append(module.rows)
-    assert np.array_equal(seen[1], seen[0])
+    paths = (new, [write_legacy(tmp_path / "old", first), new[1]])
+    today, old = (_run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths)
+    assert np.array_equal(old, today)
+
+
+# ---- runs that cannot work ------------------------------------------------------------------------------------------
 
 
 def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_made_later(
-    tmp_path: Path, documents: list[NDArray[np.uint16]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
@@ -226,41 +206,31 @@ def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_m
     monkeypatch.setenv(LAUNCHER, str(os.getpid()))  # so that what the launch sets is gone afterwards
     monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
     monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", start)
+    module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
     for kind, error, says in (
         (IndexedDataModule, DataError, "data_path=.*nothing needs two files"),
         (Preparing, InterruptedError, "would start"),
     ):
         trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False)
-        module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
         with pytest.raises(error, match=says):
-            trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=SEQ_LENGTH))
+            trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))
 
 
-def test_impossible_arguments_and_a_vocabulary_that_the_dataset_exceeds_are_refused(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    for option, says in (({"seq_length": 0}, "seq_length=0 must be at least 1"), ({"split": "-1,1"}, "949,50,1")):
-        with pytest.raises(ConfigError, match=says):
-            make_data(tmp_path, **option)
+def test_a_vocabulary_that_the_dataset_exceeds_is_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
     shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
     fits, exceeds = (
         Run(shape=shape, model=model_config({"model_type": "gpt2", "vocab_size": size}))
         for size in (largest + 1, largest)
     )
-    make_data(tmp_path).check(fits)
+    _data(tmp_path).check(fits)
     with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends before it"):
-        make_data(tmp_path).check(exceeds)
+        _data(tmp_path).check(exceeds)
 
 
-def test_a_validation_interval_longer_than_an_epoch_is_refused(
-    tmp_path: Path, documents: list[NDArray[np.uint16]]
-) -> None:
-    def fit(**options: Any) -> None:
-        trainer = make_trainer(tmp_path, OneOfManyRanks(), max_steps=4, **({"limit_val_batches": 1} | options))
-        trainer.fit(Recorder(), datamodule=make_data(tmp_path))
-
+def test_a_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "limit_val_batches": 1}
     with pytest.raises(ConfigError, match="val_check_interval=3 is more than the 2 training steps"):
-        fit(val_check_interval=3, limit_train_batches=0.5)
-    fit(val_check_interval=4)
-    fit(val_check_interval=5, check_val_every_n_epoch=None)
+        _run(tmp_path, val_check_interval=3, limit_train_batches=0.5, **options)
+    _run(tmp_path, val_check_interval=4, **options)
+    _run(tmp_path, val_check_interval=5, check_val_every_n_epoch=None, **options)

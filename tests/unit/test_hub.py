@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from huggingface_hub import constants
 from lightning_megatron import MegatronModule
 from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, told, trainer_of
 from tests.ranks import run_ranks
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
@@ -78,19 +78,17 @@ def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
 def test_what_is_not_there_is_named_with_the_way_to_get_it(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = r"org/gpt: expected a path .* its config.json is not in the cache .*hub \(HF_HUB_OFFLINE is set\)"
-    with pytest.raises(ConfigError, match=said):
-        MegatronModule(model="org/gpt")
-    with pytest.raises(ConfigError, match=r"hf download org/gpt --revision v1`"):
-        local_folder("org/gpt@v1", "config")
-    with pytest.raises(ConfigError, match="its tokenizer.json is not in the cache"):
-        load_tokenizer("org/gpt")
+    missing = told(MegatronModule, model="org/gpt")
+    assert missing.startswith("org/gpt: expected a path ")
+    assert "its config.json is not in the cache" in missing
+    assert "hub (HF_HUB_OFFLINE is set)" in missing
+    assert "hf download org/gpt --revision v1`" in told(local_folder, "org/gpt@v1", "config")
+    assert "its tokenizer.json is not in the cache" in told(load_tokenizer, "org/gpt")
     save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
     *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
     last.unlink()
     _put(cache, "org/gpt", tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"its {last.name} is not in the cache"):
-        MegatronModule(model="org/gpt", pretrained=True)
+    assert f"its {last.name} is not in the cache" in told(MegatronModule, model="org/gpt", pretrained=True)
     assert MegatronModule(model="org/gpt").model_config.num_layers
     for name in ("runs/last.ckpt", "../model", "a/b/c", "model", "/a/b"):
         assert local_folder(name, "model") == Path(name)  # whoever reads it says that it does not exist
@@ -128,8 +126,8 @@ def test_ranks_without_a_process_group_download_once(cache: Path, tmp_path: Path
     assert [part in patterns for part in ("config.json", ".py", ".bin")] == [True, False, False]
 
 
-def _pushed(log: str, fails: bool) -> tuple[str, int]:
-    """Train a step, and push; what every rank got."""
+def _pushed(case: Case, log: str, fails: bool) -> str:
+    """Train a step, and push; what a rank got."""
     import huggingface_hub
 
     class Api:
@@ -149,30 +147,25 @@ def _pushed(log: str, fails: bool) -> tuple[str, int]:
             return type("Info", (), {"pr_url": None, "commit_url": "https://hub/commit/1"})
 
     huggingface_hub.HfApi = Api  # type: ignore[assignment, misc]
-    case = Case(layout=Layout(tp=2), steps=1)
     module = module_of(case)
-    with pytest.raises(ConfigError, match="no model to save"):
-        module.push_to_hub("org/new")
+    assert "no model to save" in told(module.push_to_hub, "org/new")
     trainer_of(case).fit(module, loader_of(case))
     options: dict[str, Any] = {"token": "secret", "revision": "dev", "private": True, "commit_message": "One step"}
-    try:
-        return module.push_to_hub("org/new", **options), module.model_config.num_layers
-    except ConfigError as error:
-        return str(error), 0
+    push = partial(module.push_to_hub, "org/new", **options)
+    return told(push) if fails else str(push())
 
 
 def test_a_model_is_pushed_by_rank_0_and_a_push_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    (ours, layers), other = run_ranks(_pushed, 2, str(tmp_path), False)
-    assert (ours, layers) == other == ("https://hub/commit/1", layers)
+    case = Case(layout=Layout(tp=2), steps=1)
+    assert same_on_all(_pushed, case, str(tmp_path), False) == "https://hub/commit/1"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "uploaded")
-    assert model.config.n_layer == layers
+    assert model.config.n_layer == 4
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
     asked = json.loads((tmp_path / "asked.json").read_text())
     assert asked == {"repo_id": "org/new", "commit_message": "One step", "revision": "dev", "create_pr": False}
     assert (tmp_path / "branch").read_text() == "dev"
-    for told, _ in run_ranks(_pushed, 2, str(tmp_path), True):
-        assert told.startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
-        assert "hf auth login" in told
-        assert "\n" not in told
+    for failed in run_ranks(_pushed, 2, case, str(tmp_path), True):
+        assert failed.startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
+        assert "hf auth login" in failed
