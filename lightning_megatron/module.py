@@ -464,13 +464,10 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
-        given = {
-            **{"input_ids": input_ids, "attention_mask": attention_mask},
-            **{"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask},
-        }
-        model, rows = self._writing_model(), {name: tensor for name, tensor in given.items() if tensor is not None}
+        model, given = self._writing_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        given |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         with self.megatron.engine():
-            return model.generate(rows, options, self._ends, on_tokens)
+            return model.generate(given, options, self._ends, on_tokens)
 
     def predict_step(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -549,11 +546,10 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        given |= {"input_ids": input_ids, "decoder_input_ids": decoder_input_ids}
-        model, rows = self._live_model(), {name: tensor for name, tensor in given.items() if tensor is not None}
+        model, given = self._live_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        given |= {"decoder_input_ids": decoder_input_ids, "token_type_ids": token_type_ids}
         with self.megatron.engine():
-            return model.logits(rows, last_stage_only=last_stage_only)
+            return model.logits(given, last_stage_only=last_stage_only)
 
     def _writing_model(self) -> LiveModel:
         """The model, which must be a GPT or T5.

@@ -81,7 +81,7 @@ class LiveModel:
 
     def generate(
         self,
-        given: Batch,
+        given: Mapping[str, Tensor | None],
         arguments: Mapping[str, Any],
         ends: EndTokens,
         on_tokens: Callable[[Tensor], None] | None = None,
@@ -101,8 +101,7 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
         """
-        device = given["input_ids"].device if isinstance(given["input_ids"], Tensor) else self.device
-        on_host = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in given.items()}
+        device, on_host = getattr(given["input_ids"], "device", self.device), _on_host(given)
         asked = partial(request_of, on_host, arguments, self.config, ends, on_tokens)
         request = on_all_ranks_alike(asked) if is_shared else asked()
         options = request.options
@@ -136,7 +135,9 @@ class LiveModel:
 
     # ---- logits ------------------------------------------------------------------------------------------------------
 
-    def logits(self, given: Batch, *, is_shared: bool = True, last_stage_only: bool = False) -> Tensor | None:
+    def logits(
+        self, given: Mapping[str, Tensor | None], *, is_shared: bool = True, last_stage_only: bool = False
+    ) -> Tensor | None:
         """Logits of rows: fp32, on the device of the weights.
 
         They are ``[b, s, vocab_size]``; s is the length of the decoder's rows if there is a decoder. Those of a BERT's
@@ -151,26 +152,26 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks alike, before anything runs, if the model cannot read a row.
         """
-        on_host, count, counts = {name: each.cpu() for name, each in given.items()}, len(given["input_ids"]), [0]
+        own, counts = _on_host(given), [0]
         if is_shared:
-            on_all_ranks_alike(lambda: check_rows(on_host, self.config))
-            _check_agreement("logits", *on_host.values())
-            own, counts = self._dealt(count)
-            given, count = {name: each[own] for name, each in given.items()}, own.stop - own.start
-        elif count > 0:
-            check_rows(on_host, self.config)
+            on_all_ranks_alike(partial(check_rows, own, self.config))
+            _check_agreement("logits", *own.values())
+            rows, counts = self._dealt(len(own["input_ids"]))
+            own = {name: each[rows] for name, each in own.items()}
+        elif len(own["input_ids"]) > 0:
+            check_rows(own, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
-        model, shape = self.config, list(given.get("decoder_input_ids", given["input_ids"]).shape)
+        model, shape = self.config, list(own.get("decoder_input_ids", own["input_ids"]).shape)
         predicts_tokens = model.architecture != "bert" or model.has_output_layer
         if not predicts_tokens and model.task == "sequence_classification":
-            shape = [count]
+            del shape[1]
         shape.append(model.vocab_size if predicts_tokens else model.num_labels)
         # Every rank must enter, also those of a copy without rows: weights may still be on their way to it.
         with inference_mode(self.chunks) as models:
             logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
-            if count > 0:
-                rows = whole_rows({name: each.long().to(self.device) for name, each in given.items()})
-                computed = Stages(models, self.topology, rows).first(every_position=True)
+            if shape[0] > 0:
+                read = whole_rows({name: each.long().to(self.device) for name, each in own.items()})
+                computed = Stages(models, self.topology, read).first(every_position=True)
                 if computed is not None:
                     logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:
@@ -199,6 +200,12 @@ class LiveModel:
         dp, rank = self.topology.dp, self.topology.dp_rank
         bounds = [rows * copy // dp for copy in range(dp + 1)]
         return slice(bounds[rank], bounds[rank + 1]), [bounds[copy + 1] - bounds[copy] for copy in range(dp)]
+
+
+def _on_host(given: Mapping[str, Tensor | None]) -> Batch:
+    """What is there, on the host; what is no tensor is refused later, on all ranks."""
+    found: dict[str, Any] = {name: each for name, each in given.items() if each is not None or name == "input_ids"}
+    return {name: each.cpu() if isinstance(each, Tensor) else each for name, each in found.items()}
 
 
 def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
