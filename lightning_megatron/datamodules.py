@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -183,20 +183,13 @@ class IndexedDataModule(MegatronDataModule):
         if name == "gpt":
             drop_last = self.drop_last_partial_validation_sequence
             return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
-        if name == "bert":
-            in_order = self.sentence_order
-            if in_order is None:
-                in_order = model is None or model.task == "pretraining"
-            return BertObjective(
-                seq_length=length, tokenizer=self._facts, masking=self.masking, sentence_order=in_order
-            )
-        return T5Objective(
-            seq_length=length,
-            seq_length_decoder=self.seq_length_decoder,
-            tokenizer=self._facts,
-            masking=self.masking,
-            format=self.t5_format,
-        )
+        common: Any = {"seq_length": length, "tokenizer": self._facts, "masking": self.masking}
+        if name == "t5":
+            return T5Objective(seq_length_decoder=self.seq_length_decoder, format=self.t5_format, **common)
+        in_order = self.sentence_order
+        if in_order is None:
+            in_order = model is None or model.task == "pretraining"
+        return BertObjective(sentence_order=in_order, **common)
 
 
 @explains_options
@@ -249,6 +242,7 @@ class InstructionDataModule(MegatronDataModule):
     ) -> None:
         super().__init__(micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed)
         require_number("seq_length", seq_length, at_least=2)
+        require_choice("answers", answers, get_args(Answers))
         if tokenizer is None:
             raise ConfigError("tokenizer=None cannot read text; give the folder of the model's tokenizer")
         self.seq_length = seq_length
@@ -485,7 +479,8 @@ class TextEvaluationDataModule(MegatronDataModule):
         if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
             raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
         self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
-        self.stride, self.strict, self.json_key = stride, strict, json_key
+        given = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
+        self._read = partial(read_evaluation_texts, *given)
         self._sources = dict.fromkeys(("valid", "test"))
 
     @override
@@ -511,9 +506,7 @@ class TextEvaluationDataModule(MegatronDataModule):
 
     @cached_property
     def _texts(self) -> EvaluationTexts:
-        stride = self.stride or self.seq_length
-        given = self.data_path, self.tokenizer, self.seq_length, self.task, stride, self.strict, self.json_key
-        return read_evaluation_texts(*given)
+        return self._read()
 
 
 def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, tuple[Any, str]]:

@@ -38,7 +38,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ _OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
 _AGAIN = "run preprocess again, or copy both files again from their source"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class IndexedDataset:
     """A dataset that is mapped into memory: pages are shared by all processes, and read when they are touched."""
 
@@ -145,7 +145,8 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
         )
     files = {suffix: _mapped(prefix + suffix) for suffix in (".idx", ".bin")}
     is_old = _content(files[".idx"])[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC
-    dataset = (_open_old if is_old else _open_mmap)(prefix, files)
+    index = (_read_old if is_old else _read_mmap)(prefix, files)
+    dataset = IndexedDataset(prefix, "cached/lazy" if is_old else "mmap", *index, files)
     if for_training and dataset.dtype.kind == "f":
         raise DataError(f"{prefix} holds {dataset.dtype}: expected integers, on which a model can be trained")
     return dataset
@@ -191,7 +192,12 @@ def _check_sequences(dataset: IndexedDataset) -> None:
         end = int(ends[-1])
 
 
-def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset:
+_Files: TypeAlias = dict[str, mmap.mmap | None]
+_Index: TypeAlias = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
+"""Type of a token, lengths, positions and document bounds, as in ``IndexedDataset``."""
+
+
+def _read_mmap(prefix: str, files: _Files) -> _Index:
     index = _content(files[".idx"])
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
     if code not in _TYPES:
@@ -203,18 +209,10 @@ def _open_mmap(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDatase
     dtype = _TYPES[code]
     if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"] or b""):
         dtype = np.dtype("<f8")
-    return IndexedDataset(
-        prefix=prefix,
-        format="mmap",
-        dtype=dtype,
-        lengths=lengths,
-        positions=positions,
-        document_bounds=bounds,
-        files=files,
-    )
+    return dtype, lengths, positions, bounds
 
 
-def _open_old(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset:
+def _read_old(prefix: str, files: _Files) -> _Index:
     index = _content(files[".idx"])
     code, element_size, num_sequences, num_axes, num_bounds = _read_header(prefix, index, OLD_MAGIC, "<6Q")
     if (code, element_size) not in _OLD_TYPES:
@@ -231,15 +229,7 @@ def _open_old(prefix: str, files: dict[str, mmap.mmap | None]) -> IndexedDataset
     is_wrong = (elements[1:] != ends * (dtype.itemsize // element_size)) | (as_int32 != lengths)
     if elements[0] or is_wrong.any():
         raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
-    return IndexedDataset(
-        prefix=prefix,
-        format="cached/lazy",
-        dtype=dtype,
-        lengths=as_int32,
-        positions=(ends - lengths) * dtype.itemsize,
-        document_bounds=bounds,
-        files=files,
-    )
+    return dtype, as_int32, (ends - lengths) * dtype.itemsize, bounds
 
 
 def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:

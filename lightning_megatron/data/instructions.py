@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from lightning_megatron.data.documents import (
 )
 from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.errors import DataError, require_choice
+from lightning_megatron.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +70,6 @@ class InstructionOptions:
     it (for templates that write earlier turns otherwise, e.g. without their reasoning), or the last one."""
     separator: str = ""
     """Text between a prompt and a completion that are strings; part of the prompt."""
-
-    def __post_init__(self) -> None:
-        """Check what can be known before anything is read.
-
-        Raises:
-            ConfigError: If a value cannot work.
-        """
-        require_choice("answers", self.answers, get_args(Answers))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -412,18 +412,16 @@ def _skipping(sampler: Any, skipped: int, after_skipping: Callable[[], None]) ->
 
 def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """The samples of ``loader`` in another order or other batches."""
-    return DataLoader(
-        loader.dataset,
-        **order,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
+    of_reading = (
+        "num_workers",
+        "prefetch_factor",
+        "timeout",
+        "multiprocessing_context",
+        "worker_init_fn",
+        "pin_memory",
     )
+    kept = {name: getattr(loader, name) for name in (*of_reading, "collate_fn", "generator")}
+    return DataLoader(loader.dataset, **order, **kept)
 
 
 def dealt_to_fewer(loader: object, asked: int, num_microbatches: int) -> object:
