@@ -191,25 +191,21 @@ def _beat(stale: float, place: str = "in all_reduce (a.py:1 in f)", **fields: An
 
 
 def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
+    def told(*beats: Beat, most: float = 1e9) -> str:
+        found = verdict(dict(enumerate(beats)), [], beats[0], most)
+        return "" if found is None else found.text
+
     waits, hangs, works = _beat(70), _beat(70, "in C.setup (b.py:2 in setup)"), _beat(10, "at (c.py:3 in g)")
-    assert verdict({0: waits, 1: works}, [], waits, 1e9) is None
-    found = verdict({0: waits, 1: waits, 2: hangs}, [], waits, 1e9)
-    assert found is not None
-    assert found.text.startswith("rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup")
-    every = verdict({0: waits, 1: waits, 2: _beat(70, "in all_reduce, in C.x (d.py:4 in x)")}, [], waits, 1e9)
-    assert every is not None
-    assert every.text.startswith("rank 2 hangs")
-    shifted = verdict({0: waits, 1: _beat(70, "in all_reduce, in D.y (d.py:5 in y)")}, [], waits, 1e9)
-    assert shifted is not None
-    assert shifted.text.startswith("ranks 0, 1 hang")
-    assert shifted.text.endswith(
-        "rank 0 is in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)"
-    )
+    assert told(waits, works) == ""
+    assert told(waits, works, most=5) != ""
+    says = "rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup"
+    assert told(waits, waits, hangs).startswith(says)
+    assert told(waits, waits, _beat(70, "in all_reduce, in C.x (d.py:4 in x)")).startswith("rank 2 hangs")
+    shifted = told(waits, _beat(70, "in all_reduce, in D.y (d.py:5 in y)"))
+    assert shifted.startswith("ranks 0, 1 hang")
+    assert shifted.endswith("in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)")
     behind, ahead = (_beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", is_users=True, steps=n) for n in (6, 7))
-    found = verdict({0: ahead, 1: behind}, [], ahead, 1e9)
-    assert found is not None
-    assert found.text.startswith("rank 1 hangs")
-    assert verdict({0: waits, 1: works}, [], waits, 5) is not None
+    assert told(ahead, behind).startswith("rank 1 hangs")
 
 
 def test_a_slow_rank_is_named_only_after_many_steps() -> None:
