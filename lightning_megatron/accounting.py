@@ -10,6 +10,7 @@ second forward pass: without the latter it is ``72 B s L h^2 (1 + s / (6 h) + V 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -71,17 +72,7 @@ def adapter_parameters(model: ModelConfig) -> int:
     """Parameters of all adapters (LoRA) of the model, which are those that are trained; 0 without."""
     if model.lora is None:
         return 0
-    h, ffn, r = model.hidden_size, model.ffn_hidden_size, model.lora.rank
-    q, kv = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    sizes = {  # read, and written by each matrix
-        "linear_qkv": (h, (q, kv, kv)),
-        "linear_q": (h, (q,)),
-        "linear_kv": (h, (kv, kv)),
-        "linear_proj": (q, (h,)),
-        "linear_fc1": (h, (ffn,) * (2 if model.gated_linear_unit else 1)),
-        "linear_fc2": (ffn, (h,)),
-    }
-    count = 0
+    sizes, r, count = _linears(model), model.lora.rank, 0
     for name, parts in model.lora.linears:
         read, written = sizes[name.rpartition(".")[2]]
         written = written if len(parts) > 1 else (sum(written),)
@@ -143,22 +134,37 @@ def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vo
         if model.position_embedding_type == "learned_absolute":
             count += (model.max_position_embeddings + model.position_offset) * model.hidden_size
     if is_last:
-        count += _norm(model) + (_bert_head(model, vocab_size // tp) if model.architecture == "bert" else 0)
+        count += _norm(model)
+        if model.architecture == "bert":  # the weight of the output layer is counted below
+            rows = vocab_size // tp if model.has_output_layer else 0
+            count += sum((read + 1) * written for read, written, _ in _bert_head(model, rows))
+            count += model.has_output_layer * 2 * model.hidden_size - rows * model.hidden_size
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
         if model.has_output_layer and not (model.share_embeddings_and_output_weights and is_first):
             count += embedding
     return count
 
 
+def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Numbers that each linear of a layer reads, and those that each of its matrices writes."""
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    q, kv = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    return {
+        "linear_qkv": (h, (q, kv, kv)),
+        "linear_q": (h, (q,)),
+        "linear_kv": (h, (kv, kv)),
+        "linear_proj": (q, (h,)),
+        "linear_fc1": (h, (ffn,) * (_matrices(model) - 1)),
+        "linear_fc2": (ffn, (h,)),
+    }
+
+
 def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) -> int:
     """One layer on one of ``tp`` ranks: the linears are split, norms and biases of row-parallel linears are not."""
-    h, ffn = model.hidden_size, model.ffn_hidden_size
-    q = model.num_attention_heads * model.kv_channels
+    h, linears, num_attentions = model.hidden_size, _linears(model), 2 if has_cross_attention else 1
+    qkv, up = (sum(linears[name][1]) for name in ("linear_qkv", "linear_fc1"))
     # Fewer key/value heads than ranks are split, too: each rank keeps a part of their rows.
-    qkv = q + 2 * model.num_query_groups * model.kv_channels
-    up = ffn * (2 if model.gated_linear_unit else 1)
-    num_attentions = 2 if has_cross_attention else 1
-    split = num_attentions * (qkv + q) * h + (up + ffn) * h
+    split = num_attentions * _projections(model) + _matrices(model) * h * model.ffn_hidden_size
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
     whole = norms * _norm(model)
     if model.qk_layernorm:
@@ -183,6 +189,11 @@ def _more_of_experts(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
     return layer_experts(model, layer) // ep + _matrices(model) * h * (shared - model.ffn_hidden_size) // tp + router
 
 
+def _projections(model: ModelConfig) -> int:
+    """Weights of an attention."""
+    return 2 * model.hidden_size * (model.num_attention_heads + model.num_query_groups) * model.kv_channels
+
+
 def _matrices(model: ModelConfig) -> int:
     """Of an MLP."""
     return 3 if model.gated_linear_unit else 2
@@ -192,14 +203,17 @@ def _norm(model: ModelConfig, width: int | None = None) -> int:
     return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
 
 
-def _bert_head(model: ModelConfig, vocab_rows: int) -> int:
-    """Parameters after the final norm, but for the weight of the output layer."""
-    h, dense = model.hidden_size, model.hidden_size * (model.hidden_size + 1)
-    count = model.has_pooler * dense
+def _bert_head(model: ModelConfig, vocab_rows: int, seq_length: int = 1) -> list[tuple[int, int, int]]:
+    """Numbers that each linear after the final norm reads and writes, and for how many tokens of a row."""
+    h = model.hidden_size
+    linears = [(h, h, 1)] if model.has_pooler else []
     if model.has_output_layer:
-        count += dense + 2 * h + vocab_rows
-    labels = 2 if model.task == "pretraining" else 0 if model.has_output_layer else model.num_labels
-    return count + labels * (h + 1)
+        linears += [(h, h, seq_length), (h, vocab_rows, seq_length)]
+    if model.task == "pretraining":
+        return [*linears, (h, 2, 1)]
+    if model.has_output_layer:
+        return linears
+    return [*linears, (h, model.num_labels, 1 if model.has_pooler else seq_length)]
 
 
 def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) -> None:
@@ -260,7 +274,6 @@ def layer_flops(
         attention: As for ``forward_flops``.
     """
     h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
-    projections = 2 * h * (q + model.num_query_groups * model.kv_channels)
     mlp = h * model.mlp_width(layer) * _matrices(model)
     if model.experts is not None and model.has_experts(layer):
         mlp += h * (model.experts.num_experts + (model.experts.shared_ffn_hidden_size > 0))
@@ -270,7 +283,7 @@ def layer_flops(
         keys = _keys_per_query(model, layer, s, attention)
     else:
         keys = s / 2 if is_decoder and attention == "causal" else s
-    products, scores = s * (projections + mlp), 2 * s * q * keys
+    products, scores = s * (_projections(model) + mlp), 2 * s * q * keys
     if is_decoder:  # queries and outputs of the decoder's tokens, keys and values of the encoder's
         products += (s + lengths[0]) * 2 * h * q
         scores += 2 * s * q * lengths[0]
@@ -280,7 +293,7 @@ def layer_flops(
 def head_flops(model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int) -> float:
     """Operations of what follows the last layer, forward, on one row."""
     if model.architecture == "bert":
-        return 2.0 * _bert_head_multiply_adds(model, lengths[0], padded_vocab_size)
+        return 2.0 * sum(math.prod(linear) for linear in _bert_head(model, padded_vocab_size, lengths[0]))
     return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
 
 
@@ -308,18 +321,6 @@ def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: 
         return window
     # A triangle of the first ``window`` queries, then rows of ``window`` keys.
     return window * (1 - window / (2 * seq_length))
-
-
-def _bert_head_multiply_adds(model: ModelConfig, seq_length: int, padded_vocab_size: int) -> int:
-    h = model.hidden_size
-    count = model.has_pooler * h * h
-    if model.has_output_layer:
-        count += seq_length * h * (h + padded_vocab_size)
-    if model.task == "pretraining":
-        return count + 2 * h
-    if model.has_output_layer:
-        return count
-    return count + h * model.num_labels * (1 if model.has_pooler else seq_length)
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------

@@ -266,12 +266,8 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
 
 def _kept_layers(run: Run, pp_rank: int) -> float:
     """Bytes of activations at the moment when most microbatches are under way on a stage."""
-    parallel = run.parallel
-    pp, m = parallel.pp, parallel.num_microbatches
-    mine = run.chunks_of(pp_rank)
-    under_way: float = min(pp - pp_rank, m)
-    if len(mine) > 1:  # the warm-up of megatron-core 0.16.1, schedules.py, and the forward pass that follows it
-        under_way = min((pp - pp_rank - 1) * 2 + (len(mine) - 1) * pp + 1, m * len(mine)) / len(mine)
+    parallel, mine = run.parallel, run.chunks_of(pp_rank)
+    under_way = min(_warm_up(parallel, pp_rank) + 1, parallel.num_microbatches * len(mine)) / len(mine)
     kept = sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
     if run.recompute != "full":
         return under_way * kept
@@ -655,11 +651,16 @@ def timeline(run: Run, device: Device) -> list[list[Slot]]:
 def _order(parallel: ParallelConfig, pp_rank: int) -> list[tuple[int, int, bool]]:
     """Chunk, microbatch and direction of all that a stage does, as in megatron-core 0.16.1's schedules.py."""
     pp, v, m = parallel.pp, parallel.num_model_chunks, parallel.num_microbatches
+    warm_up = _warm_up(parallel, pp_rank)
     forward = [(chunk, first + i) for first in range(0, m, pp) for chunk in range(v) for i in range(min(pp, m - first))]
     backward = [(v - 1 - chunk, microbatch) for chunk, microbatch in forward]
-    warm_up = (pp - pp_rank - 1) * 2 + (v - 1) * pp if v > 1 else pp - pp_rank - 1
-    warm_up = min(warm_up, len(forward))
     order = [(*each, True) for each in forward[:warm_up]]
     for ahead, behind in zip(forward[warm_up:], backward, strict=False):
         order += [(*ahead, True), (*behind, False)]
-    return order + [(*each, False) for each in backward[len(forward) - warm_up :]]
+    return order + [(*each, False) for each in backward[max(0, len(forward) - warm_up) :]]
+
+
+def _warm_up(parallel: ParallelConfig, pp_rank: int) -> int:
+    """Forward passes of a stage before its first backward pass follows one, if there are so many microbatches."""
+    behind, chunks = parallel.pp - pp_rank - 1, parallel.num_model_chunks
+    return behind * 2 + (chunks - 1) * parallel.pp if chunks > 1 else behind
