@@ -171,9 +171,6 @@ class TrainStep(ABC):
 
 Observer: TypeAlias = Callable[[Batch, Output], None]
 
-_COUNT = "number of targets: "
-"""Before the names of terms, among the inputs of a microbatch's graph."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
@@ -257,6 +254,7 @@ class Schedule:
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
+        self._counted: dict[tuple[str, ...], torch.Tensor] = {}
         self._targets_seen: list[torch.Tensor] = []
         self._observe: Observer | None = None
         self._graphs = graphs
@@ -426,25 +424,18 @@ class Schedule:
 
     def _replayed(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Reports of the microbatches, whose gradients CUDA graphs have added up; None if Megatron shall run them."""
-        denominators = self._denominators
-        if self._graphs is None or denominators is None:
-            return None
-        inputs = [{**each, **{_COUNT + name: n for name, n in denominators.items()}} for each in microbatches]
-        if not self._graphs.are_ready_for(inputs[0]):
+        if self._graphs is None or self._denominators is None or not self._graphs.are_ready_for(microbatches[0]):
             return None
         (chunk,), (config,) = self._chunks, self._configs
 
         def body(held: Batch) -> torch.Tensor:
-            self._denominators = {name: held[_COUNT + name] for name in denominators}
-            microbatch = {name: tensor for name, tensor in held.items() if not name.startswith(_COUNT)}
-            output, report = self._forward_step(iter([microbatch]), chunk)
+            output, report = self._forward_step(iter([held]), chunk)
             numbers: torch.Tensor
             loss, _, numbers = report(output)
             config.grad_scale_func(loss).backward()
             return numbers
 
-        reports = [self._graphs.run(each, body) for each in inputs]
-        self._denominators = denominators
+        reports = [self._graphs.run(each, body) for each in microbatches]
         self._finalize_gradients(self._chunks)
         return reports
 
@@ -467,8 +458,10 @@ class Schedule:
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:
             balance.begin(totals[-1])
-        # A batch without a target has the loss 0, not 0/0.
-        return dict(zip(names, totals[: len(names)].clamp(min=1.0), strict=True))
+        # A batch without a target has the loss 0, not 0/0. Recorded graphs read them where those of other steps were.
+        counted = totals[: len(names)].clamp(min=1.0)
+        held = self._counted.setdefault(tuple(names), counted).copy_(counted)
+        return dict(zip(names, held.unbind(), strict=True))
 
     def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
         microbatch = next(data_iterator)

@@ -34,7 +34,7 @@ from lightning_megatron.models.rotary import angles_at, inverse_frequencies
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies are others in longer sequences."""
 _MAX_LENGTHS = 64
-"""Of rows, whose angles are kept."""
+"""Of rows, whose frequencies are kept."""
 
 
 class Chunk(LanguageModule):
@@ -173,8 +173,10 @@ class GPTChunk(Chunk):
         if self.pre_process and model.embedding_layernorm:
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
-            self._rotary_frequencies = self._frequencies()
-            self._counted_angles: dict[tuple[int, int], Tensor] = {}
+            self._depends_on_length = (
+                model.rope_scaling is not None and model.rope_scaling.rope_type in _LENGTH_DEPENDENT
+            )
+            self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
         self.decoder = self.create_block()
         if self.post_process:
             self.output_layer = self.create_output_layer()
@@ -240,33 +242,24 @@ class GPTChunk(Chunk):
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """How far each pair of a head turns: [s/cp, 1 or b, 1, rotary_width], or for two thetas both in turn."""
-        scaling, length = self.description.rope_scaling, input_ids.shape[1]
-        depends_on_length = scaling is not None and scaling.rope_type in _LENGTH_DEPENDENT
+        longest: int | None = None
+        if self._depends_on_length:
+            longest = input_ids.shape[1] if position_ids is None else self.rotary_length
+            # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
+            longest = int(position_ids.max()) + 1 if longest is None else longest
+        if (frequencies := self._frequencies.get(longest)) is None:
+            frequencies = self._frequencies_at(longest)
+            if len(self._frequencies) < _MAX_LENGTHS:  # none is ever dropped: a recorded graph reads it where it lies
+                self._frequencies[longest] = frequencies
         if position_ids is None:
-            kind = (length, self.config.context_parallel_size)  # whole rows while text is generated
-            if (known := self._counted_angles.get(kind)) is not None:
-                return known
-            frequencies = self._frequencies(length) if depends_on_length else self._rotary_frequencies
-            angles = self._angles_at(torch.arange(length, device=input_ids.device)[None], frequencies)
-            if (
-                len(self._counted_angles) < _MAX_LENGTHS
-            ):  # none is ever dropped: a recorded graph reads it where it lies
-                self._counted_angles[kind] = angles
-            return angles
-        if not depends_on_length:
-            return self._angles_at(position_ids, self._rotary_frequencies)
-        # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
-        length = int(position_ids.max()) + 1 if self.rotary_length is None else self.rotary_length
-        return self._angles_at(position_ids, self._frequencies(length))
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        positions = self.own_tokens(position_ids)
+        return angles_at(positions, frequencies, interleaved=self.description.rotary_interleaved)
 
-    def _angles_at(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        own = self.own_tokens(positions)
-        return angles_at(own, frequencies, interleaved=self.description.rotary_interleaved)
-
-    def _frequencies(self, *seq_length: int) -> Tensor:
+    def _frequencies_at(self, longest: int | None) -> Tensor:
         model = self.description
         # The engine knows only the constants of Llama 3.1; the config may say others.
-        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, *seq_length)
+        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, longest)
         if model.rotary_base_of_windows is not None:
             of_windows = inverse_frequencies(model.rotary_width, model.rotary_base_of_windows, None)
             frequencies = torch.stack((frequencies, of_windows))
