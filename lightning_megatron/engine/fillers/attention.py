@@ -314,13 +314,11 @@ _NUMBERS = itertools.count()
 
 def can_use_flex(q: Tensor, k: Tensor) -> bool:
     """Whether the compiled kernels take these queries and keys ([b, np, s, hn])."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and min(q.shape[2], k.shape[2]) >= SHORTEST_FLEX
-        and 16 <= q.shape[3] <= 256
-        and _is_ampere_or_newer(q.device)
-    )
+    return _has_kernels(q) and min(q.shape[2], k.shape[2]) >= SHORTEST_FLEX and 16 <= q.shape[3] <= 256
+
+
+def _has_kernels(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _is_ampere_or_newer(q.device)
 
 
 @functools.cache
@@ -436,16 +434,8 @@ def runs_of(segments: Tensor) -> Runs | None:
 
 def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     """Whether the kernel takes these queries and keys ([b, np, s, hn]) and hides what ``pattern`` says."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[2] == k.shape[2]
-        and not pattern.cross
-        and pattern.window is None
-        and q.shape[3] % 8 == 0
-        and q.shape[3] <= 256
-        and _is_ampere_or_newer(q.device)
-    )
+    fits = q.shape[2] == k.shape[2] and not pattern.cross and pattern.window is None
+    return _has_kernels(q) and fits and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
 def attend_to_runs(

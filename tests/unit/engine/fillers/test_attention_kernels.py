@@ -289,24 +289,12 @@ def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.T
     return (q @ k.mT * scale + scores).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("parts", [2, 4])
-def test_parts_give_what_all_keys_give_at_once(parts: int, biases: bool) -> None:
-    q, k, v, scores = _case("cpu", torch.float32)
-    if biases:  # of each head, as ALiBi's
-        scores = scores + torch.linspace(-3, 0, LENGTH) * torch.rand(1, GROUPS, REPEATS, 1)
-    actual = attention.attend_in_parts(q, k, v, scores, parts, scale=0.3)
-    torch.testing.assert_close(actual.double(), _expected(q, k, v, scores, 0.3), rtol=0.0, atol=1e-6)
-    whole = F.scaled_dot_product_attention(q, k, v, scores)
-    torch.testing.assert_close(
-        attention.attend_in_parts(q, k, v, scores, parts, scale=None), whole, rtol=0.0, atol=1e-6
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("rows", [1, ROWS])
-def test_they_do_on_a_gpu_where_none_waits(dtype: torch.dtype, atol: float, rows: int) -> None:
+def test_parts_give_on_a_gpu_what_all_keys_give_at_once_and_none_waits(
+    dtype: torch.dtype, atol: float, rows: int
+) -> None:
     """In 16 bits the result of size 1 is rounded to 8 digits, twice."""
     q, k, v, scores = (x[:rows] for x in _case("cuda", dtype))
     parts = attention.num_key_parts(q, k)
