@@ -187,26 +187,27 @@ def check_numbers(name: str, values: Tensor, limit: int | None, rule: str, ignor
     check_all(name, values, right, f"{allowed}, or -100 for no target" if ignored else allowed)
 
 
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], rule: str, *or_shapes: tuple[int, ...]) -> None:
-    """Raise unless ``tensor`` has ``shape``, or another that is allowed.
+def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` has one of ``shapes``.
 
     Raises:
-        DataError: With both shapes and what sets the right one.
+        DataError: With its shape, the right ones and what sets them.
     """
-    shapes = (shape, *or_shapes)
     if tuple(tensor.shape) not in shapes:
         expected = " or ".join(str(list(each)) for each in shapes)
         raise DataError(f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it")
 
 
-def check_integers(name: str, tensor: Tensor, rule: str) -> None:
-    """Raise unless ``tensor`` has an integer dtype.
+def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` has an integer dtype, and one of ``shapes`` if there are any.
 
     Raises:
-        DataError: With the dtype and why it must be another one.
+        DataError: With the dtype, or the shape, and why it must be another one.
     """
     if tensor.is_floating_point() or tensor.dtype is torch.bool:
         raise DataError(f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()")
+    if shapes:
+        check_shape(name, tensor, rule, *shapes)
 
 
 def check_floats(name: str, tensor: Tensor, rule: str) -> None:
@@ -246,9 +247,9 @@ def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig
     """
     for name in ("attention_mask", "position_ids", "token_type_ids", "loss_mask"):
         if name in batch:
-            check_shape(name, batch[name], (rows, length), "one number for each token that the model reads")
+            check_shape(name, batch[name], "one number for each token that the model reads", (rows, length))
     if "sample_mask" in batch:
-        check_shape("sample_mask", batch["sample_mask"], (rows,), "one weight per row")
+        check_shape("sample_mask", batch["sample_mask"], "one weight per row", (rows,))
     limits = {
         "position_ids": (
             model.max_position_embeddings if model.has_position_table else None,

@@ -260,8 +260,7 @@ class _MaskedTokens(_Objective):
         base.check_numbers("labels", counted, self._vocab_size, "vocab_size", base.IGNORED_LABELS)
         if self._learns_order:
             order = batch["next_sentence_label"]
-            base.check_integers("next_sentence_label", order, "0: in order, 1: not")
-            _check_one_per_row("next_sentence_label", order, labels.shape[0])
+            base.check_integers("next_sentence_label", order, "one per row", *_one_per_row(labels))
             base.check_numbers("next_sentence_label", order, 2, "kinds of order", base.IGNORED_LABELS)
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
@@ -328,12 +327,11 @@ class _RowLabels(_Objective):
         problem = self._problem_of(labels)
         rule = f"num_labels={n}, problem_type={problem!r}"
         if problem == "single_label_classification":
-            base.check_integers("labels", labels, rule)
-            _check_one_per_row("labels", labels, rows)
+            base.check_integers("labels", labels, rule, *_one_per_row(batch["input_ids"]))
             base.check_numbers("labels", labels, n, "num_labels", base.IGNORED_LABELS)
             return
         base.check_floats("labels", labels, rule)
-        base.check_shape("labels", labels, (rows, n), rule, *([(rows,)] if n == 1 else []))
+        base.check_shape("labels", labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
         if problem == "multi_label_classification":
             base.check_all("labels", labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
 
@@ -412,10 +410,8 @@ class _AnswerSpan(_Objective):
             raise ConfigError(f"num_labels={model.num_labels} for task='question_answering'; use num_labels=2")
 
     def check(self, batch: Batch) -> None:
-        rows = batch["input_ids"].shape[0]
         for name in self.needed:
-            base.check_integers(name, batch[name], "a place in the row")
-            _check_one_per_row(name, batch[name], rows)
+            base.check_integers(name, batch[name], "a place in each row", *_one_per_row(batch["input_ids"]))
 
     def targets(self, batch: Batch, rows: Tensor) -> Batch:
         length = batch["input_ids"].shape[1]
@@ -444,13 +440,14 @@ class _AnswerSpan(_Objective):
         metrics["exact_match"].update(right, counted)
 
 
-def _check_one_per_row(name: str, tensor: Tensor, rows: int) -> None:
-    base.check_shape(name, tensor, (rows,), "one per row", (rows, 1))
+def _one_per_row(batch: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The shapes of one number for each row of ``batch``."""
+    return (len(batch),), (len(batch), 1)
 
 
 def _check_token_labels(batch: Batch) -> None:
-    base.check_integers("labels", batch["labels"], "one token or class at each place")
-    base.check_shape("labels", batch["labels"], tuple(batch["input_ids"].shape), "as input_ids")
+    rule = "one token or class at each place, as input_ids"
+    base.check_integers("labels", batch["labels"], rule, tuple(batch["input_ids"].shape))
 
 
 def _token_targets(batch: Batch) -> Batch:

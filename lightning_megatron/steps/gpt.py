@@ -134,8 +134,7 @@ class GPTTrainStep(TokenLossStep):
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
         base.check_beside_tokens(batch, rows, length, self.model)
         if "labels" in batch:
-            base.check_shape("labels", batch["labels"], (rows, length), "each token's label at its own position")
-            base.check_integers("labels", batch["labels"], "they are tokens")
+            base.check_integers("labels", batch["labels"], "each token's label at its own position", (rows, length))
             base.check_numbers("labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,))
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]

@@ -150,9 +150,9 @@ def _check_shapes(named: Batch) -> None:
         "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
         "cross_mask": (encoder, (*decoder, encoder[1])),
     }
-    for name, (shape, *others) in allowed.items():
+    for name, shapes in allowed.items():
         if name in named:
-            base.check_shape(name, named[name], shape, "as the tokens that it is about", *others)
+            base.check_shape(name, named[name], "as the tokens that it is about", *shapes)
 
 
 def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
