@@ -245,8 +245,9 @@ class GPTChunk(Chunk):
         longest: int | None = None
         if self._depends_on_length:
             longest = input_ids.shape[1] if position_ids is None else self.rotary_length
-            # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
-            longest = int(position_ids.max()) + 1 if longest is None else longest
+            if position_ids is not None and longest is None:
+                # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
+                longest = int(position_ids.max()) + 1
         if (frequencies := self._frequencies.get(longest)) is None:
             frequencies = self._frequencies_at(longest)
             if len(self._frequencies) < _MAX_LENGTHS:  # none is ever dropped: a recorded graph reads it where it lies
