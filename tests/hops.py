@@ -13,7 +13,6 @@ at 0.1.0: 42, 31 and 18, context parallelism, adapters, experts and heartbeats i
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import threading
@@ -118,17 +117,9 @@ def hops() -> dict[str, set[Hop]]:
     }
 
 
-def main() -> None:
-    """Print the counts."""
-    parser = argparse.ArgumentParser(prog="python -m tests.hops", description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="print each hop")
-    is_listed = parser.parse_args().list
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for what, found in hops().items():
         print(f"{len(found):3} hops {what}, through {len({file for hop in found for file in hop})} files")
-        for left, entered in sorted(found) if is_listed else ():
+        for left, entered in sorted(found) if "--list" in sys.argv else ():
             print(f"      {left or 'outside'} -> {entered}")
-
-
-if __name__ == "__main__":
-    main()

@@ -178,15 +178,13 @@ class Job:
         return [rank for rank, result in self._ended.items() if "traceback" in result]
 
     def _failure(self, failed: list[int]) -> RankError:
-        first, *others = failed
-        told = self._ended[first]
-        lines = [f"{self._fn.__name__} failed on rank {first} of {len(self.processes)}\n", told["traceback"]]
-        for rank in others:
-            if self._ended[rank]["traceback"] != told["traceback"]:
-                lines.append(f"---- rank {rank} failed too ----\n{self._ended[rank]['traceback']}")
+        first = failed[0]
+        lines = [f"{self._fn.__name__} failed on rank {first} of {len(self.processes)}\n"]
+        lines += [f"---- rank {rank} ----\n{self._ended[rank]['traceback']}" for rank in failed]
         if self._left():
             lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._left()))} ----\n")
-        return RankError("".join([*lines, self.logs()]), rank=first, error_type=told.get("error_type"))
+        told = "".join([*lines, self.logs()])
+        return RankError(told, rank=first, error_type=self._ended[first].get("error_type"))
 
     def _timeout(self, seconds: float) -> str:
         for rank in self._left():

@@ -1,4 +1,4 @@
-"""The rank pool returns results, notices every kind of failure, and starts ranks cheaply."""
+"""A rank that fails, dies or hangs is noticed and shown; what all ranks need is imported once."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.ranks import PRELOADED, RankError, run_ranks
-
-
-def _environment_and_tensor() -> tuple[dict[str, str], str, object]:
-    import torch
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-
-    assert TorchElasticEnvironment.detect()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "FROM_THE_TEST")
-    return {name: os.environ[name] for name in names}, os.getcwd(), torch.arange(3) + int(os.environ["RANK"])
 
 
 def _fail_on_rank_one() -> None:
@@ -41,25 +31,6 @@ def _die_on_rank_one() -> None:
 
 def _sleep_forever_here() -> None:
     time.sleep(600)
-
-
-def test_each_rank_has_the_environment_of_torchrun_and_of_the_test(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FROM_THE_TEST", "seen")
-    monkeypatch.chdir(tmp_path)
-    results = run_ranks(_environment_and_tensor, 2)
-    for rank, (environment, cwd, tensor) in enumerate(results):
-        assert environment == {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "FROM_THE_TEST": "seen",
-        }
-        assert Path(cwd) == tmp_path
-        assert tensor.tolist() == [rank, rank + 1, rank + 2]
-    assert "RANK" not in os.environ
 
 
 @pytest.mark.parametrize(

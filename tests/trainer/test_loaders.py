@@ -162,15 +162,6 @@ def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
     return metrics["val_loss"]
 
 
-def _as_text() -> tuple[Rows, Rows]:
-    """The last token of ``text`` is only a target; in Hugging Face's batch it is fed too, but predicts nothing."""
-    rows = list(Sentences(4))
-    texts = [{"text": row["input_ids"].clone()} for row in rows]
-    texts[1]["text"][-4:] = -1
-    rows[1]["labels"][-4:] = -100
-    return texts, rows
-
-
 def _masked() -> tuple[Rows, Rows]:
     rows = list(Sentences(4))
     masks = [{"sample_mask": torch.tensor(1.0), "loss_mask": torch.ones(SEQ_LENGTH)} for _ in rows]
@@ -192,10 +183,9 @@ _RAGGED = list(Sentences(11, "uneven"))
     [
         (Layout(num_microbatches=3), 3, (_RAGGED, _RAGGED)),
         (Layout(pp=2, dp=2, num_microbatches=2), 4, (_RAGGED, _RAGGED)),
-        (Layout(pp=2, num_microbatches=2), 4, _as_text()),
         (Layout(tp=2), 4, _masked()),
     ],
-    ids=["ragged", "ragged on 4", "text", "masked"],
+    ids=["ragged", "ragged on 4", "masked"],
 )
 def test_validation_is_the_mean_over_all_targets_of_all_rows(
     layout: Layout, batch_size: int, rows: tuple[Rows, Rows]
