@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,9 +19,6 @@ from lightning_megatron.engine.adapter_names import ADAPTER
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Activation, Adapters, ModelConfig, RopeScaling
 from lightning_megatron.models.rotary import scaled_frequencies
-
-if TYPE_CHECKING:
-    from lightning_megatron.convert.hugging_face import WeightFiles
 
 LAYER = "{layer}"
 """Stands for the layer's number (from 0) in Hugging Face's names."""
@@ -180,6 +177,7 @@ class DecoderNames:
     """The block of experts, with a number and gate, up and down of each below it."""
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     output: str = "lm_head"
+    """In files; transformers 5 calls it lm_head when it has read them."""
     is_transposed: bool = False
     """Whether the layers' matrices are kept transposed."""
 
@@ -209,10 +207,8 @@ class Family:
     """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
     may_be_partial: bool = False
     """As for ``read_rope``."""
-    old_names: Mapping[str, str] = field(default_factory=dict)
-    """What tensors were called in files of earlier versions of transformers."""
-    describe_weights: Callable[[ModelConfig, WeightFiles], ModelConfig] | None = None
-    """A description corrected by what only the weight files tell; None if the config says everything."""
+    is_tied_by_files: bool = False
+    """Whether the output layer is the embedding unless the weight files have both, and they differ."""
 
     def describe(self, hf: Any) -> ModelConfig:
         """From a Hugging Face config object of this type to Megatron's description.

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.family import VOCABULARY, Family
 from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
 from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
@@ -285,7 +286,7 @@ class HuggingFaceSource(Source):
         ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
         actual, ties = _renamed(stored, keys, family), []
         for name, source in tied.items() if isinstance(tied, Mapping) else ():
-            name = family.old_names.get(name, name)
+            name = _in_files(name, family)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
                 if actual.setdefault(source, in_file) != in_file:
@@ -359,11 +360,15 @@ def _renamed(stored: Collection[str], expected: Collection[str], family: Family)
         # As transformers does (conversion_mapping.py, "legacy"): TensorFlow's words in files of 2019.
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", actual)
         name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-        name = family.old_names.get(name, name)
+        name = _in_files(name, family)
         if name not in expected and family.names.base + name in expected:
             name = family.names.base + name
         names[name] = actual
     return names
+
+
+def _in_files(name: str, family: Family) -> str:
+    return f"{family.names.output}.weight" if name == "lm_head.weight" else name
 
 
 def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
@@ -374,9 +379,11 @@ def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
 
 
 def with_weights(model: ModelConfig, files: WeightFiles) -> ModelConfig:
-    """``model`` corrected by what only the weight files tell."""
-    correct = family_of(model.family).describe_weights
-    return model if correct is None else correct(model, files)
+    """``model`` with an output layer of its own, if only the files tell that it has one."""
+    untied = replace(model, share_embeddings_and_output_weights=False)
+    names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
+    is_told = family_of(model.family).is_tied_by_files and all(name in files.tensors for name in names)
+    return untied if is_told and not files.are_equal(*names) else model
 
 
 def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Path) -> frozenset[str]:

@@ -213,7 +213,7 @@ def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _full_disk() -> Iterator[None]:
+def full_disk() -> Iterator[None]:
     """No file may grow past 20 kB."""
     import resource
 
@@ -241,7 +241,7 @@ def _killed() -> Iterator[None]:
         yield
 
 
-_HARM: dict[str, Any] = {"": contextlib.nullcontext, "full disk": _full_disk, "killed": _killed}
+_HARM: dict[str, Any] = {"": contextlib.nullcontext, "full disk": full_disk, "killed": _killed}
 
 
 def kept(
@@ -374,7 +374,7 @@ def test_a_directory_that_exists_gets_the_new_model_and_keeps_other_files(tmp_pa
     assert load_file(tmp_path / "target" / "model.safetensors")["model.norm.weight"].shape == (32,)
 
 
-def test_a_full_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: Path) -> None:
+def test_afull_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "source", "safetensors")
     expected = save_as(tiny_llama(hidden_size=64), tmp_path / "target", "safetensors")
     error = _kept(tmp_path, FOUR_RANKS, "32-true", None, "5GB", "full disk")["error"]

@@ -8,14 +8,12 @@ What T5's config cannot say
 Whether the output layer is the embedding. The published configs of v1.1 say ``tie_word_embeddings=False``; transformers
 5 makes that True whatever the config says, and keeps from it only that the decoder's output is not scaled. A model
 built by it from a config is tied. ``from_pretrained`` ties, too, unless the files have both ``shared.weight`` and
-``lm_head.weight`` and they differ; then it leaves them apart. The same happens here: ``describe`` says tied, and
-``describe_weights`` looks into the files.
+``lm_head.weight`` and they differ; then it leaves them apart. The same happens here: ``is_tied_by_files``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_megatron.convert.family import (
     LAYER,
@@ -32,9 +30,6 @@ from lightning_megatron.convert.family import (
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from lightning_megatron.convert.hugging_face import WeightFiles
 
 _WORDS = (
     ("lm_head.dense", "cls.predictions.transform.dense"),
@@ -113,14 +108,6 @@ def _own(hf: Any) -> Fields:
     }
 
 
-def _describe_t5_weights(model: ModelConfig, weights: WeightFiles) -> ModelConfig:
-    """``model`` with an output layer of its own if the files have one that differs from the embedding."""
-    names = ("shared.weight", "lm_head.weight")
-    if not all(name in weights.tensors for name in names) or weights.are_equal(*names):
-        return model
-    return replace(model, share_embeddings_and_output_weights=False)
-
-
 def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Where each weight of T5 and mT5 is."""
     embedding = linear("embedding.word_embeddings", ("shared",))
@@ -173,7 +160,7 @@ _T5 = {
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
         *(model_type, {"seq2seq_lm": architecture}, _T5, _own, DecoderNames(base=""), _t5_rules),
-        describe_weights=_describe_t5_weights,
+        is_tied_by_files=True,
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 

@@ -109,7 +109,7 @@ _GPT_NEOX_NAMES = DecoderNames(
     proj="attention.dense",
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
-    output="embed_out",  # in files; transformers 5 calls it lm_head when it has read them
+    output="embed_out",
 )
 _OPT_NAMES = DecoderNames(
     embedding="decoder.embed_tokens",
@@ -150,7 +150,6 @@ FAMILIES = (
     Family(
         *("gpt_neox", causal_lm("GPTNeoX"), {}, _gpt_neox, _GPT_NEOX_NAMES),
         may_be_partial=True,
-        old_names={"lm_head.weight": "embed_out.weight"},
     ),
     # Norms of queries and keys have weights for each head, in StableLM 2 12B and Command R+.
     Family(
