@@ -207,12 +207,13 @@ class MegatronCLI(LightningCLI):
         """Check everything that can be checked before processes are launched."""
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
-        if isinstance(self.trainer.strategy, MegatronStrategy):
-            model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
-            self.trainer.strategy._lightning_module = model  # likewise, and data are checked against the model
+        model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
+        strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
+        if isinstance(strategy, MegatronStrategy):
+            strategy._lightning_module = model  # likewise, and data are checked against the model
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
-            self.trainer.strategy.check_run(self.trainer, model, datamodule)
+            strategy.check_run(self.trainer, model, datamodule)
         folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
         check_writable(Path(each) for each in folders if each and "://" not in str(each))
         self._messages.release()

@@ -85,6 +85,7 @@ MISTAKES = (
     ("--data.data_path", "nowhere", "nowhere"),
     ("--ckpt_path", "nowhere.ckpt", "ckpt_path=nowhere.ckpt does not exist"),
     ("--ckpt_path", "/dev/../etc/passwd", "expected a checkpoint, which is a folder, got another file"),
+    ("--trainer.strategy", "ddp", "MegatronModule runs on DDPStrategy; use MegatronStrategy(...)"),
     ("--trainer.devices", "many", "devices=many: expected a number of processes from 1 on"),
     ("--trainer.devices", "-1", "devices=-1: expected a number of processes from 1 on"),
     ("--trainer.strategy.recompute", "some", "\"recompute\": expected one of 'selective', 'full'\n"),
