@@ -272,9 +272,15 @@ class Checkpointing:
 
     def on_train_start(self) -> None:
         """Note the step that training begins with, and get memory for saves beside training."""
-        trainer = self._trainer
+        trainer, batches = self._trainer, self._trainer.num_val_batches
         self._first_step = trainer.global_step
         keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for monitor in (each.monitor for each in keepers if (each.monitor or "").startswith("val_")):
+            if not (sum(batches) if isinstance(batches, list) else batches):  # Lightning then saves nothing silently
+                rank_zero_warn(
+                    f"ModelCheckpoint(monitor={monitor!r}): expected validation, got a run without; it saves nothing, "
+                    "or with save_last at the end only; leave monitor out and set every_n_train_steps"
+                )
         if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
             with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
             prepare(self._run if with_optimizer else self._run.of_weights(), self._memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ def _keeper(folder: Path, save_last: bool | str) -> Any:
         filename="{step}-{val_loss:.3f}",
         every_n_train_steps=None,
     )
+
+
+def _unvalidated(folder: Path) -> tuple[list[str], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Run(strategy={}, trainer={"max_steps": 2}), _keeper(folder, True))
+    return [str(each.message) for each in caught], [path.name for path in folder.glob("*.ckpt")]
+
+
+def test_a_loss_of_validation_that_a_run_never_has_is_told_before_it_is_waited_for(tmp_path: Path) -> None:
+    ((warned, kept),) = run_ranks(_unvalidated, 1, tmp_path)
+    assert any("ModelCheckpoint(monitor='val_loss'): expected validation, got a run without" in each for each in warned)
+    assert kept == ["last.ckpt"]
 
 
 def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
