@@ -534,6 +534,12 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
+        has_best = any(getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
+        if ckpt_path == "best" and not has_best and not getattr(trainer, "fast_dev_run", False):
+            raise CheckpointError(
+                "ckpt_path=best: expected a ModelCheckpoint of this Trainer that has saved, got none; give the path of "
+                "a *.ckpt, or last"
+            )
         return ckpt_path
     if ckpt_path == "last":
         found = find_last(trainer)

@@ -73,6 +73,10 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
         )
+    if trainer.val_check_interval == 0:
+        raise ConfigError(
+            "val_check_interval=0: expected steps or a share of an epoch; use limit_val_batches=0 for no validation"
+        )
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm not in (None, "norm"):
         raise ConfigError(

@@ -33,6 +33,7 @@ from typing_extensions import override
 import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
+from lightning_megatron.checkpointing import find_checkpoint
 from lightning_megatron.errors import ConfigError, one_line, users_mistake
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
@@ -214,6 +215,7 @@ class MegatronCLI(LightningCLI):
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
             strategy.check_run(self.trainer, model, datamodule)
+            find_checkpoint(self.trainer, self._get(self.config_init, "ckpt_path"))
         folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
         check_writable(Path(each) for each in folders if each and "://" not in str(each))
         self._messages.release()
@@ -345,6 +347,7 @@ def _without_parser_noise(text: str) -> str:
         if telling:
             text = f"{head.partition(chr(10))[0]} {'; '.join(telling)}"
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*? Errors:;?\s*", "", text)
+    text = re.sub(r":\s*;\s*", ": ", text)
     text = re.sub(r"Expected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
     text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
     # The place within a string is that within the file, which is told, too.
