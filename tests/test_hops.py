@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.ranks import run_ranks
 
-MOST = {"from a batch to its loss": 20, "to the first token of a text": 25, "for the next token": 6}
+MOST = {"from a batch to its loss": 20, "in a save": 15, "to the first token of a text": 25, "for the next token": 6}
 
 
 def _found() -> dict[str, list[str]]:
