@@ -454,7 +454,7 @@ def run_of(
         micro_batch_size=rows,
         lengths=lengths,
         world_size=world_size,
-        distributed_optimizer=settings.reduction.distributed_optimizer,
+        distributed_optimizer=settings.distributed_optimizer,
         recompute=None if granularity == "full" and method == "block" else granularity,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         cuda_graphs=settings.cuda_graphs,

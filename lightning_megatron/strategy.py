@@ -42,7 +42,7 @@ from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import GradientReduction, freeze_alike, to_16bit, to_ddp
+from lightning_megatron.engine.wrap import freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
@@ -253,9 +253,8 @@ class MegatronStrategy(ParallelStrategy):
             parallel=self.parallel,
             params_dtype=MegatronPrecision.adopt(self._precision_plugin).params_dtype,
             device=self.root_device,
-            reduction=GradientReduction(
-                distributed_optimizer=self.distributed_optimizer, overlap=overlap, overrides=self._overrides.ddp
-            ),
+            distributed_optimizer=self.distributed_optimizer,
+            overlap_communication=overlap,
             recompute=self._recompute,
             overrides=self._overrides,
             fp8=self.fp8,
@@ -384,7 +383,7 @@ class MegatronStrategy(ParallelStrategy):
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
                 freeze_alike(self._chunks, groups.host_group(self._timeout))
-                module.model_chunks = to_ddp(module.model_chunks, settings.reduction, graphs)
+                module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
             self._schedule = Schedule(self._chunks, self.topology, graphs)
             if fitting:
                 self._reset_optimizers_and_schedulers()

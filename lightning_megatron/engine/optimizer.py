@@ -244,8 +244,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "min_loss_scale": options.min_loss_scale,
             "loss_scale_window": options.loss_scale_window,
             "hysteresis": options.loss_scale_hysteresis,
-            "use_distributed_optimizer": settings.reduction.distributed_optimizer,
-            "overlap_param_gather": settings.reduction.overlap and settings.reduction.distributed_optimizer,
+            "use_distributed_optimizer": settings.distributed_optimizer,
+            "overlap_param_gather": settings.overlaps_gathers,
             # Megatron computes the norm only in order to clip; an infinite bound never clips.
             "clip_grad": context.clip_grad or math.inf,
         }

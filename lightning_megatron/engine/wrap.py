@@ -9,9 +9,9 @@ are wherever layers of their stack are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,8 @@ from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.overrides import configured
 from lightning_megatron.errors import ConfigError
 
-
-@dataclass(frozen=True, kw_only=True)
-class GradientReduction:
-    """How gradients travel between data-parallel ranks."""
-
-    distributed_optimizer: bool = True
-    """Whether each data-parallel rank keeps only its part of the optimizer state (ZeRO-1)."""
-    overlap: bool = False
-    """Whether gradients are reduced during the backward pass and parameters gathered during the next forward pass."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's ``DistributedDataParallelConfig`` that the user sets by hand; they are checked."""
+if TYPE_CHECKING:
+    from lightning_megatron.models.transformer_config import EngineSettings
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
@@ -57,7 +48,7 @@ def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
 
 
 def to_ddp(
-    chunks: torch.nn.ModuleList, reduction: GradientReduction, graphs: MicrobatchGraphs | None = None
+    chunks: torch.nn.ModuleList, settings: EngineSettings, graphs: MicrobatchGraphs | None = None
 ) -> torch.nn.ModuleList:
     """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
     config = unwrap(chunks[0]).config
@@ -66,7 +57,7 @@ def to_ddp(
     if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
         context.use_peer_copies(chunks)
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():
-        return torch.nn.ModuleList([_ddp(_with_current_buffers(c), reduction, i) for i, c in enumerate(chunks)])
+        return torch.nn.ModuleList([_ddp(_with_current_buffers(c), settings, i) for i, c in enumerate(chunks)])
 
 
 def _with_current_buffers(chunk: Any) -> Any:
@@ -83,20 +74,20 @@ def _with_current_buffers(chunk: Any) -> Any:
     return chunk.module
 
 
-def _ddp(chunk: torch.nn.Module, reduction: GradientReduction, index: int) -> DistributedDataParallel:
+def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> DistributedDataParallel:
     if isinstance(chunk, DistributedDataParallel):
         return chunk
     model = unwrap(chunk)
     if model.config.recompute_granularity == "full" and hasattr(model, "embedding"):
         model.embedding.register_forward_hook(_with_gradient)
     chosen = {
-        "use_distributed_optimizer": reduction.distributed_optimizer,
-        "overlap_grad_reduce": reduction.overlap,
-        "overlap_param_gather": reduction.overlap and reduction.distributed_optimizer,
+        "use_distributed_optimizer": settings.distributed_optimizer,
+        "overlap_grad_reduce": settings.overlap_communication,
+        "overlap_param_gather": settings.overlaps_gathers,
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,
     }
-    config = configured(DistributedDataParallelConfig, chosen, reduction.overrides)
+    config = configured(DistributedDataParallelConfig, chosen, settings.overrides.ddp)
     wrapped = DistributedDataParallel(
         model.config,
         config,

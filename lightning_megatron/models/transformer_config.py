@@ -14,7 +14,6 @@ from megatron.core.transformer import TransformerConfig
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.overrides import Overrides, configured
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.wrap import GradientReduction
 from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.models.config import Activation, ModelConfig
 from lightning_megatron.models.rotary import rope_softmax_scale
@@ -50,13 +49,21 @@ class EngineSettings:
     parallel: ParallelConfig
     params_dtype: torch.dtype
     device: torch.device
-    reduction: GradientReduction = field(default_factory=GradientReduction)
+    distributed_optimizer: bool = True
+    """Whether each data-parallel rank keeps only its part of the optimizer state (ZeRO-1)."""
+    overlap_communication: bool = False
+    """Whether gradients are reduced during the backward pass and parameters gathered during the next forward pass."""
     recompute: Recompute = field(default_factory=Recompute)
     overrides: Overrides = field(default_factory=Overrides)
     fp8: Recipe | None = None
     """In which way linears of layers multiply in fp8; None for ``params_dtype``."""
     cuda_graphs: bool = False
     """Whether microbatches of training are replayed."""
+
+    @property
+    def overlaps_gathers(self) -> bool:
+        """Whether parameters are gathered while computing: only where ranks have parts of the optimizer's state."""
+        return self.overlap_communication and self.distributed_optimizer
 
     def check_model(self, model: ModelConfig, function: str | None = None) -> None:
         """Raise unless ``model`` can be run so.
@@ -91,7 +98,7 @@ def _check_graphs(settings: EngineSettings) -> None:
         f"a {settings.device.type}": settings.device.type != "cuda",
         "16-mixed (its loss scale changes)": settings.params_dtype is torch.float16,
         "recompute='full' (it reads the state of random streams)": settings.recompute.granularity == "full",
-        "overlap_communication=True (gradients are reduced behind the replays)": settings.reduction.overlap,
+        "overlap_communication=True (gradients are reduced behind the replays)": settings.overlap_communication,
         "fp8 (weights are quantized once a step, not once a microbatch)": settings.fp8 is not None,
     }
     _refuse("cuda_graphs=True", "tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32", reasons)
