@@ -339,10 +339,11 @@ class MegatronStrategy(ParallelStrategy):
         meet(environment, self.num_nodes, device, self._watch.timeout, self._timeout)
         self._watch.start()
         if self._runtime is not None:
-            self._runtime.close()  # of a run that has ended without teardown
+            self._runtime.release()  # of a run that has ended without teardown
         self._runtime = Runtime(device)
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._timeout)
+        self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
         self.checkpointing.begin(self._module.trainer, environment, groups.host_group(self._timeout))
@@ -585,7 +586,7 @@ class MegatronStrategy(ParallelStrategy):
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         self._watch.stop()
         if self._runtime is not None:
-            self._runtime.close()
+            self._runtime.release()
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()

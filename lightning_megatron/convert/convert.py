@@ -276,11 +276,10 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topolo
     elif is_own:
         dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        topology = groups.initialize(layout, _TIMEOUT)
-        with contextlib.closing(Runtime(torch.device("cpu"))) as runtime:
-            runtime.seed(1, topology.pp_rank)
-            with runtime.active():
-                yield runtime, topology
+        topology, runtime = groups.initialize(layout, _TIMEOUT), Runtime(torch.device("cpu"))
+        runtime.seed(1, topology.pp_rank)
+        with runtime.active():
+            yield runtime, topology
     finally:
         if is_own:
             groups.destroy()

@@ -5,7 +5,7 @@ and the tracked one, different on each (dropout inside). On a CPU the device's d
 user code and DataLoaders draw from, which would make TP ranks drift apart, so the engine keeps its own state there and
 swaps it in while it works.
 
-Megatron's patches last a whole run of a Trainer, until ``close``, so that a step does not pay for them.
+Megatron's patches last from ``hold`` to ``release``, a whole run of a Trainer, so that a step does not pay for them.
 Random streams and what stands in for CUDA last for one call of the engine: user code between two calls (callbacks,
 DataLoaders, other models) sees torch and its random numbers as they are.
 """
@@ -122,34 +122,41 @@ class EngineRng:
 
 
 class Runtime:
-    """The surroundings of one strategy: Megatron is patched until ``close``, and may be called where ``active``."""
+    """The surroundings of one strategy; may be entered again while they are active."""
 
     def __init__(self, device: torch.device) -> None:
-        """Patch Megatron for ``device``."""
+        """Prepare for ``device``; nothing changes before ``hold`` or ``active``."""
         self._on_cpu = device.type == "cpu"
         self._device = device
-        self._is_active = False
-        self.rng: EngineRng | None = None
         self._patched = contextlib.ExitStack()
-        self._patched.enter_context(replaced(stand_ins(patches("cpu" if self._on_cpu else "cuda"))))
-
-    def close(self) -> None:
-        """Put Megatron's own functions back."""
-        self._patched.close()
+        self._is_held = self._is_active = False
+        self.rng: EngineRng | None = None
 
     def seed(self, seed: int, pp_rank: int, cp_rank: int = 0) -> None:
         """Start the engine's random streams; call after the process groups exist."""
         with self.active():
             self.rng = EngineRng(seed, pp_rank, cp_rank, self._device)
 
+    def hold(self) -> None:
+        """Patch Megatron until ``release``."""
+        if not self._is_held:
+            self._patched.enter_context(replaced(stand_ins(patches("cpu" if self._on_cpu else "cuda"))))
+            self._is_held = True
+
+    def release(self) -> None:
+        """Put Megatron's own functions back."""
+        self._patched.close()
+        self._is_held = False
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron may be called inside; may be entered again there."""
+        """Megatron may be called inside; also after ``release``, where a model is asked whose run has ended."""
         if self._is_active:
             yield
             return
-        self._is_active = True
+        was_held, self._is_active = self._is_held, True
         try:
+            self.hold()
             with (
                 emulated_cuda() if self._on_cpu else contextlib.nullcontext(),
                 self.rng.active() if self.rng is not None else contextlib.nullcontext(),
@@ -157,6 +164,8 @@ class Runtime:
                 yield
         finally:
             self._is_active = False
+            if not was_held:
+                self.release()
 
 
 @contextlib.contextmanager

@@ -323,7 +323,6 @@ def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
             share_embeddings_and_output_weights=True,
         )
         model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)["model"])
-    runtime.close()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
