@@ -148,7 +148,8 @@ def request_of(
     strings = _stops(options, model)
     start = model.decoder_start_token_id if ends.start is None else ends.start
     before, prompts = _beginnings(given, options.bos_token_id, start, model)
-    fewest, most = _new_tokens(options, before.shape[1], prompts.longest, model)
+    limit = model.max_position_embeddings if model.has_position_table else None
+    fewest, most = options.new_tokens(before.shape[1], prompts.longest, limit)
     return Request(
         before=before,
         prompts=prompts,
@@ -165,17 +166,24 @@ def request_of(
 
 
 def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -> tuple[Tensor, NextTokens]:
-    """What new tokens stand behind, [b, s], and the rows as the model reads them; ``start`` begins a T5's decoder."""
-    if model.architecture == "t5":
+    """What new tokens stand behind, [b, s], and the rows as the model reads them.
+
+    As in Hugging Face's ``generate``, ``start`` is put before what a T5's decoder continues if no row begins with it.
+    """
+    if model.architecture != "t5":
+        before, mask = given["input_ids"].long(), given.get("attention_mask")
         if bos is not None:
-            raise ConfigError(f"bos_token_id={bos} is for texts that are continued; give decoder_input_ids")
-        before, mask = decoder_start(given, start)
-        return before, with_source(aligned(before, mask), given)
-    before, mask = given["input_ids"].long(), given.get("attention_mask")
+            check_in_vocabulary("bos_token_id", (bos,), model.vocab_size)
+            before, mask = with_first_token(before, mask, bos)
+        return before, aligned(before, mask)
     if bos is not None:
-        check_in_vocabulary("bos_token_id", (bos,), model.vocab_size)
-        before, mask = with_first_token(before, mask, bos)
-    return before, aligned(before, mask)
+        raise ConfigError(f"bos_token_id={bos} is for texts that are continued; give decoder_input_ids")
+    first, mask = torch.full((len(given["input_ids"]), 1), start), given.get("decoder_attention_mask")
+    before = given.get("decoder_input_ids", first).long()
+    if bool((before[:, 0] != start).all()):
+        before = torch.cat((first, before), dim=-1)
+        mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
+    return before, with_source(aligned(before, mask), given)
 
 
 def _stops(options: GenerationOptions, model: ModelConfig) -> StopStringCriteria | None:
@@ -187,27 +195,6 @@ def _stops(options: GenerationOptions, model: ModelConfig) -> StopStringCriteria
     strings = stop_strings(options.stop_texts, options.tokenizer)  # its last row stands for no token
     check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
     return strings
-
-
-def _new_tokens(options: GenerationOptions, width: int, longest: int, model: ModelConfig) -> tuple[int, int]:
-    """As ``GenerationOptions.new_tokens``, behind prompts of ``width`` columns and at most ``longest`` tokens.
-
-    Raises:
-        ConfigError: If the text would outgrow the table of positions or what the options allow.
-    """
-    if not model.has_position_table:
-        return options.new_tokens(width)
-    limit = model.max_position_embeddings
-    room = limit + 1 - longest  # the last new token is not read again
-    fewest, new = options.new_tokens(width, room)
-    if new > room:
-        name, most = ("max_new_tokens", room) if options.max_length is None else ("max_length", width + room)
-        fix = f"cut the prompts to {limit} tokens" if room < 1 else f"use {name} of at most {most}"
-        raise ConfigError(
-            f"a prompt of {longest} tokens and {name}={getattr(options, name) or new} need more positions than the "
-            f"model's max_position_embeddings={limit}; {fix}"
-        )
-    return fewest, new
 
 
 def check_rows(given: Batch, model: ModelConfig) -> None:
@@ -275,21 +262,15 @@ def _kind(thing: object) -> str:
 
 def whole_rows(given: Batch) -> NextTokens:
     """Rows of which logits are asked, as a model without a cache reads them."""
-    if "decoder_input_ids" in given:
-        return NextTokens(
-            tokens=given["decoder_input_ids"],
-            positions=None,
-            mask=given.get("decoder_attention_mask"),
-            longest=given["decoder_input_ids"].shape[1],
-            source=given["input_ids"],
-            source_mask=given.get("attention_mask"),
-        )
-    positions = given.get("position_ids")
+    has_source, positions = "decoder_input_ids" in given, given.get("position_ids")
+    tokens = given["decoder_input_ids" if has_source else "input_ids"]
     return NextTokens(
-        tokens=given["input_ids"],
+        tokens=tokens,
         positions=positions,
-        mask=given.get("attention_mask"),
-        longest=given["input_ids"].shape[1] if positions is None else int(positions.max()) + 1,
+        mask=given.get("decoder_attention_mask" if has_source else "attention_mask"),
+        longest=tokens.shape[1] if positions is None else int(positions.max()) + 1,
+        source=given["input_ids"] if has_source else None,
+        source_mask=given.get("attention_mask") if has_source else None,
         token_types=given.get("token_type_ids"),
     )
 
@@ -336,24 +317,6 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
         return input_ids, mask
     tokens = torch.cat((torch.full_like(input_ids[:, :1], token), input_ids), dim=-1)
     return _padded_left(tokens, torch.cat(((~begins).to(mask.dtype), mask), dim=-1))
-
-
-def decoder_start(given: Batch, token: int) -> tuple[Tensor, Tensor | None]:
-    """What the decoder of a T5 continues, and its mask, [b, s_dec].
-
-    As in Hugging Face's ``generate``, ``token`` is put before rows none of which begins with it.
-
-    Args:
-        given: On the host.
-        token: What the decoder reads first.
-    """
-    if "decoder_input_ids" not in given:
-        return torch.full((len(given["input_ids"]), 1), token), None
-    tokens, mask = given["decoder_input_ids"].long(), given.get("decoder_attention_mask")
-    if bool((tokens[:, 0] != token).all()):
-        tokens = torch.cat((torch.full_like(tokens[:, :1], token), tokens), dim=-1)
-        mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
-    return tokens, mask
 
 
 def with_source(decoder: NextTokens, given: Batch) -> NextTokens:

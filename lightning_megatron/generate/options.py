@@ -158,16 +158,20 @@ class GenerationOptions:
         """Whether tokens are drawn at random."""
         return bool(self._drawing) if self.do_sample is None else self.do_sample
 
-    def new_tokens(self, width: int, room: int | None = None) -> tuple[int, int]:
+    def new_tokens(self, width: int, longest: int, limit: int | None) -> tuple[int, int]:
         """How many new tokens a row has at least, and at most.
 
         Args:
             width: Columns of the prompts; of a T5 those of the decoder.
-            room: Positions that a model has behind the longest prompt; None if it has no table of them.
+            longest: Tokens of the longest prompt.
+            limit: Rows of the model's table of positions; None if it has none.
 
         Raises:
-            ConfigError: If nothing is left for new tokens, or a text must be longer than it may.
+            ConfigError: If nothing is left for new tokens, a text must be longer than it may, or it would outgrow the
+                table of positions.
         """
+        name = "max_new_tokens" if self.max_length is None else "max_length"
+        room = None if limit is None else limit + 1 - longest  # the last new token is not read again
         most = self.max_new_tokens or DEFAULT_NEW_TOKENS
         if self.max_length is not None:
             most = self.max_length - width
@@ -176,11 +180,16 @@ class GenerationOptions:
         least = max(self.min_new_tokens, self.min_length - width)
         if not max(least, 1) <= most:
             names = ("min_new_tokens", "min_length", "max_new_tokens", "max_length")
-            given = " and ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name))
+            given = " and ".join(f"{each}={getattr(self, each)}" for each in names if getattr(self, each))
             raise ConfigError(
                 f"{given or 'the default of max_new_tokens'} leaves rows of {width} (padding counts, too) at least"
-                f" {max(least, 1)} and at most {most} new tokens; give a larger "
-                f"{'max_new_tokens' if self.max_length is None else 'max_length'}"
+                f" {max(least, 1)} and at most {most} new tokens; give a larger {name}"
+            )
+        if room is not None and most > room:
+            fix = f"use {name} of at most {room if self.max_length is None else width + room}"
+            raise ConfigError(
+                f"a prompt of {longest} tokens and {name}={getattr(self, name) or most} need more positions than the "
+                f"model's max_position_embeddings={limit}; {fix if room > 0 else f'cut the prompts to {limit} tokens'}"
             )
         return max(least, 0), most
 

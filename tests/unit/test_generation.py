@@ -61,7 +61,6 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
     [
         ({}, None, (0, 20)),
         ({}, 5, (0, 5)),
-        ({"max_new_tokens": 30}, 5, (0, 30)),
         ({"max_length": 14, "min_length": 12}, None, (2, 4)),
         (
             {"max_length": 10},
@@ -74,9 +73,9 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
 def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            GenerationOptions(**arguments).new_tokens(10, room)
+            GenerationOptions(**arguments).new_tokens(10, 10, room and 9 + room)
     else:
-        assert GenerationOptions(**arguments).new_tokens(10, room) == expected
+        assert GenerationOptions(**arguments).new_tokens(10, 10, room and 9 + room) == expected
 
 
 def _ids(*rows: list[int]) -> torch.Tensor:
