@@ -24,8 +24,11 @@ from lightning_megatron.foreign_names import foreign_names
 from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE, make_corpus
 from tests.cli.test_config_command import OLD
+from tests.families.parity import tiny_model
+from tests.generate.readable import byte_level_tokenizer
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
+from tests.unit.data.chat_tokenizer import make_tokenizer
 
 CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
     f"docs/{name}.md"
@@ -59,17 +62,8 @@ def test_the_reference_has_every_public_name() -> None:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a reader stands: small models with tokenizers, a dataset, the configs, and what Accelerate wrote."""
-    from transformers import (
-        AutoModelForCausalLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    from tests.families.parity import tiny_model
-    from tests.unit.data.chat_tokenizer import make_tokenizer
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config
+    from transformers import T5ForConditionalGeneration as T5
 
     folder = tmp_path_factory.mktemp("docs")
     gpt2 = GPT2Config(vocab_size=311, n_layer=2, n_head=2, n_embd=16, n_positions=128, bos_token_id=0, eos_token_id=0)
@@ -78,11 +72,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny_model(AutoModelForCausalLM, LlamaConfig(**tokens, **sizes)).save_pretrained(folder / "llama")
+    tokens |= {"decoder_start_token_id": 256, "pad_token_id": 256}
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    t5 = T5Config(vocab_size=257, decoder_start_token_id=256, eos_token_id=256, pad_token_id=256, **sizes)
-    tiny_model(T5ForConditionalGeneration, t5).save_pretrained(folder / "t5")
+    tiny_model(T5, T5Config(**tokens, **sizes)).save_pretrained(folder / "t5")
+    tokenizer = byte_level_tokenizer({number: bytes([number]) for number in range(256)})
+    tokenizer.add_special_tokens(dict.fromkeys(("bos_token", "eos_token"), "<|end|>"))
     for name in ("llama", "t5"):
-        _tokenizer_of_bytes(folder / name)
+        tokenizer.save_pretrained(folder / name)
     make_corpus(folder)
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -91,19 +87,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "path/to/config.json").write_text('{"model_type": "gpt2"}')
     (folder / "default_config.yaml").write_text(yaml.safe_dump(OLD))
     return folder
-
-
-def _tokenizer_of_bytes(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    words = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<|end|>", eos_token="<|end|>")
-    assert wrapped.eos_token_id == len(letters) == 256
-    wrapped.save_pretrained(folder)
 
 
 def _printed(folder: Path, words: list[str], *more: str) -> str:
