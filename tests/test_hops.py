@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.ranks import run_ranks
 
-MOST = {"from a batch to its loss": 20, "in a save": 15, "to the first token of a text": 25, "for the next token": 6}
+MOST = {"from a batch to its loss": 15, "in a save": 12, "to the first token of a text": 20, "for the next token": 4}
+"""What was reached: whoever needs one more finds one that can go, or says here why there is none."""
 
 
 def _found() -> dict[str, list[str]]:
@@ -15,4 +16,5 @@ def _found() -> dict[str, list[str]]:
 
 def test_control_enters_few_other_files() -> None:
     (found,) = run_ranks(_found, 1)
-    assert {what: hops for what, hops in found.items() if len(hops) > MOST.get(what, len(hops))} == {}
+    assert found.keys() == MOST.keys()
+    assert {what: hops for what, hops in found.items() if len(hops) > MOST[what]} == {}
