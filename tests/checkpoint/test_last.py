@@ -16,18 +16,32 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Run, fit
 from tests.ranks import RankError, run_ranks
 
+Left = dict[str, Any]
+"""Of a killed run: the steps of complete checkpoints (with what ``meta.pt`` says besides), None of unfinished ones, and
+where links lead; files of other programs have no such ending."""
+
 
 def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any) -> None:
     path.mkdir(parents=True)
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
     torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer, **more}, path / "meta.pt")
-    os.utime(path / "meta.pt", (step, step))
+    changed = 100 - step if "time" in more else step  # a copy has another time than what was copied
+    os.utime(path / "meta.pt", (changed, changed))
 
 
-def _unfinished(path: Path) -> None:
-    path.mkdir(parents=True)
-    (path / "common.pt").touch()
+def _leave(folder: Path, left: Left) -> None:
+    for name, what in left.items():
+        if isinstance(what, str):
+            (folder / name).symlink_to(what)
+        elif ".ckpt" not in name:
+            (folder / name).touch()
+        elif what is None:
+            (folder / name).mkdir(parents=True)
+            (folder / name / "common.pt").touch()
+        else:
+            step, more = what if isinstance(what, tuple) else (what, {})
+            _complete(folder / name, step, **more)
 
 
 @pytest.fixture
@@ -53,48 +67,36 @@ def _find(
     return find_checkpoint(trainer, ckpt_path)
 
 
-LEFT: dict[str, tuple[dict[str, int | str | None], str]] = {
-    "whole": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last.ckpt"),
-    "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "step=4.ckpt"),
+FOUND: dict[str, tuple[Left, str, str]] = {
+    "whole": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
+    "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "last", "step=4.ckpt"),
     "link to a save that was killed": (
-        {"step=4.ckpt": 4, "step=6.ckpt.partial": None, "last.ckpt": "step=6.ckpt"},
-        "step=4.ckpt",
+        *({"step=4.ckpt": 4, "step=6.ckpt.partial": None, "last.ckpt": "step=6.ckpt"}, "last", "step=4.ckpt"),
     ),
     "link to an unfinished folder": (
-        {"step=4.ckpt": 4, "step=6.ckpt": None, "last.ckpt": "step=6.ckpt"},
-        "step=4.ckpt",
+        *({"step=4.ckpt": 4, "step=6.ckpt": None, "last.ckpt": "step=6.ckpt"}, "last", "step=4.ckpt"),
     ),
-    "between two renames": ({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "last.ckpt.partial": None}, "last.ckpt"),
-    "a removal was killed": ({"step=4.ckpt": 4, "last.ckpt": None}, "step=4.ckpt"),
-    "before the last one was renewed": ({"last.ckpt": 4, "step=6.ckpt": 6}, "step=6.ckpt"),
+    "between two renames": (
+        *({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "last.ckpt.partial": None}, "last", "last.ckpt"),
+    ),
+    "a removal was killed": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
+    "before the last one was renewed": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
+    "more steps, of an earlier run": (
+        {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})},
+        *("last", "step=6.ckpt"),
+    ),
+    "a folder means most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
 }
-"""Of a killed run: the steps of complete checkpoints, None of unfinished ones, and where links lead; what is found."""
+"""What is left, what is asked for, and what is found."""
 
 
-def _leave(folder: Path, names: dict[str, int | str | None]) -> None:
-    for name, what in names.items():
-        if isinstance(what, str):
-            (folder / name).symlink_to(what)
-        elif what is None:
-            _unfinished(folder / name)
-        else:
-            _complete(folder / name, what)
-
-
-@pytest.mark.parametrize("left", LEFT)
-def test_last_is_a_complete_checkpoint(folder: Path, left: str) -> None:
-    names, found = LEFT[left]
-    _leave(folder, names)
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found_is_a_complete_checkpoint(folder: Path, name: str) -> None:
+    left, ckpt_path, found = FOUND[name]
+    _leave(folder, left)
     before = sorted(folder.rglob("*"))
-    assert _find(folder, "last") == str(folder / found)
+    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path) == str(folder / found)
     assert sorted(folder.rglob("*")) == before
-
-
-def test_last_is_the_newest_whatever_steps_it_has_and_what_times_a_copy_gave_the_files(folder: Path) -> None:
-    for name, step in (("last.ckpt", 4), ("step=6.ckpt", 6), ("step=8-of-an-earlier-run.ckpt", 8)):
-        _complete(folder / name, step, time=float(step % 8))
-        os.utime(folder / name / "meta.pt", (100 - step, 100 - step))
-    assert _find(folder, "last") == str(folder / "step=6.ckpt")
 
 
 @pytest.mark.parametrize("save_last", [None, True])
@@ -115,42 +117,26 @@ def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_o
 
 
 @pytest.mark.parametrize("left", [{}, {"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}])
-def test_a_first_run_finds_nothing_and_begins(folder: Path, left: dict[str, int | str | None]) -> None:
+def test_a_first_run_finds_nothing_and_begins(folder: Path, left: Left) -> None:
     _leave(folder, left)
     assert _find(folder if left else folder / "missing", "last") == "last"  # for Lightning, which warns
 
 
 @pytest.mark.parametrize(
-    ("ckpt_path", "message"),
+    ("left", "ckpt_path", "message"),
     [
-        ("last", "finds no complete checkpoint, but .*step=2.ckpt"),
-        ("step=2.ckpt", "step=2.ckpt lacks its file meta.pt: it was never finished"),
-        ("nowhere.ckpt", "nowhere.ckpt does not exist"),
-        (".", "none of the checkpoints in .* is complete: step=2.ckpt"),
+        ("step=2.ckpt", "last", "finds no complete checkpoint, but .*step=2.ckpt"),
+        ("step=2.ckpt", "step=2.ckpt", "step=2.ckpt lacks its file meta.pt: it was never finished"),
+        ("step=2.ckpt", "nowhere.ckpt", "nowhere.ckpt does not exist"),
+        ("step=2.ckpt", ".", "none of the checkpoints in .* is complete: step=2.ckpt"),
+        ("config.json", ".", "is a model of Hugging Face; convert it with `lightning-megatron convert`"),
+        ("latest_checkpointed_iteration.txt", ".", "is a checkpoint of Megatron-LM; convert it with"),
     ],
 )
-def test_what_is_not_complete_is_an_error(folder: Path, ckpt_path: str, message: str) -> None:
-    _unfinished(folder / "step=2.ckpt")
+def test_what_is_not_complete_is_an_error(folder: Path, left: str, ckpt_path: str, message: str) -> None:
+    _leave(folder, {left: None})
     with pytest.raises(CheckpointError, match=message):
         _find(folder, ckpt_path if ckpt_path == "last" else folder / ckpt_path)
-
-
-def test_a_folder_means_the_checkpoint_with_most_steps(folder: Path) -> None:
-    _leave(folder, {"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None})
-    assert _find(folder, folder) == str(folder / "step=10.ckpt")
-
-
-@pytest.mark.parametrize(
-    ("file", "program"),
-    [
-        ("config.json", "a model of Hugging Face"),
-        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM"),
-    ],
-)
-def test_what_another_program_wrote_is_named(folder: Path, file: str, program: str) -> None:
-    (folder / file).touch()
-    with pytest.raises(CheckpointError, match=f"is {program}; convert it with `lightning-megatron convert`"):
-        _find(folder, folder)
 
 
 def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
@@ -191,17 +177,15 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_requeued_job_goes_on_from_its_newest_checkpoint(
     folder: Path, tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
 ) -> None:
-    for version, step in enumerate(steps, start=1):
-        _complete(tmp_path / f"hpc_ckpt_{version}.ckpt", step)
-    _unfinished(tmp_path / "hpc_ckpt_7.ckpt.partial")
-    _complete(folder / "last.ckpt", last)
+    requeued = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
+    _leave(tmp_path, {**requeued, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
     given = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
     assert _find(folder, given, save_last=True) == str(tmp_path / found)
 
 
 @pytest.mark.usefixtures("requeued")
 def test_a_requeued_job_without_a_complete_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
-    _unfinished(tmp_path / "hpc_ckpt_1.ckpt.partial")
+    _leave(tmp_path, {"hpc_ckpt_1.ckpt.partial": None})
     with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
         _find(tmp_path / "checkpoints", None)
 
@@ -220,8 +204,7 @@ def test_ranks_that_find_different_checkpoints_do_not_wait_for_each_other(tmp_pa
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path: Path) -> None:
-    _complete(tmp_path / "step=2.ckpt", 2)
-    _complete(tmp_path / "step=4.ckpt", 4)
+    _leave(tmp_path, {"step=2.ckpt": 2, "step=4.ckpt": 4})
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")

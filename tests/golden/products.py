@@ -91,8 +91,7 @@ def samples(files: Path, work: Path) -> dict[str, Any]:
 def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
     """Each checkpoint in each format."""
     kinds = (hugging_face_export, legacy_export, legacy_import, megatron_export)
-    found = {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
-    return {**found, "foreign": foreign_import(work)}
+    return {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
 
 
 def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
@@ -138,42 +137,6 @@ def megatron_export(path: Path, work: Path) -> Tensors:
     return _described(weights)
 
 
-def foreign_import(work: Path) -> Tensors:
-    """What Megatron-LM's arguments and names, as torch writes them, become in a model directory."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4}
-    arguments = argparse.Namespace(
-        **sizes,
-        **{"group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm"},
-        **{
-            "norm_epsilon": 1e-6,
-            "position_embedding_type": "rope",
-            "rotary_base": 10000,
-            "max_position_embeddings": 32,
-        },
-        **{"untie_embeddings_and_output_weights": True, "add_bias_linear": False, "tensor_model_parallel_size": 2},
-        **{"padded_vocab_size": 112, "vocab_size": 110, "iteration": 7, "consumed_train_samples": 56},
-    )
-    shapes = {"embedding.word_embeddings": (112, 16), "output_layer": (112, 16), "decoder.final_layernorm": (16,)}
-    for layer in ("decoder.layers.0", "decoder.layers.1"):
-        shapes |= {
-            f"{layer}.input_layernorm": (16,),
-            f"{layer}.self_attention.linear_qkv": (32, 16),
-            f"{layer}.self_attention.linear_proj": (16, 16),
-            f"{layer}.pre_mlp_layernorm": (16,),
-            f"{layer}.mlp.linear_fc1": (48, 16),
-            f"{layer}.mlp.linear_fc2": (16, 24),
-        }
-    tensors = {f"module.{name}.weight": _by_formula(shape, name) for name, shape in shapes.items()}
-    path = work / "foreign"
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "common_backend": "torch"}))
-    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 7}, path / "common.pt")
-    return hugging_face_export(path, work)["tensors"]  # type: ignore[no-any-return]
-
-
 def texts(path: Path) -> dict[str, list[str]]:
     """What a checkpoint with a tokenizer and a generation config inside writes."""
     written = {}
@@ -191,15 +154,6 @@ def names(path: Path) -> set[str]:
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "size")}
     return {f"{name} {list(entry.size)} {entry.properties.dtype}" for name, entry in tensors.items()}
-
-
-def _by_formula(shape: tuple[int, ...], name: str) -> Any:
-    """Numbers in [-0.5, 0.5], exact on every machine."""
-    import torch
-
-    size = int(torch.tensor(shape).prod())
-    numbers = (torch.arange(size) * 7919 + sum(name.encode())) % 2003 - 1001
-    return (numbers / 2048).reshape(shape)
 
 
 def _described(tensors: Mapping[str, Any]) -> Tensors:
