@@ -395,22 +395,7 @@ def meta_of(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
     Raises:
         CheckpointError: If Lightning's dict holds what could not be loaded again as plain data.
     """
-    stream = io.BytesIO()
-    try:
-        torch.save({"lightning": plain_state(lightning_state), **_own_meta(run)}, stream)
-        stream.seek(0)
-        torch.load(stream, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
-        raise CheckpointError(
-            f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
-            "hyper-parameters or the state_dict of the callback, module or datamodule in question"
-        ) from None
-    return stream.getvalue()
-
-
-def _own_meta(run: RunState) -> dict[str, Any]:
-    return {
+    own = {
         "format_version": FORMAT_VERSION,
         "layout": layout_of(run.topology),
         "has_optimizer": run.optimizer is not None,
@@ -421,6 +406,16 @@ def _own_meta(run: RunState) -> dict[str, Any]:
         "base": run.base,
         "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
     }
+    try:
+        written = torch_bytes({"lightning": plain_state(lightning_state), **own})
+        torch.load(io.BytesIO(written), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        raise CheckpointError(
+            f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
+            "hyper-parameters or the state_dict of the callback, module or datamodule in question"
+        ) from None
+    return written
 
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -615,12 +610,21 @@ class HostMemory:
         *offsets, size = _offsets(tensors)
         self._wait()
         self._reserve(size, next((tensor.device for tensor in tensors if tensor.is_cuda), None))
-        copies = [self._view(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            self._fill(tensor, offset)
+        copies = [self._copied(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
         if on_gpu:
             torch.cuda.synchronize()
         return copies
+
+    def _copied(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """``tensor`` at ``offset``; CUDA refuses a copy that reaches from one pinned piece into another."""
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if len(data) == 0 or self._block is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
+        to_boundary = min(-offset % _PINNED_AT_ONCE, len(data))
+        for part, source in zip(_cut(target, to_boundary), _cut(data, to_boundary), strict=True):
+            part.copy_(source, non_blocking=True)
+        return target.view(tensor.dtype).view(tensor.shape)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to get memory for ``copy`` of as much, in a thread."""
@@ -662,22 +666,6 @@ class HostMemory:
                 list(pool.map(torch.Tensor.zero_, piece.split(_TOUCH)))  # what has been touched is pinned faster
                 if gpu is not None and _call_cuda("cudaHostRegister", piece.data_ptr(), piece.numel(), 0):
                     self._pinned.append(piece)
-
-    def _fill(self, tensor: torch.Tensor, offset: int) -> None:
-        """Copy ``tensor`` to ``offset``; CUDA refuses a copy that reaches from one pinned piece into another."""
-        if tensor.numel() == 0 or self._block is None:
-            return
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
-        to_boundary = min(-offset % _PINNED_AT_ONCE, len(data))
-        for part, source in zip(_cut(target, to_boundary), _cut(data, to_boundary), strict=True):
-            part.copy_(source, non_blocking=True)
-
-    def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        if tensor.numel() == 0 or self._block is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        flat = torch.frombuffer(self._block, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        return flat.view(tensor.shape)
 
 
 def _cut(data: torch.Tensor, first: int) -> list[torch.Tensor]:

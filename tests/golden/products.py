@@ -7,14 +7,13 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.runs import read_tensors
-from tests.golden.runs import MODELS, SAMPLES, plain_bytes, set_times, trained
+from tests.golden.runs import MODELS, SAMPLES, plain_bytes, trained
 
 Tensors = dict[str, str]
 """By name: shape, dtype and a hash of the content."""
@@ -66,26 +65,14 @@ def make_datasets(files: Path, work: Path) -> None:
 
 
 def samples(files: Path, work: Path) -> dict[str, Any]:
-    """Hashes of the rows of each of ``SAMPLES`` in their order, and the names of the caches of orders with hashes.
-
-    A cache's name holds its dataset's absolute path. By way of /proc/self/cwd that is the same wherever it is.
-    """
-    shutil.copytree(files, work, dirs_exist_ok=True)
-    set_times(work)
-    os.chdir(work)
-    here, orders = Path("/proc/self/cwd"), {}
-    for name, run in SAMPLES.items():
-        steps = trained(run, here, here)
-        orders[name] = {
+    """Hashes of the rows of each of ``SAMPLES`` in their order."""
+    return {
+        name: {
             str(step): {key: " ".join(rows) for key, rows in numbers.items() if "rows" in key}
-            for step, numbers in steps.items()
+            for step, numbers in trained(run, files, work).items()
         }
-    caches = {
-        folder.name: {array.name: _file_hash(array) for array in sorted(folder.glob("*.npy"))}
-        for folder in sorted((work / "cache").iterdir())
-        if not folder.name.startswith("instructions")  # this name holds the resolved path
+        for name, run in SAMPLES.items()
     }
-    return {"orders": orders, "caches": caches}
 
 
 def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
@@ -165,10 +152,6 @@ def _described(tensors: Mapping[str, Any]) -> Tensors:
 
 def _hash(tensor: Any) -> str:
     return hashlib.sha256(plain_bytes(tensor)).hexdigest()[:12]
-
-
-def _file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,12 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Hugging Face configs with the vocabulary of the tokenizers here."""
-
-
-def set_times(folder: Path) -> None:
-    """Give datasets the times that the names of their caches are made of."""
-    for path in folder.iterdir():
-        os.utime(path, ns=(10**18, 10**18))
 
 
 # ---- runs: prefixes and tokenizers of ``indexed`` are below the folder of files --------------------------------------
