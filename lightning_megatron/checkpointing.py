@@ -140,10 +140,6 @@ class Checkpointing:
         state, self._loader_state = self._loader_state, None
         return state
 
-    @property
-    def _module(self) -> pl.LightningModule:
-        return self._strategy._module
-
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
@@ -353,7 +349,7 @@ class Checkpointing:
         """
         self._run = run
         on_all_ranks_alike(partial(_check_same, self._beginning, self._strategy.broadcast(self._beginning)))
-        module = self._module
+        module = self._trainer.lightning_module
         if fitting and not getattr(module.trainer, "fast_dev_run", False):
             on_all_ranks_alike(partial(files.check_writable, self._checkpoint_folders))
         source = self.initial_weights
@@ -372,7 +368,7 @@ class Checkpointing:
         path = as_path(self._strategy.broadcast(str(checkpoint_path)))
         trainer = self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
-        modules_with_weights.add(self._module)
+        modules_with_weights.add(trainer.lightning_module)
         begins_anew = fitting and self._strategy.load_weights_only and not is_continued(path)
         run = self._run if fitting and not begins_anew else replace(self._run, optimizer=None)
         self.finish()

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
+from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train, train_and_save
 from tests.ranks import run_ranks
 
 PROTOCOL = "shared"
@@ -132,7 +132,7 @@ def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.Ca
     from lightning_megatron.hub import local_folder
 
     register()
-    run_ranks(_kept_once, 1, tmp_path)
+    run_ranks(train_and_save, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     of_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")
@@ -143,10 +143,6 @@ def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.Ca
     )
     assert copy.name == "one.ckpt"
     assert copy.parent.parent != tmp_path
-
-
-def _kept_once(folder: Path) -> None:
-    fit(Run(trainer={"max_steps": 1}))[0].save_checkpoint(folder / "one.ckpt")
 
 
 @pytest.fixture
