@@ -152,7 +152,7 @@ def test_there_is_always_a_whole_checkpoint(
     from lightning_megatron.files import publish, recover, remove
 
     path = tmp_path / "last.ckpt"
-    with pytest.raises(RankError, match=rf"rank {victim} \(pid \d+\) died without a result"):
+    with pytest.raises(RankError, match=rf"rank {victim} died without a result"):
         run_ranks(_die_in, 2, path, kind, victim, share)
 
     assert _name_of(tmp_path / "kept.ckpt", known) == "old"
