@@ -71,6 +71,9 @@ _BIASED_ATTENTION_SHARE = 0.07
 """The same for a T5's, whose bias has gradients."""
 _GLUE_TRAFFIC = 4.0
 """Bytes that norms, activations, residuals and rotations move, forward and backward, for each byte kept."""
+_EXPERTS_PASSES, _EXPERTS_WAITS = 33, 4
+"""How often the rows that experts read are moved, forward and backward, sorting, adding up and what products of few
+rows take longer included; how much longer their all-to-alls of uneven parts take, the host's waits included."""
 _LOSS_TRAFFIC, _LOSS_BYTES = 11.0, 4.5
 """Bytes moved, and bytes held, for each logit of the cross-entropy, its gradient included."""
 _STEP_TRAFFIC, _GRADIENT_TRAFFIC = 34.0, 12.0
@@ -249,18 +252,14 @@ def memory(run: Run) -> Memory:
 
 
 def _stage_memory(run: Run, pp_rank: int) -> Memory:
-    parallel, model = run.parallel, run.model
     parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
-    is_last = pp_rank == parallel.pp - 1 and model.has_output_layer
-    padded = model.padded_vocab_size(parallel.tp)
-    logits = run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
     return Memory(
         weights=run.bytes_per_number * parameters,
         gradients=4.0 * trained,
         # Adam's two moments, and a master copy of weights that are not fp32 themselves.
         optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * run.optimizer_parameters(pp_rank),
         activations=_kept_layers(run, pp_rank),
-        logits=_LOSS_BYTES * run.bytes_per_number / 2 * logits * is_last,
+        logits=_logits_bytes(run, pp_rank),
     )
 
 
@@ -271,9 +270,20 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     kept = sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
     if run.recompute != "full":
         return under_way * kept
-    layers = sum(run.chunks[chunk] for chunk in mine)
+    layers = sum(run.chunks[chunk] for chunk in mine)  # of which one is made again, when the logits are gone
     inputs = run.bytes_per_number * run.tokens_of_rank * run.model.hidden_size * layers
-    return under_way * inputs / (parallel.tp if parallel.uses_sequence_parallel else 1) + kept / layers
+    inputs *= under_way / (parallel.tp if parallel.uses_sequence_parallel else 1)
+    return inputs + max(0.0, kept / layers - _logits_bytes(run, pp_rank))
+
+
+def _logits_bytes(run: Run, pp_rank: int) -> float:
+    """Of the logits and their gradients, on the last stage."""
+    parallel, model = run.parallel, run.model
+    if pp_rank < parallel.pp - 1 or not model.has_output_layer:
+        return 0.0
+    padded = model.padded_vocab_size(parallel.tp)
+    logits = run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
+    return _LOSS_BYTES * run.bytes_per_number / 2 * logits
 
 
 def _ranks_of_a_token(run: Run) -> float:
@@ -369,6 +379,9 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
     shards = parallel.tp * parallel.cp
     traffic += _LOSS_TRAFFIC * rows * logits / shards
+    if model.experts is not None:
+        routed = run.bytes_per_number * run.tokens_of_rank * model.experts.topk * model.hidden_size / parallel.tp
+        traffic += _EXPERTS_PASSES * routed * sum(model.has_experts(layer) for layer in layers)
     share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
     if model.architecture == "t5":
         share = _BIASED_ATTENTION_SHARE
@@ -380,7 +393,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     if model.experts is not None and parallel.ep > 1:  # to the experts and back, in both passes
         split = parallel.tp if parallel.uses_sequence_parallel else 1
         sent = 4 * _ranks_of_a_token(run) * rows_of_hidden / split * (1 - 1 / parallel.ep)
-        sent /= _link(device, parallel.ep, stride=1)
+        sent *= _EXPERTS_WAITS / _link(device, parallel.ep, stride=1)
         sent *= sum(model.has_experts(layer) for layer in layers)
     busy = StepTime(
         products=rows * products / shards / rate,

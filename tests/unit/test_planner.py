@@ -29,6 +29,12 @@ MEASURED = [
     ("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4, "vpp": 4}, 1.7561, 60.8, False),
     ("llama-8b-8layers", 2, 8, 1, {}, 1.6477, 60.1, False),
     ("llama-8b-8layers", 2, 4, 1, {}, 0.8417, 60.1, False),
+    ("llama-8b-8layers", 1, 8, 2, {"length": 8192}, 1.7292, 43.9, False),
+    ("llama-8b-8layers", 2, 8, 2, {"length": 8192, "cp": 2}, 1.7857, 44.4, False),
+    ("llama-8b-8layers", 1, 1, 2, {"length": 131072, "cp": 2, "recompute": "full"}, 6.6617, 67.7, False),
+    ("qwen3-30b-a3b-8layers", 4, 4, 1, {}, 0.9014, 118.5, True),
+    ("qwen3-30b-a3b-16layers-ep2", 2, 8, 2, {"ep": 2}, 1.8064, 112.1, True),
+    ("qwen3-30b-a3b-8layers", 2, 4, 2, {"ep": 2}, 0.5502, 62.1, False),
     ("llama-1b", 4, 2, 1, {}, 0.5001, 51.7, False),
     ("gpt2-large", 12, 1, 4, {}, 0.1690, 27.0, False),
     ("gpt2-large", 24, 2, 1, {}, 0.5819, 54.0, False),
@@ -42,15 +48,17 @@ MEASURED = [
 ]
 
 
-def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, int]) -> Run:
+def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]) -> Run:
     case, sizes = case_named(case_name), {**layout}
-    replays = sizes.pop("cuda_graphs", False)
+    replays, recompute = sizes.pop("cuda_graphs", False), sizes.pop("recompute", None)
+    length = sizes.pop("length", case.seq_length)
     return Run(
         model=model_config(dict(case.model)),
         parallel=ParallelConfig(**sizes, sequence_parallel=True, num_microbatches=num_microbatches),
         micro_batch_size=micro_batch_size,
-        lengths=(case.seq_length, case.decoder_seq_length) if case.decoder_seq_length else (case.seq_length,),
+        lengths=(length, case.decoder_seq_length) if case.decoder_seq_length else (length,),
         world_size=gpus,
+        recompute=recompute,
         cuda_graphs=bool(replays),
     )
 
