@@ -11,9 +11,10 @@ r"""Read, check, write, merge and describe Megatron's indexed datasets: ``PREFIX
   version 1; u64 type of a token; u64 element size; u64 N sequences; u64 S; u64 D; int64[N+1] where each sequence's axes
   begin among the S; int64[N+1] where its tokens begin in ``.bin``, in elements; int64[S] length of each axis; int64[D]
   as above. A sequence of tokens has one axis, so S = N. Files of fairseq, and of Megatron before November 2019, have
-  neither D nor its array, and are refused. Until 2022 type 6 was Python's float, stored as 8 bytes though its element
-  size was said to be 4 (positions count 4 bytes then), and 7 was float64; since 2023, 6 is float64 and 7 is float32.
-  Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py.
+  neither D nor its array: an empty sequence ends a document (Megatron's ``create_doc_idx``) and remains part of it
+  here; if no sequence is empty, each is taken for a document. Until 2022 type 6 was Python's float, stored as 8 bytes
+  though its element size was said to be 4 (positions count 4 bytes then), and 7 was float64; since 2023, 6 is float64
+  and 7 is float32. Source: Megatron-LM at 0058b1a5, megatron/data/indexed_dataset.py.
 
 The engine's ``IndexedDataset`` and ``IndexedDatasetBuilder`` do not serve here. The reader asserts where a file is
 damaged, takes 19 us for a run of 20 sentences (2 us here) and cannot gather the pieces of a batch at once, and closes
@@ -31,6 +32,7 @@ import contextlib
 import mmap
 import os
 import struct
+import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -218,10 +220,12 @@ def _read_old(prefix: str, files: _Files) -> _Index:
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{number} of {width}" for number, width in sorted(_OLD_TYPES))
         raise _damaged(prefix, f"says token type {code} of {element_size} bytes, there are {known}")
-    if len(index) == 64 + 16 * num_sequences + 8 * num_axes:
-        raise DataError(f"{prefix}.idx names no documents, as those of fairseq do not; preprocess its text anew")
-    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes), ("<i8", num_bounds)]
-    axes, elements, lengths, bounds = _cut(prefix, index, 56, layout)
+    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes)]
+    if len(index) == 64 + 16 * num_sequences + 8 * num_axes:  # neither D nor its array
+        axes, elements, lengths = _cut(prefix, index, 48, layout)
+        bounds = _bounds_of_empty_sequences(prefix, lengths)
+    else:
+        axes, elements, lengths, bounds = _cut(prefix, index, 56, [*layout, ("<i8", num_bounds)])
     if num_axes != num_sequences or (axes != np.arange(len(axes))).any():
         raise _damaged(prefix, "has sequences of other than one axis, so it is not of text")
     dtype = _OLD_TYPES[code, element_size]
@@ -230,6 +234,17 @@ def _read_old(prefix: str, files: _Files) -> _Index:
     if elements[0] or is_wrong.any():
         raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
     return dtype, as_int32, (ends - lengths) * dtype.itemsize, bounds
+
+
+def _bounds_of_empty_sequences(prefix: str, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    ends = np.flatnonzero(lengths == 0) + 1
+    found = "an empty sequence ends a document" if len(ends) else "each sequence is taken for a document"
+    warnings.warn(
+        f"{prefix}.idx names no documents (fairseq, or Megatron before November 2019): {found}; fairseq itself stored "
+        "every token one too high",
+        stacklevel=2,
+    )
+    return np.unique([0, *ends, len(lengths)]) if len(ends) else np.arange(len(lengths) + 1)
 
 
 def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:

@@ -47,10 +47,11 @@ NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) +
 NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
 OLD_IDX = OLD_MAGIC + longs(1, 4, 4, 3, 3, 4) + longs(0, 1, 2, 3) + longs(0, 3, 4, 6) + longs(3, 1, 2, 0, 1, 2, 3)
 OLD_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
-FAIRSEQ_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
+OLDEST_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
 SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset]]] = {
     "mmap": (NEW_IDX, NEW_BIN, check_dataset),
     "old": (OLD_IDX, OLD_BIN, check_any),
+    "oldest": (OLDEST_IDX, OLD_BIN, check_any),
 }
 
 
@@ -126,13 +127,27 @@ def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
         (check_dataset, _changed(NEW_IDX, 94, "q", 2), "has document bounds that do not ascend from 0 to the 3 seq"),
         (check_any, _changed(OLD_IDX, 24, "q", 8), "token type 4 of 8 bytes, there are 1 of 1, .*6 of 4, 6"),
         (check_any, _changed(OLD_IDX, 112, "q", 5), "has a sequence that does not begin where the one before ends"),
-        (check_any, FAIRSEQ_IDX, "names no documents, as those of fairseq do not; preprocess its text anew"),
         (check_dataset, NEW_IDX + bytes(3), "has the modes of a multimodal dataset: expected one of text"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, check: Callable[[str], IndexedDataset], idx: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         check(_files(tmp_path, idx, NEW_BIN if check is check_dataset else OLD_BIN))
+
+
+@pytest.mark.parametrize(
+    ("idx", "bounds", "found"),
+    [
+        (OLDEST_IDX, [0, 2, 3], "an empty sequence ends a document"),
+        (OLD_IDX[:48] + OLD_IDX[56:-32], [0, 1, 2, 3], "each sequence is taken for a document"),
+    ],
+)
+def test_an_index_that_names_no_documents_is_read_as_megatron_did(
+    tmp_path: Path, idx: bytes, bounds: list[int], found: str
+) -> None:
+    with pytest.warns(UserWarning, match=found):
+        dataset = check_any(_files(tmp_path, idx, OLD_BIN))
+    assert dataset.document_bounds.tolist() == bounds
 
 
 def test_a_dataset_without_a_token_and_names_that_are_no_prefix_are_refused(tmp_path: Path) -> None:
@@ -155,6 +170,7 @@ def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
     return False
 
 
+@pytest.mark.filterwarnings("ignore:.*names no documents")
 @pytest.mark.parametrize("name", SOUND)
 def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
