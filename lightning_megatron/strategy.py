@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_UNTIL_REAPED = 0.2
+"""Seconds after which a killed process, whose connections are closed at once, can be waited for."""
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
 
@@ -493,13 +496,6 @@ class MegatronStrategy(ParallelStrategy):
         return output
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The closure first, which fills the gradients; then Megatron's optimizer, in whose hands they are."""
-        loss = self.precision_plugin._wrap_closure(model or self._module, optimizer, closure)
-        optimizer.step(**kwargs)
-        return loss
-
-    @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -646,6 +642,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except Exception as error:
+            time.sleep(_UNTIL_REAPED)
             for local_rank, process in enumerate(self.procs, 1):
                 if (code := process.poll() or 0) < 0:  # the error of a lost connection does not say whose
                     print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)

@@ -276,8 +276,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Nothing: see the class."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Clip, update and gather; the strategy has run Lightning's closure. Every rank must call."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         with self._context.engine():
             self.settle()  # the step before; this one's gradients are queued by now
             if self.inner.prepare_grads():  # an overflow of 16-mixed
@@ -287,6 +291,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 self._outcome = self._masked_update()
                 if not self._settles_late:
                     self.settle()
+        return loss
 
     @property
     def report(self) -> OptimizerReport | None:
