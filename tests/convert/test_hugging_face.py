@@ -266,10 +266,12 @@ def kept(
         """Looks at the master weights as they were made."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            weights = [
-                each for each in pl_module.model_chunks.parameters() if getattr(each, "main_param", None) is not None
+            weights = [each for each in pl_module.model_chunks.parameters() if hasattr(each, "main_param")]
+            pairs = [(w.main_param.view(-1), w.float().view(-1)) for w in weights if w.main_param is not None]
+            # Of two copies of the model the first has the masters of a weight's beginning, the second of its end.
+            seen["masters"] = [
+                any(torch.equal(main, part) for part in (own[: len(main)], own[-len(main) :])) for main, own in pairs
             ]
-            seen["masters"] = [torch.equal(each.main_param.view(-1), each.float().view(-1)) for each in weights]
 
     handler = logging.Handler()
     handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
