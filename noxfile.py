@@ -27,7 +27,11 @@ CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "docs", "noxfil
 
 
 def install(session: nox.Session, *extras: str) -> None:
-    """Install torch and this package with ``extras``; Python compiles what is imported, not all that is installed."""
+    """Install torch and this package with ``extras``; Python compiles what is imported, not all that is installed.
+
+    It keeps that, though images of containers often forbid it: each of hundreds of processes would compile torch again.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     names = [*extras, *(["gpu"] if HAS_GPU else [])]
     session.install("--no-compile", TORCH, "-e", f".[{','.join(names)}]" if names else ".")
 
