@@ -276,14 +276,18 @@ def _kept_layers(run: Run, pp_rank: int) -> float:
     return inputs + max(0.0, kept / layers - _logits_bytes(run, pp_rank))
 
 
-def _logits_bytes(run: Run, pp_rank: int) -> float:
-    """Of the logits and their gradients, on the last stage."""
+def _logits(run: Run, pp_rank: int) -> float:
+    """Those of a microbatch that a rank computes, on the last stage."""
     parallel, model = run.parallel, run.model
     if pp_rank < parallel.pp - 1 or not model.has_output_layer:
         return 0.0
     padded = model.padded_vocab_size(parallel.tp)
-    logits = run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
-    return _LOSS_BYTES * run.bytes_per_number / 2 * logits
+    return run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
+
+
+def _logits_bytes(run: Run, pp_rank: int) -> float:
+    """Of the logits and their gradients."""
+    return _LOSS_BYTES * run.bytes_per_number / 2 * _logits(run, pp_rank)
 
 
 def _ranks_of_a_token(run: Run) -> float:
@@ -368,17 +372,14 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
     if run.recompute == "full":
         products, scores = products * (passes + 1) / passes, scores * 4.5 / 3.5
-    logits = 0
     if pp_rank == parallel.pp - 1:
-        padded = model.padded_vocab_size(parallel.tp)
-        products += passes * accounting.head_flops(model, run.lengths, padded)
-        logits = run.lengths[-1] * padded if model.has_output_layer else 0
+        products += passes * accounting.head_flops(model, run.lengths, model.padded_vocab_size(parallel.tp))
     rate = _PRODUCTS_SHARE * peak
     for size in (model.hidden_size, run.tokens_of_rank):
         rate *= size / (size + _PRODUCTS_LOSS)
     traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
     shards = parallel.tp * parallel.cp
-    traffic += _LOSS_TRAFFIC * rows * logits / shards
+    traffic += _LOSS_TRAFFIC * _logits(run, pp_rank)
     if model.experts is not None:
         routed = run.bytes_per_number * run.tokens_of_rank * model.experts.topk * model.hidden_size / parallel.tp
         traffic += _EXPERTS_PASSES * routed * sum(model.has_experts(layer) for layer in layers)

@@ -642,7 +642,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except Exception as error:
-            time.sleep(_UNTIL_REAPED)
+            if self.procs:
+                time.sleep(_UNTIL_REAPED)
             for local_rank, process in enumerate(self.procs, 1):
                 if (code := process.poll() or 0) < 0:  # the error of a lost connection does not say whose
                     print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
