@@ -147,7 +147,7 @@ class Case:
     """Changes to the model's config."""
     make_vocab_size_divisible_by: int = 8
     labels: Labels = "all"
-    steps: int = 10
+    steps: int = 4
     global_batch_size: int = 12
     """A multiple of every dp x num_microbatches of the tests."""
     lr: float = 5e-3
