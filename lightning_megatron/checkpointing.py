@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,10 +37,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import files
-from lightning_megatron.checkpoint.load import LoadFrom, as_load_from, load_initial_weights, reload_masters, resume
+from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, prepare
 from lightning_megatron.data.loader import ResumableLoader
-from lightning_megatron.engine.collectives import on_all_ranks_alike, wait_for_all_ranks
+from lightning_megatron.engine.collectives import alike_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
@@ -90,7 +89,7 @@ class Checkpointing:
             async_save: As ``MegatronStrategy``.
         """
         self._strategy = strategy
-        self._load_from = as_load_from(load_from)
+        self._load_from = LoadFrom(path=str(load_from)) if isinstance(load_from, (str, Path)) else load_from
         self._asynchronous = async_save
         self.is_preempted = False
         self._beginning: str | None = None
@@ -98,8 +97,8 @@ class Checkpointing:
         self._trainer: pl.Trainer
         self._run: RunState
         self._signals: DeferredSignals
-        self._is_trained = False
-        self._first_step: int | None = None
+        self._is_trained: bool
+        self._first_step: int | None
         """``global_step`` when training began; None before."""
         self._loader_state: dict[str, Any] | None = None
         """Where the training data goes on, until its loader is made."""
@@ -150,14 +149,17 @@ class Checkpointing:
         """
         begin = time.monotonic()
         self._end_unless_all_ranks_save(filepath)
-        is_final = self._is_ending
+        state = self._trainer.state
+        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        # Whether no later step of this run would save again, should this save fail.
+        is_final = not is_training or self._signals.is_delivering or self._is_trained
         self.finish()
-        saving = Save(self._run, checkpoint, filepath)
+        saving = Save(self._run, checkpoint, self._strategy.broadcast(str(filepath)))
         self._removals = [each for each in self._removals if each != saving.path]
         with self._failures(is_final):
             saving.start(self._memory)
             self.saving = saving
-            if saving.has_optimizer:
+            if "optimizer_states" in checkpoint:
                 self._steps[saving.path] = checkpoint["global_step"]
         if is_final or not self._asynchronous:
             self.finish(is_final=is_final)
@@ -247,19 +249,8 @@ class Checkpointing:
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
 
-    @property
-    def _is_ending(self) -> bool:
-        """Whether no later step of this run would save again, should a save fail now."""
-        state = self._trainer.state
-        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        return not is_training or self._signals.is_delivering or self._is_trained
-
-    @property
-    def at_step_boundary(self) -> Callable[[], object]:
-        """What all ranks call between two batches: it acts on signals, and completes a save that is written."""
-        return self._deliver_and_finish if self._asynchronous else self._signals.deliver
-
-    def _deliver_and_finish(self) -> None:
+    def at_step_boundary(self) -> None:
+        """Act on signals, and complete a save that is written; all ranks call it between two batches."""
         is_written = self.saving is not None and self.saving.is_written()
         asked_about, self._asked_about = self._asked_about, self.saving
         all_written = self._signals.deliver(is_written)
@@ -300,21 +291,17 @@ class Checkpointing:
             return
         if self.saving is not None:
             self.finish(is_final=True)
-        if isinstance(exception, SIGTERMException):
-            self._save_before_exit()
-            exception.code = TERMINATED
-            self.is_preempted = True
-
-    def _save_before_exit(self) -> None:
-        """Save what was trained; every rank must call."""
+        if not isinstance(exception, SIGTERMException):
+            return
         trainer = self._trainer
         news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
         path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
-        if path is None:
-            rank_zero_info(f"{news}, with nothing to save")
-            return
-        trainer.save_checkpoint(path)
-        rank_zero_info(f"{news}; its checkpoint is {path}, go on with ckpt_path='last'")
+        if path is not None:
+            trainer.save_checkpoint(path)
+        saved = "with nothing to save" if path is None else f"its checkpoint is {path}, go on with ckpt_path='last'"
+        rank_zero_info(f"{news}; {saved}")
+        exception.code = TERMINATED
+        self.is_preempted = True
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 
@@ -348,10 +335,15 @@ class Checkpointing:
                 could not save its own.
         """
         self._run = run
-        on_all_ranks_alike(partial(_check_same, self._beginning, self._strategy.broadcast(self._beginning)))
-        module = self._trainer.lightning_module
-        if fitting and not getattr(module.trainer, "fast_dev_run", False):
-            on_all_ranks_alike(partial(files.check_writable, self._checkpoint_folders))
+        module, of_rank_0 = self._trainer.lightning_module, self._strategy.broadcast(self._beginning)
+        with alike_on_all_ranks():
+            if self._beginning != of_rank_0:
+                raise CheckpointError(
+                    f"this rank would begin with {self._beginning or 'no checkpoint'} and rank 0 with "
+                    f"{of_rank_0 or 'none'}; keep checkpoints on a file system that all nodes share"
+                )
+            if fitting and not getattr(module.trainer, "fast_dev_run", False):
+                files.check_writable(self._checkpoint_folders)
         source = self.initial_weights
         if source is not None and self._beginning is None and module not in modules_with_weights:
             load_initial_weights(run if fitting else replace(run, optimizer=None), source)
@@ -367,29 +359,32 @@ class Checkpointing:
         """Load a checkpoint into the run, and return Lightning's dict; every rank must call."""
         path = as_path(self._strategy.broadcast(str(checkpoint_path)))
         trainer = self._trainer
+        datamodule = getattr(trainer, "datamodule", None)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        goes_on = fitting and (not self._strategy.load_weights_only or _is_of_this_job(path))
+        run = self._run if goes_on else replace(self._run, optimizer=None)
         modules_with_weights.add(trainer.lightning_module)
-        begins_anew = fitting and self._strategy.load_weights_only and not is_continued(path)
-        run = self._run if fitting and not begins_anew else replace(self._run, optimizer=None)
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)
             _close_finished_epoch(loaded)
-            if begins_anew and self._run.optimizer is not None:
-                reload_masters(self._run.optimizer)
-        if fitting and not begins_anew:
-            _check_place_in_data(loaded, getattr(trainer, "datamodule", None), path)
-            if 0 <= trainer.max_steps <= loaded["global_step"]:
-                left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
-                rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
-        if fitting and not begins_anew:
-            self._steps[path] = loaded["global_step"]
-        if begins_anew:
-            return _only_weights(loaded, getattr(trainer, "datamodule", None))
-        if fitting:
-            for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
-                optimizer.load_state_dict(state)
-            self._restore_loader(_loader_state(loaded), trainer.train_dataloader)
+            if fitting and not goes_on and self._run.optimizer is not None:
+                self._run.optimizer.inner.reload_model_params()  # its own copies of the weights
+        if not goes_on:
+            return _only_weights(loaded, datamodule) if fitting else loaded
+        _check_place_in_data(loaded, datamodule, path)
+        if 0 <= trainer.max_steps <= loaded["global_step"]:
+            left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
+            rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
+        self._steps[path] = loaded["global_step"]
+        for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+        # Lightning takes the training data up only in the middle of what it counts as an epoch.
+        place, loader = _loader_state(loaded), trainer.train_dataloader
+        if place is not None and isinstance(loader, ResumableLoader):
+            loader.load_state_dict(place)  # someone asked for it already, as for trainer.estimated_stepping_batches
+        else:
+            self._loader_state = place
         return loaded
 
     def go_back(self, *, before: int) -> dict[str, Any] | None:
@@ -418,13 +413,6 @@ class Checkpointing:
             config.scheduler.load_state_dict(state)
         return loaded
 
-    def _restore_loader(self, state: dict[str, Any] | None, loader: object) -> None:
-        """Take the training data up; Lightning does so only in the middle of what it counts as an epoch."""
-        if state is not None and isinstance(loader, ResumableLoader):
-            loader.load_state_dict(state)  # someone asked for it already, as for trainer.estimated_stepping_batches
-        else:
-            self._loader_state = state
-
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
@@ -446,7 +434,6 @@ class DeferredSignals:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._noted: set[int] = set()
         self._question: tuple[dist.Work, torch.Tensor] | None = None
-        self._stand_in = self._note
         self.is_delivering = False
         """Whether handlers run."""
 
@@ -485,23 +472,15 @@ class DeferredSignals:
             return
         for signum in self._signums:
             handler = signal.getsignal(signum)
-            if callable(handler) and handler is not self._stand_in:
+            if callable(handler) and handler != self._note:
                 self._handlers[signum] = handler
-                signal.signal(signum, self._stand_in)
+                signal.signal(signum, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._noted.add(signum)
 
 
 # ---- which checkpoint a run begins with ---------------------------------------------------------------------------
-
-
-def _check_same(mine: str | None, of_rank_0: str | None) -> None:
-    if mine != of_rank_0:
-        raise CheckpointError(
-            f"this rank would begin with {mine or 'no checkpoint'} and rank 0 with {of_rank_0 or 'none'}; keep "
-            "checkpoints on a file system that all nodes share"
-        )
 
 
 def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
@@ -524,9 +503,8 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         ckpt_path = "last"
     if fitting and BEGAN in os.environ and (own := find_last(trainer)) is not None and is_of_this_run(own.time):
         return str(own.path)
-    requeued = None
-    if ckpt_path == "hpc" or SLURMEnvironment.detect():
-        requeued = _find_requeued(as_path(trainer.default_root_dir))
+    in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
+    requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
@@ -537,12 +515,10 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
                 "a *.ckpt, or last"
             )
         return ckpt_path
-    if ckpt_path == "last":
-        found = find_last(trainer)
-    else:
-        found = files.find_newest(as_path(str(ckpt_path)), to_resume=_resumes(trainer))
+    is_last = ckpt_path == "last"
+    found = find_last(trainer) if is_last else files.find_newest(ckpt_path, to_resume=_resumes(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if requeued is not None and was_requeued and (ckpt_path != "last" or found is None or requeued.step >= found.step):
+    if requeued is not None and was_requeued and (not is_last or found is None or requeued.step >= found.step):
         rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
     return ckpt_path if found is None else str(found.path)
@@ -557,23 +533,17 @@ def find_last(trainer: pl.Trainer) -> files.Found | None:
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
-    found = [files.found_at(as_path(trainer.default_root_dir) / LAST)]  # of SIGTERM
-    broken: list[str] = []
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, OnExceptionCheckpoint):
-            found.append(files.found_at(as_path(callback.ckpt_path)))
-        if isinstance(callback, ModelCheckpoint):
-            folders = _folders_of_versions(callback, trainer)
-            complete = [each for folder in folders for each in files.found_in(folder)]
-            found += complete
-            if not complete:
-                broken += [str(folder / name) for folder in folders for name in files.broken_names(folder)]
-    every = [each for each in found if each is not None]
-    if not every and broken:
+    callbacks = trainer.checkpoint_callbacks
+    after_failures = [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    alone = (files.found_at(path) for path in (as_path(trainer.default_root_dir) / LAST, *after_failures))  # of SIGTERM
+    keepers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+    folders = [folder for keeper in keepers for folder in _folders_of(keeper, trainer)]
+    found = [*filter(None, alone), *(each for folder in folders for each in files.found_in(folder))]
+    if not found and (broken := [str(folder / name) for folder in folders for name in files.broken_names(folder)]):
         raise CheckpointError(
             f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give another, or remove them"
         )
-    return max(files.preferred(every, _resumes(trainer)), key=lambda each: each.time, default=None)
+    return max(files.preferred(found, _resumes(trainer)), key=lambda each: each.time, default=None)
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -599,33 +569,25 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
     return last
 
 
-def is_of_requeue(path: Path) -> bool:
-    """Whether SLURM's requeue signal has caused the checkpoint."""
-    return path.match(_REQUEUED)
+def _is_of_this_job(path: Path) -> bool:
+    """Whether SLURM's requeue signal has caused the checkpoint, or an earlier start of a run that was started again."""
+    return path.match(_REQUEUED) or (BEGAN in os.environ and is_of_this_run(files.find_newest(path).time))
 
 
-def is_continued(path: Path) -> bool:
-    """Whether a run goes on from the checkpoint in every respect, also where ``ckpt_path`` gives only weights."""
-    return is_of_requeue(path) or (BEGAN in os.environ and is_of_this_run(files.find_newest(path).time))
+def _folders_of(keeper: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
+    """Where ``keeper`` keeps its checkpoints, which it only knows itself after its ``setup``.
 
-
-def folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
-    """Where ``callback`` keeps its checkpoints; known to itself only after its ``setup``."""
-    if callback.dirpath is not None:
-        return as_path(callback.dirpath)
+    Where a logger numbers its runs, it is that of each: the number of this run is a new one.
+    """
+    if keeper.dirpath is not None:
+        return [as_path(keeper.dirpath)]
     if not trainer.loggers:
-        return as_path(trainer.default_root_dir) / "checkpoints"
+        return [as_path(trainer.default_root_dir) / "checkpoints"]
     logger = trainer.loggers[0]
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / version / "checkpoints"
-
-
-def _folders_of_versions(callback: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
-    """``folder_of``, and where a logger numbers its runs, that of each: the number of this run is a new one."""
-    folder = folder_of(callback, trainer)
-    if callback.dirpath is not None or not re.fullmatch(r"version_\d+", folder.parent.name):
-        return [folder]
-    return sorted(folder.parent.parent.glob(f"version_*/{folder.name}"))
+    runs, version = as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name), logger.version
+    if isinstance(version, str) and not re.fullmatch(r"version_\d+", version):
+        return [runs / version / "checkpoints"]
+    return sorted(runs.glob("version_*/checkpoints"))
 
 
 def _resumes(trainer: pl.Trainer) -> bool:
@@ -634,8 +596,7 @@ def _resumes(trainer: pl.Trainer) -> bool:
 
 
 def _find_requeued(root: Path) -> files.Found | None:
-    found = [each for each in files.found_in(root) if is_of_requeue(each.path)]
-    if found:
+    if found := [each for each in files.found_in(root) if each.path.match(_REQUEUED)]:
         return files.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):
         raise CheckpointError(

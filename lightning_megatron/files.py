@@ -155,29 +155,25 @@ class FolderLock:
         Raises:
             ConfigError: ``error``, if another program has it.
         """
-        self._descriptor: int | None = os.open(folder, os.O_RDONLY)
+        self.descriptor: int | None = os.open(folder, os.O_RDONLY)
+        """None after ``release``, and where the file system has no locks."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise error(
                 f"another program is writing {folder} at this moment; give every run a folder of its own"
             ) from None
         except OSError:  # no locks here, e.g. on some network file systems
             self.release()
 
-    @property
-    def is_held(self) -> bool:
-        """False after ``release``, and where the file system has no locks."""
-        return self._descriptor is not None
-
     def release(self) -> None:
         """Let others have it."""
-        if self._descriptor is not None:
+        if self.descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
-            os.close(self._descriptor)
-            self._descriptor = None
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 # ---- publishing -----------------------------------------------------------------------------------------------------
@@ -257,10 +253,8 @@ def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
         return
     replaced = path.with_name(path.name + _REPLACED)
     sync(partial)
-    if partial.is_file() and not path.is_dir():
-        os.replace(partial, path)
-    elif not os.path.lexists(path):
-        partial.rename(path)
+    if not os.path.lexists(path) or (partial.is_file() and not path.is_dir()):
+        partial.replace(path)
     elif _exchange(partial, path):
         sync(path.parent)
         _delete(partial, in_background=in_background)
@@ -296,26 +290,29 @@ def remove(path: Path, *, in_background: bool = False) -> None:
         delete_from_store(path.with_name(path.name + PARTIAL))
         delete_from_store(path)
         return
-    for folder in (path, path.with_name(path.name + _REPLACED), path.with_name(path.name + PARTIAL)):
-        if folder.is_dir() and not _is_being_written(folder):
+    for folder in (path, path.with_name(path.name + _REPLACED)):
+        if folder.is_dir():
             _delete(folder, in_background=in_background)
+    _remove_if_left(path.with_name(path.name + PARTIAL))
 
 
-def remove_leftovers(folder: Path, pattern: str, keep: Path) -> None:
-    """Delete what killed programs left of names like ``pattern`` in ``folder``.
-
-    What somebody writes stays, as does everything where the file system has no locks, and ``keep``.
-    """
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Delete what killed programs left of names like ``pattern`` in ``folder``; what somebody writes stays."""
     for left in folder.glob(f"{pattern}{_REMOVED}"):
         shutil.rmtree(left, ignore_errors=True)
     for left in folder.glob(f"{pattern}{PARTIAL}"):
-        # An empty folder may be one that has just been made, and is about to be locked.
-        if left != keep and any(left.iterdir()):
-            with contextlib.suppress(ConfigError):
-                lock = FolderLock(left)
-                if lock.is_held:
-                    shutil.rmtree(left, ignore_errors=True)
-                lock.release()
+        _remove_if_left(left)
+
+
+def _remove_if_left(partial: Path) -> None:
+    """Delete a folder that a killed program was writing; where the file system has no locks, nobody knows, it stays."""
+    # An empty one may have just been made, and is about to be locked.
+    if partial.is_dir() and any(partial.iterdir()):
+        with contextlib.suppress(ConfigError):
+            lock = FolderLock(partial)
+            if lock.descriptor is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            lock.release()
 
 
 def wait_for_deletions() -> None:
@@ -375,15 +372,6 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(error, os.strerror(error), str(a), None, str(b))
 
 
-def _is_being_written(folder: Path) -> bool:
-    """Whether surely somebody is writing ``folder``."""
-    try:
-        FolderLock(folder).release()
-    except ConfigError:
-        return True
-    return False
-
-
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
 CHECKSUMS = "checksums.json"
@@ -405,8 +393,9 @@ class FileChecksums:
     segments: list[int] = field(default_factory=list)
     """CRC-32 of each ``SEGMENT`` bytes."""
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: bytes | memoryview) -> FileChecksums:
         """Append bytes; other threads run meanwhile, since zlib lets go of the interpreter."""
+        data = memoryview(data)
         while len(data) > 0:
             room = SEGMENT - self.size % SEGMENT
             if room == SEGMENT:
@@ -414,13 +403,7 @@ class FileChecksums:
             self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
             self.size += min(room, len(data))
             data = data[room:]
-
-
-def checksums_of(data: bytes) -> FileChecksums:
-    """The checksums of a file with this content."""
-    checksums = FileChecksums()
-    checksums.update(memoryview(data))
-    return checksums
+        return self
 
 
 def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
@@ -490,16 +473,11 @@ def _checksum_of_table(described: Mapping[str, Any]) -> int:
 
 def _crc32(file: Path, start: int, size: int) -> int:
     """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
-    crc = 0
-    with file.open("rb") if is_remote(file) else file.open("rb", buffering=0) as stream:
+    crc, end = 0, min(start + SEGMENT, size)
+    with file.open("rb") as stream:
         stream.seek(start)
-        left = min(SEGMENT, size - start)
-        while left > 0:
-            data = stream.read(min(_PIECE, left))
-            if not data:
-                break  # shorter than it was a moment ago: the checksum will differ
-            crc = zlib.crc32(data, crc)
-            left -= len(data)
+        for begin in range(start, end, _PIECE):  # of a file that has become shorter, the checksum will differ
+            crc = zlib.crc32(stream.read(min(_PIECE, end - begin)), crc)
     return crc
 
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from lightning_megatron.engine.pickles import read_pickle, stand_in
+from lightning_megatron.engine.pickles import StandIn, read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import (
     CHECKSUMS,
@@ -92,11 +92,8 @@ def check_backends(path: Path) -> None:
         found = json.loads((path / BACKENDS).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         found = repr(error)
-    if (
-        not isinstance(found, dict)
-        or found.get("sharded_backend") != "torch_dist"
-        or (found.get("common_backend", "torch") != "torch")
-    ):
+    told = found if isinstance(found, dict) else {}
+    if (told.get("sharded_backend"), told.get("common_backend", "torch")) != ("torch_dist", "torch"):
         raise CheckpointError(
             f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give another"
         )
@@ -143,60 +140,47 @@ def read_table(path: Path) -> Any:
             cannot be read.
     """
     try:
-        return _table_of(_TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state)
+        kept = _TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state
+        entries, places = (_real(kept[name]) for name in ("state_dict_metadata", "storage_data"))
+        for name in (place.relative_path for place in places.values()):
+            if Path(name).name != name:
+                raise CheckpointError(f"it points outside itself, to {name!r}")
+        return metadata.Metadata(state_dict_metadata=entries, storage_data=places)  # what no reader needs is left out
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one") from None
 
 
-def _table_of(state: Any) -> metadata.Metadata:
-    """Torch's table of what the stand-ins of its parts have kept; what no reader needs is left out."""
+_PARTS = (
+    *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorStorageMetadata),
+    *(metadata.MetadataIndex, filesystem._StorageInfo),
+)
 
-    def size(made: Any) -> torch.Size:
+
+def _real(made: Any) -> Any:
+    """What the stand-ins of a table's parts have kept, as torch's own parts."""
+    if isinstance(made, dict):
+        return {_real(key): _real(value) for key, value in made.items()}
+    if isinstance(made, list):
+        return [_real(each) for each in made]
+    if not isinstance(made, StandIn):
+        return made
+    name = type(made).__name__
+    if name == "Size":
         return torch.Size(made.arguments[0])
-
-    def entry(made: Any) -> Any:
-        if type(made).__name__ == "BytesStorageMetadata":
-            return metadata.BytesStorageMetadata()
-        boxes = [{name: size(value) for name, value in chunk.state.items()} for chunk in made.state["chunks"]]
-        return metadata.TensorStorageMetadata(
-            properties=metadata.TensorProperties(dtype=made.state["properties"].state[0]),
-            size=size(made.state["size"]),
-            chunks=[metadata.ChunkStorageMetadata(**box) for box in boxes],
-        )
-
-    def index(made: Any) -> Any:
-        offset = made.state.get("offset")
-        return metadata.MetadataIndex(made.state["fqn"], None if offset is None else size(offset), made.state["index"])
-
-    def place(made: Any) -> Any:
-        name = made.state["relative_path"]
-        if Path(name).name != name:
-            raise CheckpointError(f"it points outside itself, to {name!r}")
-        return filesystem._StorageInfo(**made.state)
-
-    return metadata.Metadata(
-        state_dict_metadata={name: entry(made) for name, made in state["state_dict_metadata"].items()},
-        storage_data={index(key): place(made) for key, made in state["storage_data"].items()},
-    )
+    if name == "TensorProperties":
+        return metadata.TensorProperties(dtype=made.state[0])
+    part = next(each for each in _PARTS if each.__name__ == name)
+    return part(**_real(made.state or {}))
 
 
-class TableReader(filesystem.FileSystemReader):
-    """Torch's reader of shards, also in a store, with a table of contents that was checked while it was read."""
-
-    def __init__(self, path: Path, table: metadata.Metadata) -> None:
-        """Open no file yet."""
-        super().__init__(str(path))
-        if is_remote(path):
-            self.fs = FileSystem()  # type: ignore[assignment]  # as torch's FsspecReader does
-            self.path = self.fs.init_path(str(path))
-        self._table = table
-        self.set_up_storage_reader(table, is_coordinator=False)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """The table."""
-        return self._table
+def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemReader:
+    """Torch's reader of shards, on a disk or in a store, for a table of contents that was checked while it was read."""
+    reader = (FsspecReader if is_remote(path) else filesystem.FileSystemReader)(str(path))
+    reader.read_metadata = lambda *_, **__: table  # type: ignore[method-assign]
+    reader.set_up_storage_reader(table, is_coordinator=False)
+    return reader
 
 
 def check_only_data(path: Path) -> None:
@@ -278,7 +262,7 @@ def found_in(folder: Path) -> Iterator[Found]:
             yield found
 
 
-def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False) -> Found:
+def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> Found:
     """The checkpoint ``path``, or the one with most steps in the folder ``path``.
 
     Args:
@@ -291,10 +275,11 @@ def find_newest(path: Path, step: int | None = None, *, to_resume: bool = False)
     """
     path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has read what stands in a YAML file
     own = recover(path)
-    is_one = (own / META).is_file() or not own.is_dir()
-    if is_one:
+    if (own / META).is_file() or not own.is_dir():
         check_complete(own)
-    found = [_described(path)] if is_one else preferred(found_in(path), to_resume)
+        found = [_described(path)]
+    else:
+        found = preferred(found_in(path), to_resume)
     if of_step := [each for each in found if step in (None, each.step)]:
         return newest(of_step)
     if found:

@@ -27,18 +27,19 @@ from megatron.core.dist_checkpointing.validation import (
     determine_global_metadata,
     validate_integrity_and_strict_load,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
-    TableReader,
     check_backends,
     check_complete,
     find_newest,
     load_plain,
     read_table,
+    table_reader,
 )
 from lightning_megatron.checkpoint.save import (
     EXPERT_BIAS,
@@ -50,12 +51,11 @@ from lightning_megatron.checkpoint.save import (
     sharded_state,
     sharded_weights,
 )
-from lightning_megatron.engine.collectives import on_all_ranks_alike
-from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.collectives import alike_on_all_ranks
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import as_path, failures_as_errors, recover, remove, verify_checksums
+from lightning_megatron.files import failures_as_errors, recover, remove, verify_checksums
 
 _OF_THE_MOMENTS = ("params", "step")
 """What a parameter group has that belongs to the checkpoint; the rest is of the run."""
@@ -69,13 +69,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is missing, unfinished, damaged, of another format or could run code.
     """
-
-    def check_own_share() -> None:
+    with alike_on_all_ranks():
         check_complete(path)
         verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
-
-    def check_and_read() -> dict[str, Any]:
-        meta = load_plain(path / META)
+    with alike_on_all_ranks():
+        meta: Any = load_plain(path / META)
         if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
             raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
         version, known = meta["format_version"], FORMAT_VERSION
@@ -83,10 +81,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"checkpoint {path}: format version {version}, this program reads {known}; use its own"
             )
-        return meta
-
-    on_all_ranks_alike(check_own_share)
-    return on_all_ranks_alike(check_and_read)
+    return meta
 
 
 def _as_stored(run: RunState, meta: Mapping[str, Any]) -> RunState:
@@ -110,13 +105,10 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     path = recover(path)
     meta = read_meta(path)
     there, here = meta["layout"], layout_of(run.topology)
-
-    def check_and_read_random_states() -> dict[str, Any]:
+    with alike_on_all_ranks():
         check_fits(run, meta, path)
         rank = dist.get_rank() if there == here else 0
-        return {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
-
-    random_states = on_all_ranks_alike(check_and_read_random_states)
+        random_states = {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
     _load(_as_stored(run, meta), path)
     if run.optimizer is not None and there == here:
         run.rng.load_state_dict(random_states)
@@ -179,15 +171,6 @@ _SHOWS_IN_WEIGHTS = {
 """What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
 
 
-def check_means_the_same(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
-    """Raise if weights that ``run`` and the checkpoint at ``path`` both have would be used in different ways.
-
-    Raises:
-        CheckpointError: If the models differ in what no weight's shape or name tells.
-    """
-    _check_same(run, meta, path, _FREE | _MAY_BE_STRETCHED | _SHOWS_IN_WEIGHTS)
-
-
 def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     """Raise unless ``run`` can go on from the checkpoint at ``path``.
 
@@ -195,11 +178,24 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
         CheckpointError: If the model or the optimizer is another one.
     """
     _check_same(run, meta, path, _FREE if run.optimizer is not None else _FREE | _MAY_BE_STRETCHED)
-    if run.optimizer is not None:
-        _check_optimizer_fits(run.optimizer, meta, path)
+    if run.optimizer is None:
+        return
+    if not meta["has_optimizer"]:
+        raise CheckpointError(
+            f"checkpoint {path} holds only weights; resume from a full one, or begin a new run with "
+            "MegatronStrategy(load_from=...) or load_weights_only=True"
+        )
+    for name, value in run.optimizer.state_format.items():
+        written = meta["optimizer_format"].get(name)
+        if written != value:
+            raise CheckpointError(
+                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; use "
+                "the same, or MegatronStrategy(load_weights_only=True)"
+            )
 
 
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
+    """Raise if weights that ``run`` and the checkpoint both have would be used in different ways."""
     saved, wanted = _flat(meta["model_description"]), _flat(run.model_description)
     for name in (*wanted, EXPERT_BIAS):
         # Checkpoints from before there were adapters, or of models without biases, say nothing of these.
@@ -223,21 +219,6 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
         del flat["experts"]
         flat |= {f"experts.{name}": value for name, value in experts.items()}
     return flat
-
-
-def _check_optimizer_fits(optimizer: MegatronOptimizer, meta: Mapping[str, Any], path: Path) -> None:
-    if not meta["has_optimizer"]:
-        raise CheckpointError(
-            f"checkpoint {path} holds only weights; resume from a full one, or begin a new run with "
-            "MegatronStrategy(load_from=...) or load_weights_only=True"
-        )
-    for name, value in optimizer.state_format.items():
-        written = meta["optimizer_format"].get(name)
-        if written != value:
-            raise CheckpointError(
-                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; use "
-                "the same, or MegatronStrategy(load_weights_only=True)"
-            )
 
 
 # ---- new runs -------------------------------------------------------------------------------------------------------
@@ -276,12 +257,7 @@ class LoadFrom:
         Raises:
             CheckpointError: If it is missing or not complete.
         """
-        return find_newest(as_path(self.path), self.step, to_resume=self.optimizer).path
-
-
-def as_load_from(value: str | Path | LoadFrom | None) -> LoadFrom | None:
-    """The options of a bare path."""
-    return LoadFrom(path=str(value)) if isinstance(value, (str, Path)) else value
+        return find_newest(self.path, self.step, to_resume=self.optimizer).path
 
 
 def load_initial_weights(run: RunState, options: LoadFrom) -> None:
@@ -308,18 +284,14 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
         is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
         if optimizer is None and is_base:  # of adapters that begin
             run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
-        on_all_ranks_alike(lambda: check_fits(run_to_load, meta, path))
+        with alike_on_all_ranks():
+            check_fits(run_to_load, meta, path)
         _load(run_to_load, path)
         for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
             group.update({name: value for name, value in before.items() if name not in _OF_THE_MOMENTS})
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
-        reload_masters(run.optimizer)
-
-
-def reload_masters(optimizer: MegatronOptimizer) -> None:
-    """Have the optimizer's own copies of the weights follow what was loaded into the model."""
-    optimizer.inner.reload_model_params()
+        run.optimizer.inner.reload_model_params()  # its own copies of the weights
 
 
 @torch.no_grad()
@@ -329,7 +301,8 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
     there, so the others are put back.
     """
-    on_all_ranks_alike(lambda: check_means_the_same(run, meta, path))
+    with alike_on_all_ranks():
+        _check_same(run, meta, path, _FREE | _MAY_BE_STRETCHED | _SHOWS_IN_WEIGHTS)
     state = sharded_weights(run.chunks, _as_stored(run, meta).part)
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
     vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
@@ -369,12 +342,9 @@ def _load_sharded(
     Returns:
         What was loaded; names in the checkpoint that ``state`` has not; names of ``state`` that are not there.
     """
-
-    def read() -> tuple[dict[str, Any], Metadata]:
+    with alike_on_all_ranks():
         check_backends(path)
-        return load_plain(path / COMMON), read_table(path)
-
-    loaded, table = on_all_ranks_alike(read)
+        loaded, table = load_plain(path / COMMON), read_table(path)
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
         prepared, not_saved, factories = load_preprocess(state)
         merge(loaded, not_saved)
@@ -383,7 +353,7 @@ def _load_sharded(
         sharded, not_asked_for, not_there = validate_integrity_and_strict_load(
             sharded, strict, True, here, everywhere, _entries(path, table)
         )
-        merge(loaded, _read_shards(sharded, TableReader(path, table)))
+        merge(loaded, _read_shards(sharded, table_reader(path, table)))
         apply_factory_merges(loaded, factories)
     return loaded, not_asked_for, not_there
 
@@ -396,7 +366,7 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     return {each.unique_key: each for each in objects} | tensors
 
 
-def _read_shards(state: dict[str, Any], reader: TableReader) -> dict[str, Any]:
+def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
     """As Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
     weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
     planner = _LoadPlanner(

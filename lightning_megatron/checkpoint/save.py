@@ -66,11 +66,9 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.runtime import EngineRng
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import FileChecksums, checksums_of, more_than_data
+from lightning_megatron.files import FileChecksums, more_than_data, readable_size
 
 T = TypeVar("T")
-
-_GIGABYTE = 1e9
 
 FORMAT_VERSION = 1
 """Of the folder as a whole; another number is refused."""
@@ -167,7 +165,7 @@ class Save:
         Args:
             run: The whole of it.
             lightning_state: Lightning's dict; without ``optimizer_states`` the checkpoint holds only weights.
-            path: The final name; that of rank 0 counts.
+            path: The final name, the same on all ranks.
 
         Raises:
             CheckpointError: On all ranks alike, if Lightning's dict holds more than plain data.
@@ -175,7 +173,7 @@ class Save:
         """
         run.settle()
         self._run = run if "optimizer_states" in lightning_state else run.of_weights()
-        self.path = files.as_path(_of_rank_0(str(path)))
+        self.path = files.as_path(path)
         self._refusal = f"checkpoint {self.path} is not written"
         with _alike(self._refusal):
             self._meta = meta_of(self._run, lightning_state) if dist.get_rank() == 0 else b""
@@ -186,11 +184,6 @@ class Save:
         self._jobs: list[Future[_Written]] = []
         self._is_abandoned = threading.Event()
         self._has_archive_checksums = torch.serialization.get_crc32_options()
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether a run can go on from it."""
-        return self._run.optimizer is not None
 
     def start(self, memory: HostMemory) -> None:
         """Copy the run and begin to write.
@@ -204,29 +197,22 @@ class Save:
         self._begin = time.monotonic()
         with _alike(self._refusal):
             self._lock = _start_partial(self.path, self._partial) if dist.get_rank() == 0 else None
-        try:
-            self._start(memory)
-        except BaseException:
-            self.abandon()
-            raise
+        with self._whole_or_abandoned():
+            plan, planner, common = _planned(sharded_state(self._run))
+            plans = _gathered(plan)
+            # Not the planner's own, which refuses moments with gaps, where layers stacked with others are frozen.
+            self._table = create_default_global_save_plan(plans)[1] if plans else None
+            with _alike(self._refusal):
+                self._partial.mkdir(parents=True, exist_ok=True)
+                contents: dict[str, bytes | Shards] = {**_staged(plan, planner, memory)}
+                contents[rng_file(dist.get_rank())] = torch_bytes(self._run.rng.state_dict())
+                if dist.get_rank() == 0:
+                    contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
+            without_checksums = partial(torch.serialization.set_crc32_options, False)
+            threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
+            self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
+            threads.shutdown(wait=False)
         self._stall = time.monotonic() - self._begin
-
-    def _start(self, memory: HostMemory) -> None:
-        plan, planner, common = _planned(sharded_state(self._run), _copies(self._run))
-        plans = _gathered(plan)
-        # Not the planner's own, which refuses moments with gaps, where layers that are stacked with others are frozen.
-        self._table = create_default_global_save_plan(plans)[1] if plans else None
-        with _alike(self._refusal):
-            self._partial.mkdir(parents=True, exist_ok=True)
-        contents: dict[str, bytes | Shards] = {rng_file(dist.get_rank()): torch_bytes(self._run.rng.state_dict())}
-        if dist.get_rank() == 0:
-            contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
-        with _alike(self._refusal):
-            contents |= _staged(plan, planner, memory)
-        without_checksums = partial(torch.serialization.set_crc32_options, False)
-        threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
-        self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
-        threads.shutdown(wait=False)
 
     def _write(self, name: str, content: bytes | Shards) -> _Written:
         results = []
@@ -256,24 +242,32 @@ class Save:
             CheckpointError: On all ranks alike if any rank could not write; ``path`` is then as it was, and nothing
                 half-written is left.
         """
-        try:
+        with self._whole_or_abandoned():
             with _alike(self._refusal):
                 own = [job.result() for job in self._wait()]
             written = _gathered(own)
             with _alike(self._refusal):
                 if dist.get_rank() == 0:
                     self._complete(list(itertools.chain(*written)), in_background)
+        self._release()
+
+    @contextlib.contextmanager
+    def _whole_or_abandoned(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.abandon()
             raise
-        self._release()
 
     def abandon(self) -> None:
         """Stop writing, wait for it, and delete what is there; does not communicate."""
         self._is_abandoned.set()
         self._wait()
-        if dist.get_rank() == 0:
-            _delete_partial(self._partial)
+        with contextlib.suppress(OSError):
+            if dist.get_rank() == 0 and not files.is_remote(self._partial):
+                shutil.rmtree(self._partial)
+            elif dist.get_rank() == 0 and not (self._partial / META).is_file():
+                files.delete_from_store(self._partial)  # else it is whole, and what it was to replace may be gone
         self._release()
 
     def report(self) -> str:
@@ -282,8 +276,8 @@ class Save:
         with contextlib.suppress(OSError):  # this is news, not a check
             size = sum(files.file_sizes(self.path).values())
         return (
-            f"checkpoint {self.path} is complete: {size / _GIGABYTE:.3g} GB in {seconds:.3g} s, "
-            f"{size / _GIGABYTE / seconds:.3g} GB/s; training stood still for {self._stall:.3g} s"
+            f"checkpoint {self.path} is complete: {readable_size(size)} in {seconds:.3g} s, "
+            f"{readable_size(size / seconds)}/s; training stood still for {self._stall:.3g} s"
         )
 
     def _wait(self) -> list[Future[_Written]]:
@@ -303,7 +297,7 @@ class Save:
                 )
         assert self._table is not None
         _writer(partial).finish(self._table, [results for *_, results in written])
-        of_table, of_meta = (checksums_of(data) for data in ((partial / TABLE).read_bytes(), self._meta))
+        of_table, of_meta = (FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta))
         files.write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
         with files.written(partial / META) as stream:
             stream.write(self._meta)
@@ -319,16 +313,8 @@ def prepare(run: RunState, memory: HostMemory) -> None:
 
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
-    plan, planner, _ = _planned(sharded_state(run), _copies(run))
+    plan, planner, _ = _planned(sharded_state(run))
     memory.prepare([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
-
-
-def _copies(run: RunState) -> dist.ProcessGroup | None:
-    """Ranks that hold the same as this one; None if there are none."""
-    if run.topology.dp * run.topology.parallel.cp == 1:
-        return None
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
 
 
 def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
@@ -353,16 +339,8 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     lock = files.FolderLock(partial, CheckpointError)
-    files.remove_leftovers(path.parent, "*.ckpt", partial)
+    files.remove_leftovers(path.parent, "*.ckpt")
     return lock
-
-
-def _delete_partial(partial: Path) -> None:
-    with contextlib.suppress(OSError):
-        if not files.is_remote(partial):
-            shutil.rmtree(partial)
-        elif not (partial / META).is_file():  # else it is whole, and what it was to replace may be gone
-            files.delete_from_store(partial)
 
 
 def write_weights(chunks: list[Any], parent: Path) -> Path:
@@ -374,10 +352,12 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     Returns:
         The folder, the same on every rank.
     """
-    path = files.as_path(_of_rank_0(str(parent / f"megatron_relayout_{uuid.uuid4().hex}")))
+    names = [f"megatron_relayout_{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names, 0)
+    path = parent / names[0]
     refusal = f"weights are not written to {path}"
     with files.failures_as_errors(refusal):
-        _, planner, common = _planned(sharded_weights(chunks), None)
+        _, planner, common = _planned(sharded_weights(chunks))
         save_at_once(planner.state_dict, storage_writer=_writer(path), planner=planner)
     rest = {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
     with _alike(refusal):
@@ -418,51 +398,43 @@ def meta_of(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
     return written
 
 
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-
-
 def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     """Lightning's dict in types that can be read back without running code, as far as they have such a form.
 
     Hyper-parameters are for people to read, so an object among them is kept as its text.
     """
-    plain: dict[str, Any] = as_plain_data(lightning_state)
-    for values in (plain[name] for name in _HYPER_PARAMETERS if name in plain):
-        for name, value in values.items():
-            if not _is_plain(value):
-                kind = type(value).__name__
-                rank_zero_warn(f"hyper-parameter {name!r} is a {kind}; the checkpoint keeps its text only")
-                values[name] = repr(value)
+    plain: dict[str, Any] = {name: as_plain_data(value) for name, value in lightning_state.items()}
+    for values in (plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain):
+        values.update({name: as_plain_data(value, f"hyper-parameter {name!r}") for name, value in values.items()})
     return plain
 
 
-def as_plain_data(value: Any) -> Any:
+def as_plain_data(value: Any, readable: str = "") -> Any:
     """The same value in the types that can be read back without running code: containers, numbers, strings, tensors.
 
-    What has no such form is returned as it is; writing the checkpoint then fails with its name.
+    Args:
+        value: What has no such form stays as it is; writing the checkpoint then fails with its name.
+        readable: What the value is, if it shall become text instead, with a warning.
     """
     if isinstance(value, Mapping):
-        return {as_plain_data(k): as_plain_data(v) for k, v in value.items()}
+        return {as_plain_data(k): as_plain_data(v, readable) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [as_plain_data(v) for v in value]
+        items = [as_plain_data(v, readable) for v in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):  # also those that are numbers or strings, of which files would name the class
-        return as_plain_data(value.value)
+        return as_plain_data(value.value, readable)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, Path):
         return str(value)
-    return bytes(value) if isinstance(value, bytearray) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(v) for v in value)
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
+        rank_zero_warn(f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only")
+        return repr(value)
+    return value
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -483,10 +455,10 @@ def _writer(folder: Path) -> FileSystemWriter:
     return kind(str(folder), sync_files=not files.is_remote(folder))
 
 
-def _planned(state: dict[str, Any], copies: dist.ProcessGroup | None) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
+def _planned(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
     """What this rank writes of ``state``, what resolves it to tensors, and what is not sharded; all ranks must call."""
     sharded, common = save_preprocess({**state, "content_metadata": dict(SHARDING)})
-    if copies is not None:
+    if (copies := parallel_state.get_data_parallel_group(with_context_parallel=True)).size() > 1:
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, copies).apply_saving_parallelization(sharded)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -514,12 +486,6 @@ def _gathered(mine: T) -> list[T]:
     every: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
     dist.gather_object(mine, every or None)
     return every
-
-
-def _of_rank_0(text: str) -> str:
-    texts = [text]
-    dist.broadcast_object_list(texts, 0)
-    return texts[0]
 
 
 @contextlib.contextmanager
@@ -593,7 +559,6 @@ class HostMemory:
         """
         self._in_place = in_place
         self._block: mmap.mmap | None = None
-        self._size = 0
         self._pinned: list[torch.Tensor] = []
         """Pieces of the block."""
         self._preparing: threading.Thread | None = None
@@ -607,10 +572,9 @@ class HostMemory:
         if self._in_place and not on_gpu:
             own = [tensor.detach() for tensor in tensors]
             return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in own]
-        *offsets, size = _offsets(tensors)
         self._wait()
-        self._reserve(size, next((tensor.device for tensor in tensors if tensor.is_cuda), None))
-        copies = [self._copied(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+        self._reserve(tensors)
+        copies = [self._copied(tensor, offset) for tensor, offset in zip(tensors, _offsets(tensors), strict=False)]
         if on_gpu:
             torch.cuda.synchronize()
         return copies
@@ -628,9 +592,8 @@ class HostMemory:
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to get memory for ``copy`` of as much, in a thread."""
-        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self._wait()
-        self._preparing = threading.Thread(target=self._reserve, args=(_offsets(tensors)[-1], gpu), daemon=True)
+        self._preparing = threading.Thread(target=self._reserve, args=(tensors,), daemon=True)
         self._preparing.start()
 
     def _wait(self) -> None:
@@ -646,23 +609,20 @@ class HostMemory:
     def _unpin(self) -> None:
         for piece in self._pinned:
             _call_cuda("cudaHostUnregister", piece.data_ptr())
-        self._block, self._size, self._pinned = None, 0, []
+        self._block, self._pinned = None, []
 
-    def _reserve(self, size: int, gpu: torch.device | None) -> None:
-        """Have ``size`` bytes, pinned if they are for a GPU."""
-        if size > self._size:
-            self._unpin()
-            self._block, self._size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
-            self._block.madvise(mmap.MADV_HUGEPAGE)
-            self._touch(gpu)
-
-    def _touch(self, gpu: torch.device | None) -> None:
-        """Have the kernel give the memory now, many pages at a time, and pin it."""
+    def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the kernel give memory for ``tensors`` now, many pages at a time, and pin it if they are on a GPU."""
+        size, gpu = _offsets(tensors)[-1], next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if size <= len(self._block or b""):
+            return
+        self._unpin()
+        self._block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._block.madvise(mmap.MADV_HUGEPAGE)
         if gpu is not None:
             torch.cuda.set_device(gpu)  # a new thread would make a context on the first one
-        whole = torch.frombuffer(self._block, dtype=torch.uint8)
         with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
-            for piece in whole.split(_PINNED_AT_ONCE):
+            for piece in torch.frombuffer(self._block, dtype=torch.uint8).split(_PINNED_AT_ONCE):
                 list(pool.map(torch.Tensor.zero_, piece.split(_TOUCH)))  # what has been touched is pinned faster
                 if gpu is not None and _call_cuda("cudaHostRegister", piece.data_ptr(), piece.numel(), 0):
                     self._pinned.append(piece)

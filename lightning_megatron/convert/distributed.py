@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_megatron.checkpoint.files import (
     COMMON,
     META,
-    TableReader,
     check_backends,
     check_complete,
     check_only_data,
     load_plain,
     read_table,
+    table_reader,
 )
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, shown_arguments
@@ -109,7 +109,7 @@ class DistributedSource(Source):
         folders = (path / COMPANIONS, path)
         self.companions = next((each for each in folders if each.is_dir() and companion_files(each)), None)
         self._found: dict[Key, Stored] = {}
-        self._reader = TableReader(path, table)
+        self._reader = table_reader(path, table)
 
     def find(self, known: Collection[str] = ()) -> dict[Key, Stored]:
         """The model's tensors, each with its entry and its index along the first axes of that.

@@ -106,10 +106,10 @@ def fsdp_checkpoint(path: Path) -> None:
 
 def sum_up(path: Path) -> None:
     """Write ``checksums.json`` anew, for the files as they are."""
-    from lightning_megatron.files import CHECKSUMS, checksums_of, write_checksums
+    from lightning_megatron.files import CHECKSUMS, FileChecksums, write_checksums
 
-    found = {each.name: each for each in path.iterdir() if each.is_file()}
-    write_checksums(path, {name: checksums_of(file.read_bytes()) for name, file in found.items() if name != CHECKSUMS})
+    files = [each for each in path.iterdir() if each.is_file() and each.name != CHECKSUMS]
+    write_checksums(path, {file.name: FileChecksums().update(file.read_bytes()) for file in files})
 
 
 def _table(path: Path) -> Any:

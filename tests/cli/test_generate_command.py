@@ -222,15 +222,13 @@ def test_a_mistake_is_one_line_and_code_2(checkpoints: Path) -> None:
 def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:
     import torch
 
-    from lightning_megatron.files import checksums_of, write_checksums
+    from tests.checkpoint.damage import sum_up
 
     shutil.copytree(checkpoints / "run.ckpt", tmp_path / "own.ckpt")
     meta = torch.load(tmp_path / "own.ckpt/meta.pt", weights_only=True)
     # As a run of a model_provider leaves it.
     torch.save({**meta, "hugging_face_config": None}, tmp_path / "own.ckpt/meta.pt")
-    (tmp_path / "own.ckpt/checksums.json").unlink()
-    files = {file.name: checksums_of(file.read_bytes()) for file in (tmp_path / "own.ckpt").iterdir() if file.is_file()}
-    write_checksums(tmp_path / "own.ckpt", files)
+    sum_up(tmp_path / "own.ckpt")
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
     code, _, err = run_cli(".", "generate", *common, "--prompt", *PROMPTS)
     assert code == 2
