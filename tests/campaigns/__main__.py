@@ -51,10 +51,7 @@ def _be_a_job(parent: int, folder: str) -> None:
 def _run(
     attempts: dict[str, Attempt], jobs: int, minutes: float, most: float, seed: int
 ) -> Iterator[tuple[str, Outcome]]:
-    """Make ``most`` attempts in turn, ``jobs`` at a time, or those that begin before time is up; yield each that ends.
-
-    Jobs are forks of this process: what was imported and prepared here is there in each.
-    """
+    """Make ``most`` attempts in turn, ``jobs`` at a time, or those that begin in time; yield each that ends."""
     deadline, numbers, names = time.monotonic() + 60 * minutes, count(), list(attempts)
     running = set[Future[tuple[str, Outcome]]]()
     with tempfile.TemporaryDirectory(prefix="campaigns_", ignore_cleanup_errors=True) as folder:
@@ -106,7 +103,6 @@ def main() -> int:
     if unknown := chosen - set(_CAMPAIGNS) - set(every):
         parser.error(f"expected some {names}, got {', '.join(unknown)}")
     rows = [row for name, rows in _CAMPAIGNS.items() for row in rows if {name, row} & chosen]
-    fuzzed.prepare(row for row in rows if row in fuzzed.CAMPAIGNS["fuzzed"])
     minutes, most = (given.minutes, math.inf) if given.fuzz is None else (math.inf, given.fuzz)
     outcomes: dict[str, list[Outcome]] = {row: [] for row in rows}
     signal.signal(signal.SIGTERM, _interrupt)

@@ -1,36 +1,33 @@
 """Damaged and hostile files for every reader, through ``fit``, ``convert``, ``inspect`` and ``generate``.
 
-Each attempt changes one file of a sound model, checkpoint, dataset or configuration and runs a command on it in a fork
-of this process. It must end with code 0 or, for a file that is refused, with code 2 and one line; take no more than 5 s
-of CPU time and 200 MB beyond the same command on the sound files; and run nothing that a file names.
+Each attempt changes one file of a sound model, checkpoint, dataset or configuration and runs a command on it. It must
+end with code 0 or, for a file that is refused, with code 2 and one line; take no more than 5 s of CPU time and 200 MB
+beyond the same command on the sound files; and run nothing that a file names.
 """
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import functools
-import gc
 import io
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
-import signal
 import struct
-import sys
 import tempfile
 import time
-import traceback
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.campaigns import Attempt, Outcome
-from tests.ranks import die_with_parent
+from tests.checkpoint.damage import Evil
+from tests.cli.command import run_here
+from tests.ranks import RankError, run_ranks
 
 _MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
 _MOST_OF_LARGER_MODELS = 1000
@@ -95,16 +92,6 @@ _VALUES: tuple[Any, ...] = (
 _LARGEST_CHANGED = 1 << 22
 
 
-class _Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
-
-
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +151,7 @@ def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
     """In every place that could be unpickled: the file itself, or that of an archive."""
     import torch
 
-    evil, protocol = _Evil(marker), rng.choice((0, 2, 4))
+    evil, protocol = Evil(marker), rng.choice((0, 2, 4))
     if zipfile.is_zipfile(file) and rng.random() < 0.7:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()  # what is in it has no checksums
@@ -260,9 +247,7 @@ def _sound() -> Path:
     """A folder with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"), "files")
-    atexit.register(shutil.rmtree, folder.parent, True)
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
     GPT2LMHeadModel(GPT2Config(**_SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "hf")
     (folder / "text.txt").write_text("\n\n".join(f"w{i} w{i * i % 97} w{i * 7 % 89} and on" for i in range(300)))
     (folder / "fit.yaml").write_text(_FIT_YAML)
@@ -295,58 +280,26 @@ def _usual(command: str) -> _Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    code: int
-    """-SIGALRM if time was up."""
+    code: int | None
+    """None if time was up."""
     printed: str
-    cpu_seconds: float
-    megabytes: float
+    cpu_seconds: float = 0.0
+    megabytes: float = 0.0
 
 
 def _run(command: str, folder: Path) -> _Ended:
-    """Run a command of ``lightning-megatron`` in a fork of this process."""
-    import lightning_megatron.cli.generate
-    import lightning_megatron.cli.inspect
-    import lightning_megatron.cli.train
-    import lightning_megatron.convert.convert
-    import lightning_megatron.module  # noqa: F401  # once, not in each fork
-
-    output = folder.parent / f"{folder.name}.printed"
-    parent, pid = os.getpid(), os.fork()
-    if pid == 0:
-        die_with_parent(parent)
-        signal.alarm(_PATIENCE)
-        _be(command, folder, output)
-    _, status, usage = os.wait4(pid, 0)
-    return _Ended(
-        code=os.waitstatus_to_exitcode(status),
-        printed=output.read_text(errors="replace"),
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
-        megabytes=usage.ru_maxrss / 1024,
-    )
-
-
-def _be(command: str, folder: Path, output: Path) -> None:
-    """The forked process, which ends here."""
-    from lightning_megatron.cli import main
-
-    code = 99
+    """Run a command of ``lightning-megatron`` in a process of its own, in which everything is imported already."""
     try:
-        os.setpgid(0, 0)
-        printed, null = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
-        for stream, descriptor in enumerate((null, printed, printed)):
-            os.dup2(descriptor, stream)
-        os.chdir(folder)
-        faulthandler.enable()
-        try:
-            code = main(command.split())
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return run_ranks(_measured, 1, str(folder), command, timeout=_PATIENCE)[0]  # type: ignore[no-any-return]
+    except RankError as error:
+        return _Ended(code=None if error.rank is None else 1, printed=str(error))
+
+
+def _measured(folder: str, command: str) -> _Ended:
+    ((code, out, err),) = run_here(folder, [command.split()])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds, megabytes = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+    return _Ended(code=code, printed=f"{out}{err}", cpu_seconds=seconds, megabytes=megabytes)
 
 
 def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
@@ -355,7 +308,7 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
     most = _MOST_OF_LARGER_MODELS if may_be_larger else _MOST_MEGABYTES
     if marker.exists():
         return "code of a file has run"
-    if ended.code == -signal.SIGALRM:
+    if ended.code is None:
         return f"not ended after {_PATIENCE} s"
     if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
         return f"ended with {ended.code}"
@@ -368,14 +321,6 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
     return ""
 
 
-def prepare(rows: Iterable[str]) -> None:
-    """Make the sound files and measure the commands on them, once for all jobs."""
-    for row in rows:
-        _usual(_COMMANDS[row.removeprefix("fuzz: ")][0])
-    gc.collect()
-    gc.freeze()  # else each fork copies the pages of all that was imported, to visit it
-
-
 def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
     usual = _usual(command)
     files, marker = folder / "files", folder / "code_has_run"
@@ -386,7 +331,7 @@ def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: P
     ended = _run(command, files)
     wrong = _wrong(ended, usual, marker, file)
     told = f"{command}: {file.relative_to(files)} {done}: {wrong}\n{ended.printed[-_MOST_CHARACTERS:]}" if wrong else ""
-    return Outcome(wrong=told, hung=ended.code == -signal.SIGALRM, noticed=time.monotonic() - begin)
+    return Outcome(wrong=told, hung=ended.code is None, noticed=time.monotonic() - begin)
 
 
 CAMPAIGNS: dict[str, dict[str, Attempt]] = {

@@ -53,10 +53,3 @@ def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: boo
     saving = Save(state, {**content, "optimizer_states": []}, path)
     saving.start(HostMemory(in_place=in_place))
     return saving
-
-
-def content_of(path: Path) -> Any:
-    """What ``save`` was given; every rank must call."""
-    from lightning_megatron.checkpoint.load import read_meta
-
-    return read_meta(path)["lightning"]

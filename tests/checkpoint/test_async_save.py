@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN, begin_save, content_of, engine_run, save
+from tests.checkpoint.engine_runs import RUN, begin_save, engine_run, save
 from tests.checkpoint.runs import Run, callback, differences, fit, live_state
 from tests.ranks import run_ranks
 
@@ -73,6 +73,7 @@ def _abandon(path: Path) -> list[Any]:
     import torch.distributed as dist
 
     from lightning_megatron.checkpoint import save as module
+    from lightning_megatron.checkpoint.load import read_meta
 
     original = module._ChecksummedFile.write
     with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
@@ -83,7 +84,7 @@ def _abandon(path: Path) -> list[Any]:
         saving.abandon()
         seconds = time.monotonic() - start
         dist.barrier()
-        return [sorted(each.name for each in path.parent.iterdir()), content_of(path)["save"], seconds]
+        return [sorted(each.name for each in path.parent.iterdir()), read_meta(path)["lightning"]["save"], seconds]
 
 
 def test_an_abandoned_save_leaves_the_old_checkpoint_and_ends_at_once(tmp_path: Path) -> None:

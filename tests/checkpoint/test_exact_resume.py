@@ -61,30 +61,30 @@ def _assert_goes_on_as(whole: list[Trace], resumed: list[Trace], after: int) -> 
         assert differences(expected.state, found.state) == [], f"rank {rank} ended in another state"
 
 
-TP2_SP = {"tp": 2, "sequence_parallel": True}
-PP2_VPP2 = {"pp": 2, "vpp": 2}
-SGD = {"name": "sgd"}
+VALIDATED = Run(validate=True, trainer={"val_check_interval": 3})
 EP2 = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, strategy={"ep": 2, **EXPERT_BIAS})
 
 
 @pytest.mark.parametrize(
-    ("world_size", "run"),
+    ("run", "keeps"),
     [
-        pytest.param(2, Run(strategy=TP2_SP, optimizer=SGD), id="tp2 sp, sgd"),
-        pytest.param(2, Run(strategy=PP2_VPP2), id="pp2 vpp2"),
-        pytest.param(2, Run(), id="dp2"),
-        pytest.param(2, Run(strategy={"cp": 2}), id="cp2"),
-        pytest.param(2, EP2, id="ep2, bias"),
+        pytest.param(
+            Run(strategy={"tp": 2, "sequence_parallel": True}, optimizer={"name": "sgd"}), {}, id="tp2 sp, sgd"
+        ),
+        pytest.param(Run(strategy={"pp": 2, "vpp": 2}), {}, id="pp2 vpp2"),
+        pytest.param(VALIDATED, {"every_n_train_steps": None, "monitor": "val_loss"}, id="dp2, validated"),
+        pytest.param(Run(strategy={"cp": 2}), {}, id="cp2"),
+        pytest.param(EP2, {}, id="ep2, bias"),
     ],
 )
-def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, world_size: int, run: Run) -> None:
+def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, run: Run, keeps: dict[str, Any]) -> None:
     from lightning_megatron.engine.lr_schedule import LRSchedule
 
     schedule = LRSchedule(style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5)
     run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
-    whole = run_ranks(train_and_keep, world_size, run, tmp_path, {"every_n_train_steps": 3})
+    whole = run_ranks(train_and_keep, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps})
 
-    resumed = run_ranks(train, world_size, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+    resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     _assert_goes_on_as(whole, resumed, after=3)
 
@@ -113,14 +113,26 @@ def test_a_run_that_max_steps_ended_goes_on_with_a_larger_max_steps(tmp_path: Pa
     _assert_each_goes_on(run, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3], tmp_path)
 
 
-def test_a_run_that_max_epochs_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def _train_after_an_early_question(run: Run) -> Trace:
+    """Train a module whose schedule needs the number of steps, which has Lightning make the loader early."""
+    from lightning_megatron.module import MegatronModule
+
+    class Asking(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 2 * STEPS_PER_EPOCH
+            return super().configure_optimizers()
+
+    return fit(run, module_class=Asking)[1]
+
+
+def test_a_run_that_max_epochs_ended_and_one_whose_loader_was_asked_for_early_go_on(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
-    whole = run_ranks(train, 1, run)
-    run_ranks(train_and_save, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "a.ckpt")
+    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
+    run_ranks(train_and_save, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
 
-    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "a.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=STEPS_PER_EPOCH)
+    for after, how in ((STEPS_PER_EPOCH, train), (3, _train_after_an_early_question)):
+        resumed = run_ranks(how, 1, run.but(ckpt_path=str(tmp_path / f"step={after}.ckpt")))
+        _assert_goes_on_as(whole, resumed, after)
 
 
 class _Noisy:
@@ -170,36 +182,6 @@ def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any) -> 
     _assert_each_goes_on(Run(loader=loader, trainer={"max_steps": 10}), [STEPS_PER_EPOCH + 3], tmp_path)
 
 
-def test_a_run_with_validation_goes_on(tmp_path: Path) -> None:
-    run = Run(validate=True, trainer={"max_steps": 8, "val_check_interval": 2})
-    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": None, "monitor": "val_loss"})
-
-    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / "step=4.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=4)
-
-
-def _train_after_an_early_question(run: Run) -> Trace:
-    """Train a module whose schedule needs the number of steps, which has Lightning make the loader early."""
-    from lightning_megatron.module import MegatronModule
-
-    class Asking(MegatronModule):
-        def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches == 2 * STEPS_PER_EPOCH
-            return super().configure_optimizers()
-
-    return fit(run, module_class=Asking)[1]
-
-
-def test_a_loader_that_was_asked_for_before_the_checkpoint_was_read_goes_on(tmp_path: Path) -> None:
-    run = Run(trainer={"max_epochs": 2})
-    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
-
-    resumed = run_ranks(_train_after_an_early_question, 1, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
-
-    _assert_goes_on_as(whole, resumed, after=3)
-
-
 # ---- other data -----------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +216,10 @@ def test_another_kind_of_data_and_a_run_that_is_over_are_told(tmp_path: Path) ->
     for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
         run_ranks(train_and_save, 1, run, path)
     anew, kind = "the training data begins anew", "expected Mine, got DatasetDataModule; resume with the same kind"
+    sizes = "was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1"
     for saved, run, steps, says in (
         ("loader", LOADER, 3, ""),
+        ("loader", LOADER.but(strategy={"tp": 2}), 3, sizes),
         ("loader", MODULE, 3, anew),
         ("module", LOADER, 3, anew),
         ("module", MODULE.but(data_module="Mine"), 3, kind),
@@ -243,7 +227,9 @@ def test_another_kind_of_data_and_a_run_that_is_over_are_told(tmp_path: Path) ->
         ("module", MODULE, 1, "is of step 2, and max_steps=1: nothing is left to do"),
     ):
         resumed = run.but(trainer={"max_steps": steps}, ckpt_path=str(paths[saved]))
-        (said,) = run_ranks(_said, 1, resumed)
+        said, *others = run_ranks(_said, run.strategy.get("tp", 1), resumed)
         assert says in said
-        assert (anew in said) == (says == anew)
+        for told in (anew, sizes):
+            assert (told in said) == (says == told)
+            assert not any(told in each for each in others)
         assert ("step 3" in said) == (steps == 3 and says != kind)

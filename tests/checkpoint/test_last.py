@@ -143,13 +143,11 @@ def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     """Neither to begin with nor, in stock callbacks, to save to; this is known before any process starts."""
     import lightning.pytorch as pl
 
-    from lightning_megatron import LoadFrom, MegatronStrategy
+    from lightning_megatron import MegatronStrategy
 
     message = "nowhere://bucket.* cannot be opened .*; pip install 'lightning-megatron.remote.' and the package of that"
     with pytest.raises(ConfigError, match=message):
         _find(tmp_path, "nowhere://bucket/a.ckpt")
-    with pytest.raises(ConfigError, match=message):
-        LoadFrom(path="nowhere://bucket/a.ckpt").found()
     keeper = pl.callbacks.ModelCheckpoint("memory://bucket")
     keeper.dirpath = "nowhere://bucket"
     strategy = MegatronStrategy()

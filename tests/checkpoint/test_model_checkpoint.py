@@ -97,22 +97,3 @@ def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
         "best": (losses[2], losses[2]),
         "last": (losses[4], losses[4]),
     }
-
-
-def _train_with_keeper(run: Run, folder: Path, save_last: bool | str) -> tuple[list[int], list[str]]:
-    trainer, trace = fit(run, checkpoints_at(folder, save_top_k=1, save_last=save_last, every_n_train_steps=2))
-    trainer.strategy.barrier()  # rank 0 removes the old ones
-    # What is called *.removed is being deleted.
-    return sorted(trace.steps), sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
-
-
-def test_a_new_trainer_finds_the_last_checkpoint_and_old_ones_are_deleted(tmp_path: Path) -> None:
-    run = Run(strategy={**PP2, "async_save": True}, trainer={"max_steps": 5})
-    first = run_ranks(_train_with_keeper, 2, run, tmp_path, "link")
-    assert first == [([1, 2, 3, 4, 5], ["last.ckpt", "step=4.ckpt"])] * 2
-
-    second = run_ranks(_train_with_keeper, 2, run.but(trainer={"max_steps": 7}, ckpt_path="last"), tmp_path, "link")
-
-    # The step after the last checkpoint is done again; of the folders and the link, the newest are left.
-    assert second == [([5, 6, 7], ["last.ckpt", "step=6.ckpt"])] * 2
-    assert (tmp_path / "last.ckpt").is_symlink()

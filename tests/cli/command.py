@@ -19,7 +19,7 @@ def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int
     Returns:
         Exit code, stdout and stderr of the first process. The others must print nothing to stdout.
     """
-    first, *others = run_ranks(_each, ranks, str(folder), [[str(each) for each in arguments]])
+    first, *others = run_ranks(run_here, ranks, str(folder), [[str(each) for each in arguments]])
     assert all(out == "" for ((_, out, _),) in others)
     result: tuple[int, str, str] = first[0]
     return result
@@ -27,11 +27,12 @@ def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int
 
 def run_all(folder: Path | str, commands: Iterable[Iterable[object]]) -> list[tuple[int, str, str]]:
     """What each of ``commands`` ends with, one after the other in one process: cheap, for those that are refused."""
-    (results,) = run_ranks(_each, 1, str(folder), [[str(each) for each in arguments] for arguments in commands])
+    (results,) = run_ranks(run_here, 1, str(folder), [[str(each) for each in arguments] for arguments in commands])
     return list(results)
 
 
-def _each(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+def run_here(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """As ``run_all``, in the rank that calls."""
     if os.environ["WORLD_SIZE"] == "1":
         leave_torchrun()
     os.chdir(folder)

@@ -134,15 +134,6 @@ def texts(path: Path) -> dict[str, list[str]]:
     return written
 
 
-def names(path: Path) -> set[str]:
-    """Name, shape and dtype of all tensors of a checkpoint."""
-    import torch.distributed.checkpoint as dcp
-
-    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if hasattr(entry, "size")}
-    return {f"{name} {list(entry.size)} {entry.properties.dtype}" for name, entry in tensors.items()}
-
-
 def _described(tensors: Mapping[str, Any]) -> Tensors:
     return {
         name: f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {_hash(tensor)}"

@@ -103,22 +103,6 @@ def _sorted(copies: list[str]) -> list[str]:
     return sorted(" ".join(copies).split())
 
 
-def _saved_names(run: Run, work: Path) -> tuple[set[str], set[str]]:
-    """What a checkpoint holds, and what it holds when it is saved again."""
-    assert run.ckpt_path is not None
-    trained(run, FILES, work, work / "again.ckpt")
-    old, new = products.names(Path(run.ckpt_path)), products.names(work / "again.ckpt")
-    return old, new
-
-
-def test_tensors_keep_their_names(tmp_path: Path, checkpoints: Path) -> None:
-    """By which Megatron-Core and other programs find them; its ``_extra_state`` holds nothing."""
-    run = WITHOUT_DROPOUT.but(ckpt_path=str(checkpoints / "blend.ckpt"), trainer={"max_steps": 4})
-    ((old, new),) = run_ranks(_saved_names, 1, run, tmp_path)
-    assert any(name.startswith("optimizer.state.exp_avg.decoder.layers") for name in old)
-    assert new == old
-
-
 def test_samples_are_the_same(tmp_path: Path) -> None:
     """Of GPT, blended and over several passes and epochs, BERT, T5 and instructions."""
     (found,) = run_ranks(products.samples, 1, FILES, tmp_path)
