@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.accounting import check_host_memory
-from lightning_megatron.checkpoint.files import META, load_plain
+from lightning_megatron.checkpoint.files import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
@@ -160,8 +160,8 @@ class MegatronModule(pl.LightningModule):
         """
         source = LoadFrom(path=str(checkpoint_path))
         path = source.found()
-        meta = load_plain(path / META)
-        saved = meta.get("lightning", {}).get("hyper_parameters", {}) if isinstance(meta, Mapping) else {}
+        meta = load_meta(path)
+        saved = meta["lightning"].get("hyper_parameters", {})
         if not isinstance(saved, Mapping) or "model" not in saved:
             raise CheckpointError(f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH")
         known = inspect.signature(cls).parameters

@@ -45,6 +45,11 @@ from lightning_megatron.files import (
 META = VOUCHER
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
 
+FORMAT_VERSION = 1
+"""Of the folder as a whole; another number is refused."""
+_OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description", "lightning"}
+"""What ``meta.pt`` always holds."""
+
 COMMON = "common.pt"
 """What Megatron does not shard: parameter groups and step counts."""
 
@@ -110,6 +115,22 @@ def load_plain(file: Path) -> Any:
     """
     require_file(file)
     return read_pickle(io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file))
+
+
+def load_meta(path: Path) -> dict[str, Any]:
+    """``meta.pt`` of a checkpoint.
+
+    Raises:
+        CheckpointError: If another program wrote it, or another version of this one.
+    """
+    meta = load_plain(path / META)
+    if not isinstance(meta, dict) or not meta.keys() >= _OWN_KEYS:
+        raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
+    if (version := meta["format_version"]) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own"
+        )
+    return meta
 
 
 # ---- the table of contents ------------------------------------------------------------------------------------------

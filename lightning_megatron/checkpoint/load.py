@@ -33,18 +33,16 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_megatron.checkpoint.files import (
     COMMON,
-    META,
     check_backends,
     check_complete,
     find_newest,
+    load_meta,
     load_plain,
     read_table,
     table_reader,
 )
 from lightning_megatron.checkpoint.save import (
     EXPERT_BIAS,
-    FORMAT_VERSION,
-    OWN_KEYS,
     RunState,
     layout_of,
     rng_file,
@@ -73,15 +71,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         check_complete(path)
         verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
     with alike_on_all_ranks():
-        meta: Any = load_plain(path / META)
-        if not isinstance(meta, dict) or not meta.keys() >= OWN_KEYS:
-            raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
-        version, known = meta["format_version"], FORMAT_VERSION
-        if version != known:
-            raise CheckpointError(
-                f"checkpoint {path}: format version {version}, this program reads {known}; use its own"
-            )
-    return meta
+        return load_meta(path)
 
 
 def _as_stored(run: RunState, meta: Mapping[str, Any]) -> RunState:
@@ -257,7 +247,7 @@ class LoadFrom:
         Raises:
             CheckpointError: If it is missing or not complete.
         """
-        return find_newest(self.path, self.step, to_resume=self.optimizer).path
+        return recover(find_newest(self.path, self.step, to_resume=self.optimizer).path)
 
 
 def load_initial_weights(run: RunState, options: LoadFrom) -> None:
@@ -273,7 +263,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or of another model.
     """
-    path = recover(options.found())
+    path = options.found()
     meta = read_meta(path)
     if not options.strict:
         _load_what_fits(run, meta, path)

@@ -57,7 +57,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
 from lightning_megatron import files
-from lightning_megatron.checkpoint.files import BACKENDS, COMMON, KNOWN_BACKENDS, META, TABLE
+from lightning_megatron.checkpoint.files import BACKENDS, COMMON, FORMAT_VERSION, KNOWN_BACKENDS, META, TABLE
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.collectives import alike_on_all_ranks
 from lightning_megatron.engine.groups import Topology
@@ -69,12 +69,6 @@ from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import FileChecksums, more_than_data, readable_size
 
 T = TypeVar("T")
-
-FORMAT_VERSION = 1
-"""Of the folder as a whole; another number is refused."""
-
-OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description"}
-"""What ``meta.pt`` always holds."""
 
 EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
 """In the description of a model whose router has biases and sigmoids, which no config of Hugging Face tells."""

@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.files import (
     check_backends,
     check_complete,
     check_only_data,
-    load_plain,
+    load_meta,
     read_table,
     table_reader,
 )
@@ -171,7 +171,7 @@ class StrategySource(DistributedSource):
         check_complete(path)
         check_only_data(path)
         super().__init__(path)
-        self._meta = meta = load_plain(path / META)
+        self._meta = meta = load_meta(path)
         try:
             lightning = meta["lightning"]
             self.base, self.is_whole = meta.get("base"), meta.get("part") != "adapters"
@@ -194,15 +194,8 @@ class StrategySource(DistributedSource):
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; all bytes are compared with their checksums first, once."""
-        from lightning_megatron.checkpoint.save import FORMAT_VERSION  # the engine's import takes seconds
-
         verify_checksums(self.path)
         stored, fields = self._meta["model_description"], self._meta.get("hugging_face_config")
-        if self._meta["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint {self.path} has another format version than {FORMAT_VERSION}, which this program reads; "
-                "convert it with the version that wrote it"
-            )
         if config is None and not isinstance(fields, Mapping):
             raise CheckpointError(
                 f"checkpoint {self.path} does not hold its model's Hugging Face config, as those of a model_provider "

@@ -99,6 +99,13 @@ def test_what_is_found_is_a_complete_checkpoint(folder: Path, name: str) -> None
     assert sorted(folder.rglob("*")) == before
 
 
+def test_weights_for_a_new_run_are_read_where_a_crash_between_two_renames_left_them(folder: Path) -> None:
+    from lightning_megatron import LoadFrom
+
+    _leave(folder, {"last.ckpt.replaced": 4, "last.ckpt.partial": None})
+    assert LoadFrom(path=str(folder / "last.ckpt")).found() == folder / "last.ckpt.replaced"
+
+
 @pytest.mark.parametrize("save_last", [None, True])
 @pytest.mark.parametrize("load_weights_only", [False, True])
 def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_only_weights(
