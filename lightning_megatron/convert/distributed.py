@@ -195,7 +195,8 @@ class StrategySource(DistributedSource):
     def describe(self, config: Path | None) -> None:
         """See ``Source``; all bytes are compared with their checksums first, once."""
         verify_checksums(self.path)
-        stored, fields = self._meta["model_description"], self._meta.get("hugging_face_config")
+        fields: Any = self._meta.get("hugging_face_config")
+        stored = self._meta["model_description"]
         if config is None and not isinstance(fields, Mapping):
             raise CheckpointError(
                 f"checkpoint {self.path} does not hold its model's Hugging Face config, as those of a model_provider "

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns import Attempt, Outcome
-from tests.checkpoint.runs import Run, fit
+from tests.checkpoint.runs import Run, callback, checkpoints_at, fit
 from tests.ranks import Job
 
 _PHASES = {
@@ -67,38 +67,30 @@ def _run_of(layout: str, **strategy: Any) -> Run:
 
 
 def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
-    import lightning.pytorch as pl
     import torch
 
-    class Faulty(pl.Callback):
-        is_due = True
+    due = [] if fault is None else [fault]
 
-    def happen() -> None:
-        assert fault is not None
+    def happen(fault: Fault) -> None:
         with (folder / "faults.txt").open("a") as file:
             file.write(f"{time.time()}\n")
         fault.act()
 
-    def enter(self: Any, trainer: Any, *args: Any) -> None:
-        assert fault is not None
-        if self.is_due and trainer.global_rank in fault.ranks and trainer.global_step >= fault.step:
-            self.is_due = False
-            threading.Thread(target=happen, daemon=True).start() if fault.is_beside else happen()
+    def enter(trainer: Any, *_: Any) -> None:
+        if due and trainer.global_rank in due[0].ranks and trainer.global_step >= due[0].step:
+            now = due.pop()
+            threading.Thread(target=happen, args=(now,), daemon=True).start() if now.is_beside else happen(now)
 
-    class Recorder(pl.Callback):
-        """Writes every loss down, and has the model generate before each validation."""
+    def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        with (folder / f"losses_{trainer.global_rank}.txt").open("a") as file:
+            file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-            with (folder / f"losses_{trainer.global_rank}.txt").open("a") as file:
-                file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
+    def generate(trainer: Any, module: Any) -> None:
+        module.generate(torch.arange(4)[None], max_new_tokens=4)
 
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            module.generate(torch.arange(4)[None], max_new_tokens=4)
-
-    if fault is not None:
-        setattr(Faulty, _PHASES[fault.phase], enter)
-    keeper = pl.callbacks.ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last=True)
-    return [Faulty(), Recorder(), keeper]
+    faulty = [callback(**{_PHASES[each.phase]: enter}) for each in due]
+    keeper = checkpoints_at(folder / "kept", every_n_train_steps=2, save_top_k=1, save_last=True)
+    return [*faulty, callback(on_train_batch_end=record, on_validation_start=generate), keeper]
 
 
 def _train(run: Run, folder: Path, fault: Fault | None) -> None:
@@ -114,7 +106,6 @@ def _train(run: Run, folder: Path, fault: Fault | None) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    (folder / f"code_{os.environ['RANK']}.txt").write_text(str(code))
     os._exit(code)
 
 
@@ -144,8 +135,7 @@ def _run_to_end(
         stopped: Ranks that cannot end.
     """
     faults = folder / "faults.txt"
-    for old in [*folder.glob("code_*.txt"), *folder.glob("faults.txt")]:
-        old.unlink()
+    faults.unlink(missing_ok=True)
     job = Job(_train, len(_RANKS), run, folder, fault)
     begin = time.time()
     try:
@@ -157,9 +147,9 @@ def _run_to_end(
             time.sleep(0.02)
         seconds = time.time() - (float(times[0]) if times else begin)
         printed = job.logs()
+        codes = {rank: code for rank in _RANKS if (code := job.processes[rank].exitcode) is not None and code >= 0}
     finally:
         job.close()
-    codes = {int(path.stem[5:]): int(path.read_text()) for path in folder.glob("code_*.txt")}
     return _Ended(codes=codes, left=left, seconds=seconds, printed=printed)
 
 

@@ -177,7 +177,14 @@ def _loader_of_whole_batches(dp: int) -> Any:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("loader", [_loader_of_random_order, _loader_with_worker, _loader_of_whole_batches])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        _loader_of_random_order,
+        _loader_with_worker,
+        pytest.param(_loader_of_whole_batches, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_random_orders_and_random_samples_go_on(tmp_path: Path, loader: Any) -> None:
     _assert_each_goes_on(Run(loader=loader, trainer={"max_steps": 10}), [STEPS_PER_EPOCH + 3], tmp_path)
 

@@ -71,7 +71,8 @@ def _resumed_elsewhere(path: str) -> Trace:
     return train(RUN.but(strategy={"tp": 1}, ckpt_path=path))
 
 
-def _check(address: str, is_async: bool) -> None:
+def _check(address: str, is_async: bool) -> Trace:
+    """What another layout makes of a checkpoint, after all else is compared."""
     whole = run_ranks(train, 2, RUN)
     for uninterrupted, (first, resumed, *names) in zip(whole, run_ranks(_kept, 2, address, is_async), strict=True):
         assert {**first.steps, **resumed.steps} == uninterrupted.steps
@@ -81,16 +82,14 @@ def _check(address: str, is_async: bool) -> None:
     (elsewhere,) = run_ranks(_resumed_elsewhere, 1, f"{address}/step=5.ckpt")
     assert elsewhere.steps[6]["tokens"] == whole[0].steps[6]["tokens"]
     assert elsewhere.state["global_step"] == 6
+    return elsewhere
 
 
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_run_is_kept_in_a_store_as_on_a_disk(tmp_path: Path, is_async: bool) -> None:
-    _check(f"shared://{tmp_path}/run", is_async)
-    # What another layout makes of the store's files it makes of the same files on a disk.
-    found, expected = (
-        run_ranks(_resumed_elsewhere, 1, f"{start}{tmp_path}/run/step=5.ckpt")[0] for start in ("shared://", "")
-    )
-    assert differences(expected.state, found.state) == []
+    of_store = _check(f"shared://{tmp_path}/run", is_async)
+    (of_disk,) = run_ranks(_resumed_elsewhere, 1, f"{tmp_path}/run/step=5.ckpt")
+    assert differences(of_disk.state, of_store.state) == []
 
 
 def _replaced_half(address: str) -> list[str]:
