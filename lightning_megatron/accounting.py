@@ -113,7 +113,7 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         lines.append(f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen")
     slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
     linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
-    return [*lines, f"Engine slots: {'; '.join(f'{line.slot}: {line.filler}' for line in slots)}{linears}"]
+    return [*lines, f"Engine slots: {'; '.join(f'{slot}: {filler}' for slot, filler, _ in slots)}{linears}"]
 
 
 def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1) -> int:

@@ -28,7 +28,6 @@ _OPTIONAL: dict[str, tuple[str, Callable[[], object], str, str]] = {
 def report_installation() -> str:
     """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
-    slots = [(line.slot, line.filler, line.reason) for line in slot_report(device_type)]
     # A half-installed CUDA extension is there only.
     optional = [
         (name, "usable" if works() else "installed, but not usable" if find_spec(module) else "not installed", *advice)
@@ -38,7 +37,11 @@ def report_installation() -> str:
         (
             _table("Versions", ("what", "version"), _versions()),
             _table("Devices", ("device", "what"), _devices()),
-            _table(f"Engine slots when a strategy runs on {device_type}", ("slot", "filled by", "why"), slots),
+            _table(
+                f"Engine slots when a strategy runs on {device_type}",
+                ("slot", "filled by", "why"),
+                slot_report(device_type),
+            ),
             _table("Optional", ("package", "state", "gives", "install"), optional),
         )
     )

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
-from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, Dispatcher
+from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, AllToAllDispatcher, dispatcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ MEGATRON: tuple[Patch, ...] = (
     _row(
         "megatron.core.transformer.moe.moe_layer",
         "MoEAlltoAllTokenDispatcher",
-        _being(Dispatcher),
+        _being(dispatcher(AllToAllDispatcher)),
         "the host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16",
     ),
     _row(
         "megatron.core.transformer.moe.moe_layer",
         "MoEAllGatherTokenDispatcher",
-        _being(AllGatherDispatcher),
+        _being(dispatcher(AllGatherDispatcher)),
         "it gathers all probabilities of all experts, and needs as many rows on all ranks",
     ),
     _row(

@@ -26,7 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport, gathering_dispatchers, padded_to_most
+from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
 from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
@@ -250,7 +250,7 @@ class Schedule:
         # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
         self._configs = [unwrap(chunk).config for chunk in chunks]
         self._sequence_divisor = topology.parallel.sequence_divisor
-        self._fp8_linears, self._dispatchers = fp8_linears(chunks), gathering_dispatchers(chunks)
+        self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
@@ -402,9 +402,6 @@ class Schedule:
                 around.enter_context(quantized_weights(self._fp8_linears))
             if self._graphs is not None:
                 around.enter_context(self._graphs.on_stream())
-            if self._dispatchers:
-                tokens = shape.micro_batch_size * shape.seq_length
-                around.enter_context(padded_to_most(self._dispatchers, tokens, self._topology.dp_group))
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],

@@ -26,6 +26,10 @@ class MasterOptimizer(torch.optim.Optimizer):
     """[] or [1], fp32: what the next step divides gradients by; as torch's GradScaler tells fused optimizers."""
     found_inf: Tensor | None = None
     """[1], fp32: not 0 for the next step to change nothing but its count."""
+    low_copies: Mapping[Tensor, Tensor] | None = None
+    """The 16-bit copies of parameters; None as long as they are not known."""
+    has_copied = False
+    """Whether the last step has updated these, too."""
 
     def uncount_step(self) -> None:
         """Take back the count of a step that ``found_inf`` has left out."""
@@ -80,10 +84,6 @@ class FusedAdam(MasterOptimizer):
         """
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")
-        self.low_copies: Callable[[], Mapping[Tensor, Tensor]] | None = None
-        """Tells where the 16-bit copies of the weights are now."""
-        self.has_copied = False
-        """Whether the last step has updated these, too."""
         self._tables: dict[int, Any] = {}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0})
 
@@ -124,7 +124,7 @@ class FusedAdam(MasterOptimizer):
     ) -> None:
         from lightning_megatron.engine.fillers import triton_kernels  # Triton is on GPUs only
 
-        copies = {} if self.low_copies is None else self.low_copies()
+        copies = self.low_copies or {}
         lows = [copies.get(parameter) for parameter in parameters]
         moments = ([state[name] for state in states] for name in self.state_names)
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)

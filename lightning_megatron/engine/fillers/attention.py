@@ -99,6 +99,7 @@ class SDPAttention(MegatronModule):
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
+        self._keeps_scores = alibi is None and softcap is None
         has_slopes = alibi is not None and config.tensor_model_parallel_size > 1
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank() if has_slopes else 0
         self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -129,82 +130,73 @@ class SDPAttention(MegatronModule):
 
         Returns:
             [sq, b, np * hn].
-
-        Raises:
-            ConfigError: If a mask has another shape.
         """
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         mask = None if kind == AttnMaskType.no_mask else attention_mask
         sq, b, np, hn = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        step = None
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
-            if self.kv_cache.step is not None:
-                return self._attend_in_step(self.kv_cache.step, q, k, v)
-        causal = kind in CAUSAL and sq > 1
-        if mask is not None and mask.dim() == 2 and mask.shape != (b, k.shape[2]):
-            raise ConfigError(f"attention_mask has the shape {list(mask.shape)}; give {[b, k.shape[2]]}")
+            step = self.kv_cache.step
+        causal, window = kind in CAUSAL and sq > 1, self.sliding_window
+        # torch's kernels need no mask where nothing is hidden, or only the future, from the first key on.
+        is_plain = self._keeps_scores and (window is None or k.shape[2] <= window) and (not causal or sq == k.shape[2])
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
-            if attention_bias is not None:
-                out = _attend_with_mask(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
-            elif mask is None and self._is_plain(sq, k.shape[2], causal):
+            if step is not None:
+                out = self._attend(q, k, v, step.scores(window, self._alibi_of(q), q.dtype), dropout)
+            elif attention_bias is not None:
+                out = _attend_with_scores(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
+            elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
                     q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
             else:
-                out = self._attend_to_some(q, k, v, mask, causal, dropout)
+                pattern = masks.pattern_of(sq, k.shape[2], causal=causal, window=window, cross=self.is_cross)
+                out = self._attend_to_some(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
-    def _is_plain(self, num_queries: int, num_keys: int, causal: bool) -> bool:
-        """Whether torch's kernels need no mask: nothing is hidden, or only the future, from the first key on."""
-        sees_all = self.sliding_window is None or num_keys <= self.sliding_window
-        is_sum = self.alibi is None and self.softcap is None
-        return is_sum and sees_all and (not causal or num_queries == num_keys)
-
     def _attend_to_some(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern, dropout: float
     ) -> Tensor:
         """Where a mask, a window, ALiBi or a cap has a say: [b, np, sq, hn]."""
-        pattern = masks.pattern_of(
-            q.shape[2], k.shape[2], causal=causal, window=self.sliding_window, cross=self.is_cross
-        )
         if mask is None or mask.dim() == 2:  # of segments
-            is_one_change = self.softcap is None or self.alibi is None
-            if dropout == 0.0 and is_one_change and can_use_flex(q, k):
+            if dropout == 0.0 and can_use_flex(q, k):
                 return self._attend_by_blocks(q, k, v, mask, pattern)
-            runs, is_no_change = None, self.softcap is None and self.alibi is None
-            if mask is not None and is_no_change and can_use_varlen(q, k, pattern):
+            runs = None
+            if mask is not None and self._keeps_scores and can_use_varlen(q, k, pattern):
                 runs = PER_MASK.get(mask, "runs", runs_of)
             if runs is not None:
                 return attend_to_runs(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
         alibi = self._alibi_of(q)
         make = partial(_added_scores, pattern, alibi, q.dtype, q.device)
         scores = make(None) if mask is None else PER_MASK.get(mask, (pattern, alibi, q.dtype), make)
+        return self._attend(q, k, v, scores, dropout)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, dropout: float) -> Tensor:
+        """By dense scores, which are added: [b, np, sq, hn]."""
         if self.softcap is not None:
             return attend_capped(q, k, v, scores, dropout, self.softmax_scale, self.softcap)
         assert scores is not None, "what hides nothing is plain"
-        return _attend_with_mask(q, k, v, scores, dropout, self.softmax_scale)
-
-    def _attend_in_step(self, step: TokenStep, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """From one token of each row, whose place only the device knows, to all slots: [1, b, np * hn]."""
-        scores = step.scores(self.sliding_window, self._alibi_of(q), q.dtype)
-        if self.softcap is not None:
-            out = attend_capped(q, k, v, scores, 0.0, self.softmax_scale, self.softcap)
-        else:
-            out = _attend_from_one_token(q, k, v, scores, 0.0, self.softmax_scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return _attend_with_scores(q, k, v, scores, dropout, self.softmax_scale)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
+        """By FlexAttention: [b, np, sq, hn]."""
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
             blocks = PER_MASK.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
-        biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        change = biases if self.softcap is None else self.softcap
-        return attend_by_blocks(q, k, v, blocks, pattern, change, self.softmax_scale)
+        of_keys = _key_biases(self._alibi_of(q), segments, pattern, q.device)
+        biases = None if of_keys is None else (of_keys, of_keys[..., pattern.first_query :])
+        # What a graph is compiled for, except lengths: layers of a kind share one.
+        heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, torch.is_grad_enabled())
+        hidden = (pattern.causal, pattern.window, pattern.cross)
+        kind = (*heads, *hidden, of_keys is not None and of_keys.dim(), self.softcap, self.softmax_scale)
+        function = _compiled_flex(kind) if q.is_cuda else _flex
+        return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """The linear biases of the heads of ``q``: [b, np, sq, hn]."""
@@ -234,10 +226,8 @@ def _added_scores(
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
     """ALiBi's biases of the keys: [b, np, sk] or [np, sk], fp32."""
-    if alibi is None:
-        return None
-    if segments is None:
-        return masks.key_biases_without_mask(alibi, pattern.num_keys, device)
+    if alibi is None or segments is None:
+        return None if alibi is None else masks.key_biases(alibi, None, pattern.num_keys, device)
     return PER_MASK.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
 
 
@@ -264,43 +254,35 @@ def attend_capped(
     return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
 
 
-def _attend_with_mask(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.shape[2] == 1:
-        return _attend_from_one_token(q, k, v, scores, dropout, scale)
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-    if grouped:
-        # The memory-efficient kernel knows no groups; repeated heads cost less than the [b, np, s, s] of the fallback.
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    with sdpa_kernel(_BACKENDS_WITH_MASK):
-        return F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale)
-
-
-def _attend_from_one_token(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None
-) -> Tensor:
-    """One query per row, as when text is generated: the heads of a group are queries of one head, and no key is copied.
+def _attend_with_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
+    """Weighted sums of the values: [b, np, sq, hn].
 
     Args:
-        q: [b, np, 1, hn].
-        k: [b, ng, sk, hn], the cache.
+        q: [b, np, sq, hn].
+        k: [b, ng, sk, hn]; ng divides np.
         v: [b, ng, sk, hn].
-        scores: Added, [b or 1, np or 1, 1, sk].
-        dropout: Probability.
-        scale: What scores are multiplied by.
+        scores: Added, [b or 1, np or 1, sq or 1, sk].
+        dropout: Probability with which a weight is dropped.
+        scale: What scores are multiplied by; None for 1 / sqrt(hn).
     """
-    groups = k.shape[1]
-    if scores.shape[1] > 1:
-        scores = scores.reshape(scores.shape[0], groups, -1, scores.shape[3])
-    queries = q.reshape(len(q), groups, -1, q.shape[3])
-    parts = 1 if dropout > 0.0 else num_key_parts(queries, k)
-    if parts > 1:
-        out = attend_in_parts(queries, k, v, scores, parts, scale)
-    else:
-        out = _attend_with_mask(queries, k, v, scores, dropout, scale)
-    return out.reshape(q.shape)
+    shape, groups = q.shape, k.shape[1]
+    if q.shape[2] == 1:  # the heads of a group are queries of one head, and no key is copied
+        q = q.reshape(len(q), groups, -1, q.shape[3])
+        if scores.shape[1] > 1:
+            scores = scores.reshape(len(scores), groups, -1, scores.shape[3])
+        parts = 1 if dropout > 0.0 else num_key_parts(q, k)
+        if parts > 1:
+            return attend_in_parts(q, k, v, scores, parts, scale).reshape(shape)
+    if not q.is_cuda:
+        grouped = q.shape[1] != groups
+        out = F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        return out.reshape(shape)
+    if (repeats := q.shape[1] // groups) > 1:
+        # The memory-efficient kernel knows no groups; repeated heads cost less than the [b, np, s, s] of the fallback.
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    with sdpa_kernel(_BACKENDS_WITH_MASK):
+        out = F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale)
+    return out.reshape(shape)
 
 
 # ---- FlexAttention ---------------------------------------------------------------------------------------------------
@@ -326,13 +308,13 @@ def _is_ampere_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def attend_by_blocks(
+def _flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: BlockMask,
-    pattern: Pattern,
-    change: Tensor | float | None,
+    biases: tuple[Tensor, Tensor] | None,
+    cap: float | None,
     scale: float | None,
 ) -> Tensor:
     """Weighted sums of the values: [b, np, sq, hn].
@@ -342,52 +324,26 @@ def attend_by_blocks(
         k: [b, ng, sk, hn].
         v: [b, ng, sk, hn].
         mask: Of ``masks.block_mask``.
-        pattern: What ``mask`` was made from.
-        change: ALiBi: what each key's position adds to the scores, [b, np, sk] or [np, sk] fp32; or a number: what they
-            are capped by, see ``attend_capped``.
+        biases: ALiBi: what the positions of keys and of queries add to the scores, whose difference counts, [b, np, s]
+            or [np, s] fp32.
+        cap: Of the scores before that, see ``attend_capped``; None for none.
         scale: What the scores are multiplied by; None for 1 / sqrt(hn).
     """
-    of_queries = change[..., pattern.first_query :] if isinstance(change, Tensor) else None
-    function = _compiled_flex(_kind(q, k, pattern, change, scale)) if q.is_cuda else _flex
-    out: Tensor = function(q, k, v, mask, change, of_queries, scale)
-    return out
 
+    def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if biases is None:
+            return score
+        of_keys, of_queries = biases
+        if of_keys.dim() == 3:
+            return score + (of_keys[row, head, key] - of_queries[row, head, query])
+        return score + (of_keys[head, key] - of_queries[head, query])
 
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    change: Tensor | float | None,
-    of_queries: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    score_mod: Callable[..., Tensor] | None = None
-    if isinstance(change, float):
-
-        def bound(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return change * torch.tanh(score / change)
-
-        score_mod = bound
-    elif change is not None and of_queries is not None:
-        per_row = change.dim() == 3
-
-        def add_bias(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            if per_row:
-                return score + (change[row, head, key] - of_queries[row, head, query])
-            return score + (change[head, key] - of_queries[head, query])
-
-        score_mod = add_bias
+    score_mod = None if biases is None and cap is None else change
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
-
-
-def _kind(q: Tensor, k: Tensor, pattern: Pattern, change: Tensor | float | None, scale: float | None) -> Hashable:
-    """What a graph is compiled for, except lengths: two layers of a kind share one."""
-    heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, scale)
-    kind = change.dim() if isinstance(change, Tensor) else change
-    return (*heads, pattern.causal, pattern.window, pattern.cross, kind, torch.is_grad_enabled())
 
 
 @functools.cache
@@ -500,8 +456,11 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, parts: int,
     queries = q.flatten(0, 1)[:, None].expand(-1, parts, -1, -1)
     added = scores.unflatten(3, (parts, -1)).transpose(2, 3)
     added = added.expand(rows, groups, parts, repeats, -1).flatten(0, 1)
-    outputs, log_sums = _with_log_sums(queries, keys, values, added, scale)
-    joined: Tensor = (_compiled_joining(_joined) if q.is_cuda else _joined)(outputs, log_sums)
+    # torch's own operator below scaled_dot_product_attention, which keeps the logarithms of denominators to itself.
+    outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        queries, keys, values, added, True, scale=scale
+    )
+    joined: Tensor = _compiled_joining()(outputs, log_sums)
     return joined.view(rows, groups, repeats, width)
 
 
@@ -511,22 +470,10 @@ def _joined(outputs: Tensor, log_sums: Tensor) -> Tensor:
     return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 
 
-def _with_log_sums(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Outputs, and the logarithms of the softmaxes' denominators.
-
-    By torch's own operators below scaled_dot_product_attention, which keeps the latter to itself.
-    """
-    if q.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, added, True, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=added, scale=scale)
-    return found[0], found[1]
-
-
 @functools.cache
-def _compiled_joining(function: Any) -> Any:
+def _compiled_joining() -> Callable[[Tensor, Tensor], Tensor]:
     """Compiled once per process for all sizes: eagerly it is five kernels in each layer."""
-    return torch.compile(function, dynamic=True)
+    return torch.compile(_joined, dynamic=True)
 
 
 @functools.cache

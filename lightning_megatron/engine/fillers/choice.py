@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Literal, NamedTuple
+from typing import Literal
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -17,17 +17,6 @@ def has_liger() -> bool:
     except Exception:  # a half-installed CUDA extension raises OSError, RuntimeError or worse
         return False
     return True
-
-
-class SlotLine(NamedTuple):
-    """One line of ``doctor``."""
-
-    slot: str
-    """What the engine leaves open, e.g. ``core attention``."""
-    filler: str
-    """What fills it, e.g. ``torch SDPA``."""
-    reason: str
-    """Why this one."""
 
 
 _ON_CPU = {
@@ -51,9 +40,9 @@ _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
 }
 
 
-def slot_report(device_type: DeviceType) -> tuple[SlotLine, ...]:
-    """What fills each slot when a strategy runs on ``device_type``."""
+def slot_report(device_type: DeviceType) -> list[tuple[str, str, str]]:
+    """When a strategy runs on ``device_type``: each slot that the engine leaves open, what fills it, and why this."""
     slots = _ON_CPU if device_type == "cpu" else {**_ON_CPU, **_ON_CUDA}
     if device_type == "cuda" and has_liger():
         slots = {**slots, "SwiGLU": ("liger-kernel", "recomputes in its backward pass")}
-    return tuple(SlotLine(slot, *chosen) for slot, chosen in slots.items())
+    return [(slot, *chosen) for slot, chosen in slots.items()]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.fillers.attention import CAUSAL, PER_MASK, SDPAttention
 from lightning_megatron.engine.fillers.masks import Alibi
-from lightning_megatron.engine.fillers.peer_copies import Exchange, exchange_of
+from lightning_megatron.engine.fillers.peer_copies import Collectives, exchange_of
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class ContextParallel:
 class ContextParallelAttention(SDPAttention):
     """``SDPAttention`` of queries, keys and values of the tokens that this rank of the cp group owns."""
 
-    exchange: Exchange | None = None
-    """By which heads are exchanged; None for NCCL's or gloo's all-to-all."""
+    exchange: Collectives | None = None
+    """By which heads are exchanged for tokens; None for NCCL or gloo."""
 
     @override
     def forward(
@@ -160,11 +160,10 @@ class ContextParallelAttention(SDPAttention):
         if context.size == 1:
             return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
-            if self.is_cross:
-                (query,), (key, value) = self._to_heads(context, query), self._to_heads(context, key, value)
-            else:
-                query, key, value = self._to_heads(context, query, key, value)
-            return self._to_tokens(context, attend(query, key, value, mask, kind, bias))
+            exchange = self.exchange or Collectives(context.group)
+            together = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
+            query, key, value = (x for each in together for x in exchange.all_to_all(*each, cut=2, joined=0))
+            return exchange.all_to_all(attend(query, key, value, mask, kind, bias), cut=0, joined=2)[0]
         gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
@@ -178,22 +177,6 @@ class ContextParallelAttention(SDPAttention):
             seen = None if mask is None else _first_keys(mask, end)
             outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
         return torch.cat(outputs)
-
-    def _to_heads(self, context: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """[s/cp, b, heads, hn] each of all heads -> [s, b, heads/cp, hn], in one message."""
-        if self.exchange is not None:
-            return self.exchange.all_to_all(*tensors, cut=2, joined=0)
-        n = context.size
-        packed = torch.cat([x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in tensors], dim=3)
-        exchanged: Tensor = all_to_all(context.group, packed)
-        return tuple(torch.split(exchanged.flatten(0, 1), [x.shape[2] // n for x in tensors], dim=2))
-
-    def _to_tokens(self, context: ContextParallel, attended: Tensor) -> Tensor:
-        """[s, b, np/cp * hn] -> [s/cp, b, np * hn]."""
-        if self.exchange is not None:
-            return self.exchange.all_to_all(attended, cut=0, joined=2)[0]
-        exchanged: Tensor = all_to_all(context.group, attended.unflatten(0, (context.size, -1)))
-        return exchanged.permute(1, 2, 0, 3).flatten(2)
 
     @override
     def _alibi_of(self, q: Tensor) -> Alibi | None:

@@ -14,8 +14,7 @@ other in time; transformers 5.23 averages f and P over the layers first, which i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +38,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.fillers.kernels import WithoutOutput, recomputes_cheap_outputs
 
 # ---- the router -----------------------------------------------------------------------------------------------------
@@ -248,12 +246,15 @@ def collected(x: Tensor, found: Places) -> Tensor:
 
 
 class Dispatcher(MoETokenDispatcher):
-    """What ``MoELayer`` calls around its experts, in this order; it keeps what one pass through the layer needs."""
+    """What ``MoELayer`` calls around its experts, in this order; here all of them are on this rank (ep=1).
 
+    It keeps what one pass through the layer needs.
+    """
+
+    _shape: torch.Size
     _chosen: Tensor
+    _num_choices: int
     _to_experts: Places
-    _to_ranks: Places
-    _splits: tuple[list[int], list[int]]
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class Dispatcher(MoETokenDispatcher):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """Take what Megatron passes to its own dispatcher; the group ``ep`` communicates."""
+        """Take what Megatron passes to its own dispatchers."""
         super().__init__(config=config, pg_collection=pg_collection)
         self._num_local, self._first, self._rows = num_local_experts, local_expert_indices[0], WithoutOutput()
 
@@ -275,50 +276,30 @@ class Dispatcher(MoETokenDispatcher):
             probs: [n, topk], fp32: what their outputs are multiplied by.
 
         Returns:
-            Rows, [rows, h], and with each the probabilities and the numbers of its experts, [rows, 2 * topk], fp32; at
-            ep=1 the arguments.
+            Rows, [n, h], and ``probs``; with several ranks more rows, and with each the probabilities and the numbers
+            of its experts, [rows, 2 * topk], fp32.
         """
         self._shape, self._chosen, self._num_choices = tokens.shape, routing_map, routing_map.numel()
-        tokens = tokens.reshape(-1, tokens.shape[-1])
-        if self.ep_size == 1:
-            return tokens, probs
-        numbers = torch.arange(self.ep_size, device=tokens.device)
-        of_ranks = (routing_map // self._num_local)[:, :, None] == numbers
-        goes = of_ranks.any(dim=1)
-        sent = torch.stack((goes.sum(dim=0), of_ranks.sum(dim=(0, 1))), dim=1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.ep_group)
-        of_sent, of_received = torch.stack((sent, received)).tolist()
-        self._splits = [rows for rows, _ in of_sent], [rows for rows, _ in of_received]
-        self._num_choices = sum(choices for _, choices in of_received)
-        self._to_ranks = sorted_by(numbers.where(goes, self.ep_size), self.ep_size, sum(self._splits[0]))
-        with_numbers = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
-        return spread(tokens, self._to_ranks), spread(with_numbers, self._to_ranks)
+        return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange both over the ep group."""
-        if self.ep_size == 1:
-            return tokens, probs
-        sent, received = self._splits
-        tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
         return tokens, probs
 
-    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort by expert: the arguments of ``GroupedExperts``."""
-        probs, experts = (probs, self._chosen) if self.ep_size == 1 else self._of_own_experts(probs)
-        self._to_experts = found = sorted_by(experts, self._num_local, self._num_choices)
-        is_kept = not recomputes_cheap_outputs(self.config)
-        rows = spread(tokens, found) if is_kept else self._rows.checkpoint(spread, tokens, found)
-        return rows, found.ends, probs.flatten().gather(0, found.choices)
-
-    def _of_own_experts(self, with_numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_own_experts(self, probs: Tensor) -> tuple[Tensor, Tensor]:
         """What outputs are multiplied by, and which of this rank's experts made them, [rows, topk] each.
 
         Those of other ranks have the number behind the last.
         """
-        probs, numbers = with_numbers.chunk(2, dim=1)
-        experts = numbers.detach() - self._first
-        return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
+        return probs, self._chosen
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort by expert: the arguments of ``GroupedExperts``."""
+        probs, experts = self._of_own_experts(probs)
+        self._to_experts = found = sorted_by(experts, self._num_local, self._num_choices)
+        is_kept = not recomputes_cheap_outputs(self.config)
+        rows = spread(tokens, found) if is_kept else self._rows.checkpoint(spread, tokens, found)
+        return rows, found.ends, probs.flatten().gather(0, found.choices)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Add up what this rank's experts made of each token."""
@@ -328,60 +309,94 @@ class Dispatcher(MoETokenDispatcher):
 
     def token_combine(self, outputs: Tensor) -> Tensor:
         """Exchange the sums back."""
-        if self.ep_size == 1:
-            return outputs
+        return outputs
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """Add up what the ranks sent, [s or s/tp, b, h]."""
+        return outputs.view(self._shape)
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Each rank of the ep group gets the rows that its experts want; stands for ``MoEAlltoAllTokenDispatcher``."""
+
+    _to_ranks: Places
+    _splits: tuple[list[int], list[int]]
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Dispatcher``'s; the rows of the first rank first."""
+        tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
+        numbers = torch.arange(self.ep_size, device=tokens.device)
+        of_ranks = (routing_map // self._num_local)[:, :, None] == numbers
+        goes = of_ranks.any(dim=1)
+        counts = torch.stack((goes.sum(dim=0), of_ranks.sum(dim=(0, 1))), dim=1)
+        # Of each rank, for each rank: rows, choices of its experts, and at the end how many rows there are to send.
+        told = F.pad(counts, (0, 0, 0, 1), value=len(tokens))
+        of_all = told.new_empty(self.ep_size * len(told), 2)
+        dist.all_gather_into_tensor(of_all, told, group=self.ep_group)
+        of_all = of_all.view(self.ep_size, *told.shape)
+        sent, received = of_all[self.ep_group.rank()], of_all[:, self.ep_group.rank()]
+        of_sent, of_received, of_rows = torch.stack((sent[:-1], received, of_all[:, -1])).tolist()
+        self._splits = [rows for rows, _ in of_sent], [rows for rows, _ in of_received]
+        self._num_choices = sum(choices for _, choices in of_received)
+        with_numbers = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        return self._laid_out(tokens, with_numbers, goes, max(rows for rows, _ in of_rows))
+
+    def _laid_out(self, tokens: Tensor, with_numbers: Tensor, goes: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """What is sent.
+
+        Args:
+            tokens: [n, h].
+            with_numbers: [n, 2 * topk].
+            goes: [n, ep], bool: to which ranks.
+            most: Largest n of the group's ranks.
+        """
+        numbers = torch.arange(self.ep_size, device=tokens.device)
+        self._to_ranks = sorted_by(numbers.where(goes, self.ep_size), self.ep_size, sum(self._splits[0]))
+        return spread(tokens, self._to_ranks), spread(with_numbers, self._to_ranks)
+
+    def _of_own_experts(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        probs, numbers = probs.chunk(2, dim=1)
+        experts = numbers.detach() - self._first
+        return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Dispatcher``'s."""
+        sent, received = self._splits
+        tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
+        return tokens, probs
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """As ``Dispatcher``'s."""
         sent, received = self._splits
         back: Tensor = all_to_all(self.ep_group, outputs, sent, received)
         return back
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
-        """Add up what the ranks sent, [s or s/tp, b, h]."""
-        if self.ep_size > 1:
-            outputs = collected(outputs, self._to_ranks)
-        return outputs.view(self._shape)
+        """As ``Dispatcher``'s."""
+        return collected(outputs, self._to_ranks).view(self._shape)
 
 
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(AllToAllDispatcher):
     """Each rank of the ep group gets the rows of all, and what its experts make of them is added up and scattered.
 
-    Stands in the place of ``MoEAllGatherTokenDispatcher``, which needs as many rows on all ranks.
+    Stands in the place of ``MoEAllGatherTokenDispatcher``, which needs as many rows on all ranks: here those with fewer
+    add some that no expert wants.
 
-    All messages are of one size, which the host knows: it waits for the number of this rank's rows alone, beside the
-    exchange. What travels is (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs: as much as
-    by all-to-all where tokens have at least as many experts as there are ranks, more where they have fewer.
+    What travels is (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs: as much as by
+    all-to-all where tokens have at least as many experts as there are ranks, more where they have fewer.
     """
 
-    most_tokens: int | None = None
-    """Of a microbatch, on any rank; None where all ranks have as many as this one."""
-
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Dispatcher``'s, of this rank's own rows and as many that no expert wants as other ranks have more."""
-        if self.ep_size == 1:
-            return super().dispatch_preprocess(tokens, routing_map, probs)
-        self._shape, rows = tokens.shape, tokens.reshape(-1, tokens.shape[-1])
-        config, missing = self.config, 0
-        if self.most_tokens is not None:
-            parts = config.context_parallel_size * (
-                config.tensor_model_parallel_size if config.sequence_parallel else 1
-            )
-            missing = self.most_tokens // parts - len(rows)
-        with_numbers = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
-        return F.pad(rows, (0, 0, 0, missing)), F.pad(with_numbers, (0, 0, 0, missing), value=-1.0)
+    def _laid_out(self, tokens: Tensor, with_numbers: Tensor, goes: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        added = (0, 0, 0, most - len(tokens))
+        return F.pad(tokens, added), F.pad(with_numbers, added, value=-1.0)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
-        if self.ep_size == 1:
-            return tokens, probs
-        probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)
-        num_choices = HostCopy((self._of_own_experts(probs)[1] < self._num_local).sum())
-        tokens = gather_from_sequence_parallel_region(tokens, group=self.ep_group)
-        self._num_choices = int(num_choices.read())
+        tokens, probs = (gather_from_sequence_parallel_region(x, group=self.ep_group) for x in (tokens, probs))
         return tokens, probs
 
     def token_combine(self, outputs: Tensor) -> Tensor:
         """Add up what all ranks' experts made of this rank's rows, [rows, h]."""
-        if self.ep_size == 1:
-            return outputs
         sums: Tensor = reduce_scatter_to_sequence_parallel_region(outputs, group=self.ep_group)
         return sums
 
@@ -390,30 +405,16 @@ class AllGatherDispatcher(Dispatcher):
         return outputs[: self._shape[:-1].numel()].view(self._shape)
 
 
-def gathering_dispatchers(chunks: Iterable[torch.nn.Module]) -> list[AllGatherDispatcher]:
-    """Those of all layers of ``chunks``."""
-    found = (getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules())
-    return [dispatcher for dispatcher in found if isinstance(dispatcher, AllGatherDispatcher)]
+def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
+    """The constructor of ``kind`` where experts are on several ranks, of ``Dispatcher`` where they are not."""
 
+    def make(
+        num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: ProcessGroupCollection
+    ) -> Dispatcher:
+        chosen = kind if pg_collection.ep.size() > 1 else Dispatcher
+        return chosen(num_local_experts, local_expert_indices, config, pg_collection)
 
-@contextlib.contextmanager
-def padded_to_most(dispatchers: list[AllGatherDispatcher], tokens: int, group: dist.ProcessGroup) -> Iterator[None]:
-    """While microbatches of one size run, which may be larger on other ranks.
-
-    Args:
-        dispatchers: Of all layers.
-        tokens: How many a microbatch of this rank has.
-        group: The data-parallel ranks, which must all call; one all-reduce.
-    """
-    most = torch.tensor(tokens, device=torch.cuda.current_device())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    for dispatcher in dispatchers:
-        dispatcher.most_tokens = int(most)
-    try:
-        yield
-    finally:
-        for dispatcher in dispatchers:
-            dispatcher.most_tokens = None
+    return make
 
 
 # ---- the experts ----------------------------------------------------------------------------------------------------

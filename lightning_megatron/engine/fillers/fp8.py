@@ -23,17 +23,17 @@ checkpoints would have to hold), Transformer Engine's layers (other weight names
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_megatron.engine.fillers.kernels import reported_gradient, summed_over_ranks
-from lightning_megatron.engine.fillers.peer_copies import Exchange, Product
+from lightning_megatron.engine.fillers.peer_copies import Collectives, Operand, Product, Scales, SplitLinear
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -60,32 +60,13 @@ MEASURED = {2048: 1.22, 4096: 1.31}
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-class Quantized(NamedTuple):
-    """A matrix [m, n] in fp8."""
-
-    rows: Any
-    """[m, n]; None where it was not asked for."""
-    columns: Any
-    """[n, m filled up to 16]: its transpose; likewise."""
-    scale: Tensor
-    """[1], fp32: by which the numbers are multiplied."""
-
-
-def quantize(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: bool = True,
-    columns: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> Quantized:
+def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist.ProcessGroup | None = None) -> Operand:
     """``x`` as fp8 numbers with one scale.
 
     Args:
         x: [m, n], contiguous.
         dtype: An fp8 format.
-        rows: Whether ``x`` itself is needed.
-        columns: Whether its transpose is needed.
+        columns: Whether the transpose is needed.
         group: Whose parts are to have one scale: one all-reduce; every rank must call. None for this rank alone.
     """
     if x.is_cuda:
@@ -96,10 +77,10 @@ def quantize(
         amax = x.abs().amax().float().reshape(1)
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-    return _cast(x, dtype, amax, rows, columns)
+    return _cast(x, dtype, amax, rows=True, columns=columns)
 
 
-def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, rows: bool, columns: bool) -> Quantized:
+def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, *, rows: bool, columns: bool) -> Operand:
     m, n = x.shape
     straight = torch.empty((m, n), dtype=dtype, device=x.device) if rows else None
     filled = -(-m // MULTIPLE) * MULTIPLE
@@ -107,183 +88,69 @@ def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, rows: bool, columns: bool
     if x.is_cuda:
         from lightning_megatron.engine.fillers import triton_kernels
 
-        return Quantized(straight, transposed, triton_kernels.fp8_cast(x, amax, _SMALLEST, straight, transposed))
+        return Operand(straight, transposed, triton_kernels.fp8_cast(x, amax, _SMALLEST, straight, transposed))
     # Two tensors are divided as IEEE says, and as the kernel does; a number by a tensor is not.
     amax, most = amax.clamp(min=_SMALLEST), torch.full_like(amax, torch.finfo(dtype).max)
     numbers = (x.float() * (most / amax)).to(dtype)
     if transposed is not None:
         transposed.zero_()[:, :m] = numbers.t()
-    return Quantized(numbers if rows else None, transposed, amax / most)
-
-
-def _times(weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Product:
-    """``rows @ weight.t()``; weight: [n, k], fp8."""
-
-    def write(rows: Tensor, out: Tensor) -> Tensor:
-        # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
-        where = None if out.data_ptr() % 256 else out
-        product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=where)
-        return product if where is out else out.copy_(product)
-
-    return Product(len(weight), dtype, write)
-
-
-class Collectives:
-    """What ``Exchange`` does, by NCCL or gloo: gathers before a product, scatters beside what is computed meanwhile."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Of a tp group."""
-        self.group = group
-
-    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        """As ``Exchange``'s."""
-        whole = x.new_empty(self.group.size() * len(x), x.shape[1])
-        dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), self.group)
-        return whole, product(whole)
-
-    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
-        """As ``Exchange``'s."""
-        whole = product(x)
-        part = whole.new_empty(len(whole) // self.group.size(), product.width)
-        handle = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
-        if meanwhile is not None:
-            meanwhile()
-        handle.wait()
-        return part
-
-
-def _transposed(x: Tensor) -> Tensor:
-    """Of fp8 numbers, exactly."""
-    unscaled = torch.full((1,), torch.finfo(x.dtype).max, device=x.device)
-    columns: Tensor = _cast(x, x.dtype, unscaled, rows=False, columns=True).columns
-    return columns
+    return Operand(numbers if rows else None, transposed, amax / most)
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
 
-class Fp8Linear:
-    """Stands where a parallel linear of Megatron's multiplies; outside of ``quantized_weights`` it multiplies in bf16.
+class Fp8Linear(SplitLinear):
+    """A parallel linear of Megatron's in fp8; outside of ``quantized_weights`` it multiplies in bf16."""
 
-    Megatron's row-parallel linear adds up, or scatters, after its product, and gathers bf16 gradients before: here both
-    are part of the product. ``explicit_expert_comm`` is Megatron's word for a linear that does not communicate.
-    """
+    is_active = False
 
     def __init__(self, module: ColumnParallelLinear | RowParallelLinear) -> None:
         """Take over the product of ``module``."""
-        self.module = module
-        self.native = module._forward_impl
-        self.group: dist.ProcessGroup = module.tp_group
-        self.exchange: Collectives | Exchange = Collectives(self.group)
-        self.is_row = isinstance(module, RowParallelLinear)
-        if self.is_row and self.group.size() > 1:
-            module.explicit_expert_comm = True
-        self.is_active = False
-        self.weight: Quantized | None = None
+        super().__init__(module, Collectives(module.tp_group))
+        self.weight: Operand | None = None
         """Of the running step, once a microbatch has needed it."""
         self.has_gradient = False
         """Whether a microbatch of the running step has left one in ``main_grad``."""
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, **megatrons: Any) -> Tensor:
-        """[s or s/tp, b, in] to [s or s/tp, b, out]; ``megatrons`` further arguments are for its own product."""
-        if self.is_active:
-            output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-                input, weight, self, torch.is_grad_enabled()
-            )
-            output = output if bias is None else output + bias
-        else:
-            output = self.native(input=input, weight=weight, bias=bias, **megatrons)
-        has_scattered = self.is_active and self.module.sequence_parallel  # as part of the product
-        adds = self.is_row and self.group.size() > 1 and not has_scattered
-        return summed_over_ranks(output, self.module) if adds else output
+    @override
+    def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
+        group = self.exchange.group if is_gathered else None
+        return quantize(x.contiguous(), E5M2 if is_gradient else E4M3, columns=columns, group=group)
 
-    def quantized_weight(self, columns: bool) -> Quantized:
-        """The weight, [out, in], quantized when it is first needed in a step: by then its ranks have gathered it."""
+    @override
+    def weight_operand(self, weight: Tensor, *, columns: bool) -> Operand:
+        """Quantized when it is first needed in a step: by then its ranks have gathered it."""
         if self.weight is None or (columns and self.weight.columns is None):
-            self.weight = quantize(self.module.weight.detach(), E4M3, columns=columns)
+            self.weight = quantize(weight.detach(), E4M3, columns=columns)
         return self.weight
 
-    def add_weight_gradient(self, gradient: Tensor, inputs: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
-        """Leave ``gradient @ inputs.t()`` in ``main_grad``; returns what autograd wants, as Megatron's linear does.
+    @override
+    def transposed(self, rows: Tensor) -> Tensor:
+        """Exactly."""
+        unscaled = torch.full((1,), torch.finfo(rows.dtype).max, device=rows.device)
+        columns: Tensor = _cast(rows, rows.dtype, unscaled, rows=False, columns=True).columns
+        return columns
 
-        Args:
-            gradient: [out, tokens], fp8.
-            inputs: [in, tokens], fp8.
-            scales: Of both.
-        """
-        weight: Any = self.module.weight
-        if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
-            return _times(inputs, scales, weight.dtype, FAST_BACKWARD)(gradient)
-        main_grad: Tensor = weight.main_grad
-        product = _times(inputs, scales, torch.float32, FAST_BACKWARD)
+    @override
+    def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+        def write(rows: Tensor, out: Tensor) -> Tensor:
+            # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
+            where, fast = None if out.data_ptr() % 256 else out, FAST_BACKWARD or rows.dtype is E4M3
+            product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=where)
+            product = product if where is out else out.copy_(product)
+            return product if bias is None else product.add_(bias)
+
+        return Product(len(weight), dtype, write)
+
+    @override
+    def add_weight_gradient(self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales) -> None:
+        product = self.product(inputs, scales, torch.float32)
         if self.has_gradient:
             main_grad.add_(product(gradient))
         else:
             product.write(gradient, main_grad)
         self.has_gradient = True
-        return reported_gradient(weight)
-
-
-class _Product(torch.autograd.Function):
-    """``input @ weight.t()`` with its gathering before or its scattering after, and what is communicated backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, linear: Fp8Linear, has_backward: bool) -> Tensor:
-        is_split = linear.module.sequence_parallel
-        ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
-        keeps_input = has_backward and ctx.needs_input_grad[1]
-        x = quantize(
-            input.reshape(-1, input.shape[-1]).contiguous(),
-            E4M3,
-            columns=keeps_input and not ctx.gathers,
-            group=linear.group if ctx.gathers else None,
-        )
-        quantized = linear.quantized_weight(columns=has_backward or linear.module.training)
-        product, kept = _times(quantized.rows, (x.scale, quantized.scale), input.dtype, True), x.columns
-        if ctx.gathers:
-            kept, output = linear.exchange.product_of_gathered(x.rows, product)
-        elif ctx.scatters:
-            output = linear.exchange.scattered_product(x.rows, product)
-        else:
-            output = product(x.rows)
-        if has_backward:
-            ctx.save_for_backward(kept if keeps_input else None, x.scale, quantized.columns, quantized.scale)
-            ctx.linear, ctx.shape = linear, input.shape
-        return output.view(-1, *input.shape[1:-1], output.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
-        linear: Fp8Linear = ctx.linear
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        of_output = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
-        group = linear.group if ctx.scatters else None
-        dy = quantize(of_output, E5M2, columns=needs_weight and not ctx.scatters, group=group)
-        product = _times(weight, (dy.scale, weight_scale), of_output.dtype, FAST_BACKWARD)
-        columns = dy.columns
-        of_input: Tensor | None
-        of_weight: Tensor | None = None
-
-        def make_weight_gradient() -> None:
-            nonlocal of_weight
-            if needs_weight:
-                inputs = _transposed(x) if ctx.gathers else x
-                of_weight = linear.add_weight_gradient(columns, inputs, (dy.scale, x_scale))
-
-        if ctx.scatters:
-            rows, of_input = linear.exchange.product_of_gathered(dy.rows, product)
-            columns = _transposed(rows) if needs_weight else None
-            make_weight_gradient()
-        elif ctx.gathers and needs_input:
-            of_input = linear.exchange.scattered_product(dy.rows, product, make_weight_gradient)
-        else:
-            of_input, handle = product(dy.rows) if needs_input else None, None
-            if of_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
-                handle = dist.all_reduce(of_input, group=linear.group, async_op=True)
-            make_weight_gradient()
-            if handle is not None:
-                handle.wait()
-        return of_input if of_input is None else of_input.view(ctx.shape), of_weight, None, None
 
 
 def use_fp8(chunks: torch.nn.Module) -> None:

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.adam import FusedAdam
+from lightning_megatron.engine.fillers.adam import MasterOptimizer
 
 # ---- norms, and the additions before them ----------------------------------------------------------------------------
 # Megatron-Core's WrappedTorchNorm (megatron-core 0.16.1, transformer/torch_norm.py) refuses sequence parallelism and
@@ -574,19 +573,6 @@ def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | 
         torch._foreach_copy_(list(that), list(this))
 
 
-_Copies = tuple[tuple[int, ...], dict[Tensor, Tensor]]
-_shard_copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
-"""Of each ``DistributedOptimizer``: where its parameter buffers were, and which part of them is each shard's copy."""
-
-
-def _copies_of(optimizer: Any) -> dict[Tensor, Tensor]:
-    """Kept from step to step: every microsecond that the host spends here the GPU may be idle."""
-    addresses = tuple(buffer.param_data.data_ptr() for buffer in optimizer.buffers)
-    if optimizer not in _shard_copies or _shard_copies[optimizer][0] != addresses:
-        _shard_copies[optimizer] = addresses, _find_shard_copies(optimizer)
-    return _shard_copies[optimizer][1]
-
-
 def _find_shard_copies(optimizer: Any) -> dict[Tensor, Tensor]:
     copies: dict[Tensor, Tensor] = {}
     pairs = (
@@ -617,13 +603,11 @@ def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def _copy_main_params_to_model_params(self: Any) -> None:
         if self.is_stub_optimizer:
             return
-        if isinstance(self.optimizer, FusedAdam) and self.optimizer.has_copied:
-            self.optimizer.has_copied = False
-        else:
-            copies = _copies_of(self)
-            copy(list(copies), list(copies.values()))
-            if isinstance(self.optimizer, FusedAdam):  # from the next step on
-                reference = weakref.ref(self)
-                self.optimizer.low_copies = lambda: _copies_of(reference())
+        masters: MasterOptimizer = self.optimizer
+        if masters.low_copies is None:  # found once: every microsecond that the host spends here the GPU may be idle
+            masters.low_copies = _find_shard_copies(self)
+        if not masters.has_copied:
+            copy(list(masters.low_copies), list(masters.low_copies.values()))
+        masters.has_copied = False
 
     return _copy_main_params_to_model_params

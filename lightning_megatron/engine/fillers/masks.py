@@ -62,7 +62,7 @@ def pattern_of(num_queries: int, num_keys: int, *, causal: bool, window: int | N
     return Pattern(
         num_queries=num_queries,
         num_keys=num_keys,
-        causal=causal and num_queries > 1,
+        causal=causal,
         window=None if window is None or num_keys <= window else window,
         cross=cross,
     )
@@ -87,26 +87,17 @@ def hidden_keys(mask: Tensor | None, pattern: Pattern, device: torch.device) -> 
         pattern: What is hidden besides.
         device: Of the result.
     """
-    hidden = None
-    if pattern.hides:
-        distance = torch.arange(pattern.num_queries, device=device)[:, None] + pattern.first_query
-        distance = distance - torch.arange(pattern.num_keys, device=device)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if pattern.causal:
-            hidden |= distance < 0
-        if pattern.window is not None:
-            hidden |= distance >= pattern.window
-        hidden = hidden[None, None]
-    if mask is None:
+    hidden, segments = None, mask if mask is not None and mask.dim() == 2 else None
+    if segments is not None or pattern.hides:
+        numbers = None if segments is None else sides(segments, pattern)
+        # Where a key's segment alone decides, one query stands for all.
+        queries = torch.arange(pattern.num_queries if pattern.hides or not pattern.cross else 1, device=device)
+        rows = torch.arange(1 if segments is None else len(segments), device=device)[:, None, None]
+        sees = _mask_mod(numbers, pattern)
+        hidden = ~sees(rows, None, queries[:, None], torch.arange(pattern.num_keys, device=device))[:, None]
+    if mask is None or segments is not None:
         return hidden
-    if mask.dim() == 4:
-        others = mask
-    elif pattern.cross:
-        others = (mask == 0)[:, None, None, :]
-    else:
-        queries, keys = sides(mask, pattern)
-        others = (queries[:, :, None] != keys[:, None, :])[:, None]
-    return others if hidden is None else others | hidden
+    return mask if hidden is None else mask | hidden
 
 
 def added_scores(hidden: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -127,10 +118,6 @@ class PerMask:
         """Start empty."""
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __len__(self) -> int:
-        """How many masks are remembered."""
-        return len(self._made)
-
     def get(self, mask: Tensor, name: Hashable, make: Callable[[Tensor], _T]) -> _T:
         """What ``make`` returned for ``mask`` under ``name``.
 
@@ -139,7 +126,10 @@ class PerMask:
             name: Tells apart what is made from one mask.
             make: Gets a tensor equal to ``mask``; what it returns may refer to that without keeping ``mask`` alive.
         """
-        made = self._of(mask)
+        place = _place(mask)
+        made: dict[Any, Any] | None = next((m for other, m in self._made.items() if _place(other) == place), None)
+        if made is None:
+            made = self._made[mask] = {}
         # A mask that was written to is another one. Tensors of inference mode are not counted, and live shortly.
         key = (name, None if mask.is_inference() else mask._version)
         if key not in made:
@@ -149,27 +139,10 @@ class PerMask:
         value: _T = made[key]
         return value
 
-    def _of(self, mask: Tensor) -> dict[Any, Any]:
-        if mask not in self._made:
-            for other, made in self._made.items():
-                if _same_memory(mask, other):
-                    found: dict[Any, Any] = made
-                    return found
-            self._made[mask] = {}
-        own: dict[Any, Any] = self._made[mask]
-        return own
 
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two living tensors are views of the same numbers."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.is_inference() == b.is_inference()
-    )
+def _place(x: Tensor) -> Hashable:
+    """Which numbers of the memory a living tensor shows."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_inference()
 
 
 # ---- FlexAttention's block masks -------------------------------------------------------------------------------------
@@ -186,11 +159,18 @@ def block_mask(segments: Tensor | None, pattern: Pattern, device: torch.device) 
         pattern: What is hidden besides.
         device: Where the mask shall be.
     """
-    seen, whole = _positions_of_blocks(pattern, device)
+    queries, keys = (torch.arange(n, device=device)[None] for n in (pattern.num_queries, pattern.num_keys))
+    q_first, q_last, k_first, k_last = _ranges(queries + pattern.first_query, keys)
+    # The kernels look at the ends of the sequences only in blocks that they do not take for whole.
+    whole = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
+    seen = torch.ones_like(whole)
+    if pattern.causal:
+        seen, whole = seen & (k_first <= q_last), whole & (k_last <= q_first)
+    if pattern.window is not None:
+        seen, whole = seen & (q_first - k_last < pattern.window), whole & (q_last - k_first < pattern.window)
     numbers = None if segments is None else sides(segments, pattern)
     if numbers is not None:
-        queries, keys = (_ranges(x) for x in numbers)
-        (q_min, q_max), (k_min, k_max) = ((x[:, :, None] for x in queries), (x[:, None, :] for x in keys))
+        q_min, q_max, k_min, k_max = _ranges(*numbers)
         seen = seen & (q_min <= k_max) & (k_min <= q_max)
         whole = whole & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
     partial_count, partial = _ordered(seen & ~whole)
@@ -214,12 +194,12 @@ def block_mask_without_segments(pattern: Pattern, device: torch.device) -> Block
 
 
 def _mask_mod(numbers: tuple[Tensor, Tensor] | None, pattern: Pattern) -> Callable[..., Tensor]:
-    """Whether a query sees a key, for single pairs: what the kernels evaluate inside of blocks."""
+    """Whether a query sees a key, for pairs of any one shape: what FlexAttention evaluates inside of blocks."""
     causal, window, shift = pattern.causal, pattern.window, pattern.first_query
     of_queries, of_keys = numbers if numbers is not None else (None, None)
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = query >= 0
+    def sees(row: Tensor, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        visible = row >= 0
         if of_queries is not None and of_keys is not None:
             visible = of_queries[row, query] == of_keys[row, key]
         if causal:
@@ -231,30 +211,15 @@ def _mask_mod(numbers: tuple[Tensor, Tensor] | None, pattern: Pattern) -> Callab
     return sees
 
 
-def _positions_of_blocks(pattern: Pattern, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where any pair of two blocks is seen, and where every pair is, by their places alone: bool [1, nq, nk]."""
-    (q_first, q_last), (k_first, k_last) = (
-        (first, (first + BLOCK - 1).clamp(max=length - 1))
-        for length in (pattern.num_queries, pattern.num_keys)
-        for first in [torch.arange(0, length, BLOCK, device=device)]
-    )
-    # The kernels look at the ends of the sequences only in blocks that they do not take for whole.
-    whole = ((q_last - q_first == BLOCK - 1)[:, None]) & (k_last - k_first == BLOCK - 1)
-    seen = torch.ones_like(whole)
-    q_first, q_last = (x[:, None] + pattern.first_query for x in (q_first, q_last))
-    if pattern.causal:
-        seen, whole = seen & (k_first <= q_last), whole & (k_last <= q_first)
-    if pattern.window is not None:
-        seen, whole = seen & (q_first - k_last < pattern.window), whole & (q_last - k_first < pattern.window)
-    return seen[None], whole[None]
-
-
-def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest number of each block: [b, blocks] each, of [b, s]."""
-    length = numbers.shape[1]
-    places = torch.arange(-(-length // BLOCK) * BLOCK, device=numbers.device).clamp(max=length - 1)
-    blocks = numbers[:, places].unflatten(1, (-1, BLOCK))
-    return blocks.amin(-1), blocks.amax(-1)
+def _ranges(*numbers: Tensor) -> list[Tensor]:
+    """Least and greatest number of each block: of queries [b, sq] [b, nq, 1] both, of keys [b, sk] [b, 1, nk] both."""
+    found = []
+    for of_tokens, axis in zip(numbers, (2, 1), strict=True):
+        length = of_tokens.shape[1]
+        places = torch.arange(-(-length // BLOCK) * BLOCK, device=of_tokens.device).clamp(max=length - 1)
+        blocks = of_tokens[:, places].unflatten(1, (-1, BLOCK))
+        found += [blocks.amin(-1).unsqueeze(axis), blocks.amax(-1).unsqueeze(axis)]
+    return found
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,13 +292,6 @@ def key_biases(alibi: Alibi, segments: Tensor | None, num_keys: int, device: tor
         return per_head * positions
     # As in Hugging Face's Falcon the positions, too, are rounded to bfloat16 before they are multiplied.
     return (per_head.bfloat16() * positions).float() * alibi.scale
-
-
-@functools.lru_cache(maxsize=8)
-def key_biases_without_mask(alibi: Alibi, num_keys: int, device: torch.device) -> Tensor:
-    """``key_biases`` of a row without padding, made once: [np/tp, sk], fp32."""
-    with torch.inference_mode(False), torch.no_grad():
-        return key_biases(alibi, None, num_keys, device)
 
 
 def relative(biases: Tensor, num_queries: int) -> Tensor:

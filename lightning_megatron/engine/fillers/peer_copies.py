@@ -1,10 +1,10 @@
 """Copies into other ranks' memory instead of collectives: linears under sequence parallelism, heads for tokens.
 
-Linears copy beside their products. A product whose rows are gathered first begins with the rows that are here, while
-those of others come; one whose rows are summed and scattered first makes the rows of others, which travel while it
-makes its own. Going back, what a column-parallel linear scatters travels beside the weight gradient, and what it
-gathered has been kept, so that it is not gathered again: s * b * h numbers for each of two linears of a layer instead
-of a tp-th of them.
+Linears (``SplitLinear``, to which ``fp8.py`` gives other numbers) copy beside their products. A product whose rows are
+gathered first begins with the rows that are here, while those of others come; one whose rows are summed and scattered
+first makes the rows of others, which travel while it makes its own. Going back, what a column-parallel linear scatters
+travels beside the weight gradient, and what it gathered has been kept, so that it is not gathered again: s * b * h
+numbers for each of two linears of a layer instead of a tp-th of them.
 
 GPUs of one host write to each other's memory (``torch.distributed._symmetric_memory``) by their copy engines, which
 need no multiprocessor; NCCL's kernels take theirs from the products beside them. Two H200s, 8 layers of Llama-3-8B at
@@ -24,15 +24,90 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient, reported_gradient, summed_over_ranks
+
+
+@dataclass(frozen=True)
+class Product:
+    """What rows [m, k] become: [m, width]."""
+
+    width: int
+    """Columns of the result."""
+    dtype: torch.dtype
+    """Of the result."""
+    write: Callable[[Tensor, Tensor], object]
+    """From rows to where their product belongs."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The product in memory of its own."""
+        out = rows.new_empty(len(rows), self.width, dtype=self.dtype)
+        self.write(rows, out)
+        return out
+
+
+class Collectives:
+    """What linears and attentions do with the parts of a group's ranks, by NCCL or gloo."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Of a tp or cp group."""
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+        """Gather rows and multiply all of them.
+
+        Args:
+            x: [rows, k]: this rank's.
+            product: Of rows.
+
+        Returns:
+            All rows, [tp * rows, k], and their product, [tp * rows, n].
+        """
+        whole = x.new_empty(self.size * len(x), x.shape[1])
+        dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), self.group)  # of fp8 numbers, too
+        return whole, product(whole)
+
+    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
+        """Multiply and give each rank the sum of all ranks' products of its rows.
+
+        Args:
+            x: [tp * rows, k]: rows of all ranks.
+            product: Of rows.
+            meanwhile: What else is to be computed.
+
+        Returns:
+            [rows, n].
+        """
+        whole = product(x)
+        part = whole.new_empty(len(whole) // self.size, product.width)
+        handle = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+        if meanwhile is not None:
+            meanwhile()
+        handle.wait()
+        return part
+
+    def all_to_all(self, *tensors: Tensor, cut: int, joined: int) -> tuple[Tensor, ...]:
+        """Give each rank its part of each tensor along ``cut``, and join along ``joined`` the parts that ranks give.
+
+        Args:
+            tensors: In any strides; of the same shapes on all ranks. They get gradients, by the opposite way.
+            cut: An axis that the group's size divides.
+            joined: Another axis.
+        """
+        # One message: the ranks first, what the tensors differ in behind them.
+        packed = torch.cat([x.unflatten(cut, (self.size, -1)).movedim(cut, 0) for x in tensors], dim=cut + 1)
+        parts = torch.split(all_to_all(self.group, packed), [x.shape[cut] // self.size for x in tensors], dim=cut + 1)
+        return tuple(part.movedim(0, joined).flatten(joined, joined + 1) for part in parts)
 
 
 class Window:
@@ -69,44 +144,18 @@ class Window:
         self._memory.barrier()
 
 
-@dataclass(frozen=True)
-class Product:
-    """What rows [m, k] become: [m, width]."""
-
-    width: int
-    """Columns of the result."""
-    dtype: torch.dtype
-    """Of the result."""
-    write: Callable[[Tensor, Tensor], object]
-    """From rows to where their product belongs."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """The product in memory of its own."""
-        out = rows.new_empty(len(rows), self.width, dtype=self.dtype)
-        self.write(rows, out)
-        return out
-
-
-class Exchange:
-    """What the linears of a chunk, or its attentions, share: a window, and the stream for copies beside products."""
+class Exchange(Collectives):
+    """The same by copies; linears of a chunk, or its attentions, share a window and the stream beside products."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Nothing is allocated before the first message."""
-        self.rank, self.size, self._group = group.rank(), group.size(), group
+        super().__init__(group)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._stream: torch.cuda.Stream | None = None
         self._window: Window | None = None
 
+    @override
     def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        """Gather rows and multiply all of them.
-
-        Args:
-            x: [rows, k]: this rank's.
-            product: Of rows.
-
-        Returns:
-            All rows, [tp * rows, k], and their product, [tp * rows, n].
-        """
         main, window, stream = torch.cuda.current_stream(), *self._begin(x)
         whole = x.new_empty(self.size * len(x), x.shape[1])
         products = x.new_empty(len(whole), product.width, dtype=product.dtype)
@@ -127,17 +176,8 @@ class Exchange:
         main.wait_stream(stream)
         return whole, products
 
+    @override
     def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
-        """Multiply and give each rank the sum of all ranks' products of its rows.
-
-        Args:
-            x: [tp * rows, k]: rows of all ranks.
-            product: Of rows.
-            meanwhile: What else is to be computed.
-
-        Returns:
-            [rows, n].
-        """
         rows = x.split(len(x) // self.size)
         total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
         main, window, stream = torch.cuda.current_stream(), *self._begin(total)
@@ -157,14 +197,8 @@ class Exchange:
             total.add_(window.place(rank, self.rank, total))
         return total
 
+    @override
     def all_to_all(self, *tensors: Tensor, cut: int, joined: int) -> tuple[Tensor, ...]:
-        """Give each rank its part of each tensor along ``cut``, and join along ``joined`` the parts that ranks give.
-
-        Args:
-            tensors: In any strides; of the same shapes on all ranks. They get gradients, by the opposite way.
-            cut: An axis that the group's size divides.
-            joined: Another axis.
-        """
         copied: tuple[Tensor, ...] = _AllToAll.apply(self, cut, joined, *tensors)  # type: ignore[no-untyped-call]
         return copied
 
@@ -195,87 +229,159 @@ class Exchange:
             self._stream = torch.cuda.Stream(message.device, priority=-1)  # before others: the ranks meet soon
         if self._window is None or self._window.num_bytes < num_bytes:
             torch.cuda.synchronize()  # the former one may still be read
-            self._window = Window(self._group, num_bytes, message.device)
+            self._window = Window(self.group, num_bytes, message.device)
         self._window.next()
         return self._window, self._stream
 
 
-def _times(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """``rows @ weight + bias``; weight: [k, n]."""
+class Operand(NamedTuple):
+    """A matrix [m, n] as products read it."""
 
-    def write(rows: Tensor, out: Tensor) -> Tensor:
-        return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
+    rows: Any
+    """[m, n]; None where it was not asked for."""
+    columns: Any
+    """Its transpose, [n, m], of fp8 numbers [n, m filled up to 16]; likewise."""
+    scale: Any
+    """[1], fp32: by which fp8 numbers are multiplied; None of others."""
 
-    return Product(weight.shape[1], weight.dtype, write)
+
+Scales = tuple[Any, Any]
+"""Of both operands of a product."""
 
 
-class PeerLinear:
+class SplitLinear:
     """Stands where a parallel linear of Megatron's multiplies, while it is trained; else it communicates as ever.
 
-    ``explicit_expert_comm`` is Megatron's word for a linear that does not communicate.
+    Megatron's row-parallel linear adds up, or scatters, after its product, and gathers gradients before: here both are
+    part of the product. ``explicit_expert_comm`` is Megatron's word for a linear that does not communicate.
     """
 
-    def __init__(self, module: Any, exchange: Exchange) -> None:
+    def __init__(self, module: Any, exchange: Collectives) -> None:
         """Take over the product of ``module``."""
         self.module, self.exchange, self.native = module, exchange, module._forward_impl
         self.is_row = isinstance(module, RowParallelLinear)
-        if self.is_row:
+        if self.is_row and exchange.size > 1:
             module.explicit_expert_comm = True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the product is this one's, not Megatron's."""
+        return bool(self.module.training) and torch.is_grad_enabled()
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, **megatrons: Any) -> Tensor:
         """[s or s/tp, b, in] to [s or s/tp, b, out]; ``megatrons`` further arguments are for its own product."""
-        if self.module.training and torch.is_grad_enabled():
-            product = _RowProduct if self.is_row else _ColumnProduct
-            rows: Tensor = product.apply(input.flatten(0, 1), weight, bias, self)  # type: ignore[no-untyped-call]
-            return rows.view(-1, *input.shape[1:-1], rows.shape[-1])
-        output: Tensor = self.native(input=input, weight=weight, bias=bias, **megatrons)
-        return summed_over_ranks(output, self.module) if self.is_row else output
+        output: Tensor
+        if self.is_active:
+            output = _LinearProduct.apply(  # type: ignore[no-untyped-call]
+                input.flatten(0, -2), weight, bias, self, torch.is_grad_enabled()
+            )
+            # Not in the function, whose output the models may overwrite.
+            output = output.view(-1, *input.shape[1:-1], output.shape[-1])
+        else:
+            output = self.native(input=input, weight=weight, bias=bias, **megatrons)
+        has_scattered = self.is_active and self.module.sequence_parallel  # as part of the product
+        adds = self.is_row and self.exchange.size > 1 and not has_scattered
+        return summed_over_ranks(output, self.module) if adds else output
 
-    def weight_gradient(self, weight: Any, inputs: Tensor, gradient: Tensor) -> Tensor | None:
-        """What autograd wants for ``gradient.t() @ inputs``, which is added to ``main_grad`` if there is one."""
-        if self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
-            accumulate_weight_gradient(inputs, gradient, weight.main_grad)
-            return reported_gradient(weight)
-        return gradient.t() @ inputs
+    # ---- numbers: here as they are, in fp8.py quantized ----
+
+    def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
+        """Inputs or gradients, [tokens, n].
+
+        Args:
+            x: This rank's.
+            columns: Whether their transpose is needed.
+            is_gathered: Whether the group's rows are to become one matrix; then every rank calls.
+            is_gradient: Of outputs.
+        """
+        return Operand(x, x.t(), None)
+
+    def weight_operand(self, weight: Tensor, *, columns: bool) -> Operand:
+        """The weight, [out, in]."""
+        return Operand(weight, weight.t(), None)
+
+    def transposed(self, rows: Tensor) -> Tensor:
+        """``columns`` of what was gathered."""
+        return rows.t()
+
+    def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+        """``rows @ weight.t() + bias`` in ``dtype``; weight: [n, k]."""
+
+        def write(rows: Tensor, out: Tensor) -> Tensor:
+            product = torch.mm if bias is None else partial(torch.addmm, bias)
+            return product(rows, weight.t(), out=out)
+
+        return Product(len(weight), dtype, write)
+
+    def add_weight_gradient(self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales) -> None:
+        """Add ``gradient @ inputs.t()``; gradient: [out, tokens], inputs: [in, tokens], main_grad: [out, in]."""
+        accumulate_weight_gradient(inputs.t(), gradient.t(), main_grad)
+
+    def weight_gradient(self, weight: Any, gradient: Tensor, inputs: Tensor, scales: Scales) -> Tensor | None:
+        """What autograd wants for ``gradient @ inputs.t()``, which is added to ``main_grad`` if there is one."""
+        if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
+            return self.product(inputs, scales, weight.dtype)(gradient)
+        self.add_weight_gradient(weight.main_grad, gradient, inputs, scales)
+        return reported_gradient(weight)
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _LinearProduct(torch.autograd.Function):
+    """``rows @ weight.t() + bias`` with its gathering before or its scattering after, and what goes back."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, linear: PeerLinear) -> Tensor:
-        whole, product = linear.exchange.product_of_gathered(input, _times(weight.t(), bias))
-        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None)
-        ctx.weight, ctx.linear = weight, linear
-        return product
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, linear: SplitLinear, has_backward: bool
+    ) -> Tensor:
+        is_split = linear.module.sequence_parallel
+        ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
+        keeps_input = has_backward and ctx.needs_input_grad[1]
+        x = linear.operand(rows, columns=keeps_input and not ctx.gathers, is_gathered=ctx.gathers)
+        taken = linear.weight_operand(weight, columns=has_backward or linear.module.training)
+        product, kept = linear.product(taken.rows, (x.scale, taken.scale), rows.dtype, bias), x.columns
+        if ctx.gathers:
+            kept, output = linear.exchange.product_of_gathered(x.rows, product)
+        elif ctx.scatters:
+            output = linear.exchange.scattered_product(x.rows, product)
+        else:
+            output = product(x.rows)
+        if has_backward:
+            ctx.save_for_backward(kept if keeps_input else None, x.scale, taken.columns, taken.scale)
+            ctx.linear, ctx.weight = linear, weight
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0].contiguous()
-        (inputs,) = ctx.saved_tensors
-        found: list[Tensor | None] = [None, None]
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        linear: SplitLinear = ctx.linear
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = gradients[0].contiguous()
+        columns = needs_weight and not ctx.scatters
+        dy = linear.operand(rows, columns=columns, is_gathered=ctx.scatters, is_gradient=True)
+        product = linear.product(weight, (dy.scale, weight_scale), rows.dtype)
+        of_input: Tensor | None
+        of_parameters: list[Tensor | None] = [None, None]
 
-        def of_parameters() -> None:
-            if ctx.needs_input_grad[1]:
-                found[0] = ctx.linear.weight_gradient(ctx.weight, inputs, gradient)
-            if ctx.needs_input_grad[2]:
-                found[1] = gradient.sum(0)
+        def differentiate_parameters(columns: Tensor = dy.columns) -> None:
+            if needs_weight:
+                inputs = linear.transposed(x) if ctx.gathers else x
+                of_parameters[0] = linear.weight_gradient(ctx.weight, columns, inputs, (dy.scale, x_scale))
+            if needs_bias:
+                of_parameters[1] = rows.sum(0)
 
-        of_input = ctx.linear.exchange.scattered_product(gradient, _times(ctx.weight), of_parameters)
-        return of_input, *found, None
-
-
-class _RowProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: None, linear: PeerLinear) -> Tensor:
-        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
-        ctx.weight, ctx.linear = weight, linear
-        return linear.exchange.scattered_product(input, _times(weight.t()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs,) = ctx.saved_tensors
-        whole, of_input = ctx.linear.exchange.product_of_gathered(gradients[0].contiguous(), _times(ctx.weight))
-        of_weight = ctx.linear.weight_gradient(ctx.weight, inputs, whole) if ctx.needs_input_grad[1] else None
-        return of_input, of_weight, None, None
+        if ctx.scatters:
+            whole, of_input = linear.exchange.product_of_gathered(dy.rows, product)
+            if needs_weight:
+                differentiate_parameters(linear.transposed(whole))
+        elif ctx.gathers and needs_input:
+            of_input = linear.exchange.scattered_product(dy.rows, product, differentiate_parameters)
+        else:
+            of_input, handle = product(dy.rows) if needs_input else None, None
+            if of_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
+                handle = dist.all_reduce(of_input, group=linear.exchange.group, async_op=True)
+            differentiate_parameters()
+            if handle is not None:
+                handle.wait()
+        return of_input, *of_parameters, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -300,7 +406,7 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or not module.sequence_parallel:
             continue
-        stands_in: Any = vars(module).get("_forward_impl")  # a PeerLinear of an earlier fit, or an Fp8Linear
+        stands_in: Any = vars(module).get("_forward_impl")  # a SplitLinear of an earlier fit, or an Fp8Linear
         if stands_in is None and module.explicit_expert_comm:
             continue
         if module.tp_group not in exchanges:
@@ -308,7 +414,7 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
         if (exchange := exchanges[module.tp_group]) is None:
             continue
         if stands_in is None:
-            module._forward_impl = PeerLinear(module, exchange)
+            module._forward_impl = SplitLinear(module, exchange)
         else:
             stands_in.exchange = exchange
 

@@ -1,4 +1,4 @@
-"""Core attention where families and layouts do not reach: rows of padding, large biases, 16 bits, and refusals.
+"""Core attention where families and layouts do not reach: masks of blocks, padding, large biases, kernels of GPUs.
 
 What it computes else is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
 """
@@ -9,92 +9,285 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
+from lightning_megatron.engine.fillers import attention
 from lightning_megatron.engine.fillers.attention import SDPAttention
+from lightning_megatron.engine.fillers.masks import (
+    BLOCK,
+    MASKED_SCORE,
+    Pattern,
+    block_mask,
+    hidden_keys,
+    pattern_of,
+)
 from lightning_megatron.errors import ConfigError
 
-HEADS, WIDTH, LENGTH = 6, 8, 12
-
-SEGMENTS = torch.tensor(
-    [
-        [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0],
-        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-        [1, 0, 1, 1, 0, 0, 1, 2, 2, 1, 2, 2],
-    ]
-)
-ROWS = len(SEGMENTS)
+HEADS, CPU = 8, torch.device("cpu")
 
 
-def _config(**fields: Any) -> TransformerConfig:
-    defaults = {"num_layers": 1, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "attention_dropout": 0.0}
-    return TransformerConfig(**{**defaults, **fields})
+def _layer(mask: str = "causal", kind: str = "self", groups: int = 2, width: int = 64, **options: Any) -> SDPAttention:
+    heads = {"num_attention_heads": HEADS, "num_query_groups": groups, "kv_channels": width}
+    config = TransformerConfig(num_layers=1, hidden_size=HEADS * width, attention_dropout=0.0, **heads)
+    return SDPAttention(config, 1, AttnMaskType[mask], kind, **options)
 
 
-def _layer(mask_type: AttnMaskType = AttnMaskType.causal, kind: str = "self", **options: Any) -> SDPAttention:
-    return SDPAttention(_config(), 1, mask_type, kind, **options)
+def _qkv(
+    queries: int, keys: int, groups: int = 2, rows: int = 3, width: int = 64, device: str = "cpu"
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = [(queries, rows, HEADS, width), (keys, rows, groups, width), (keys, rows, groups, width)]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
 
 
-def _qkv(queries: int = LENGTH, keys: int = LENGTH, groups: int = 3) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(queries * 100 + keys + groups)
-    shapes = [(queries, ROWS, HEADS, WIDTH), (keys, ROWS, groups, WIDTH), (keys, ROWS, groups, WIDTH)]
-    return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
-
-
-def _formula(qkv: list[torch.Tensor], visible: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Attention by its definition in float64: visible and bias are [b, np or 1, sq, sk]."""
-    q, k, v = (x.double() for x in qkv[:3])
-    heads = [h * k.shape[2] // q.shape[2] for h in range(q.shape[2])]
-    scores = torch.einsum("sbnh,tbnh->bnst", q, k[:, :, heads]) / q.shape[-1] ** 0.5 + bias
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("bnst,tbnh->sbnh", weights, v[:, :, heads]).flatten(2)
+def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor:
+    """Documents with padding at the end, padding at the beginning, and numbers without any order or in runs."""
+    segments = torch.ones(rows, length, dtype=torch.int64)
+    segments[0, length // 3 :] = 2
+    segments[0, length // 2 :] = 3
+    segments[0, -length // 8 :] = 0
+    segments[1, : length // 5] = 0
+    if not in_runs:
+        segments[2] = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(length))
+    return segments
 
 
 def test_nothing_is_nan_where_a_row_is_all_padding() -> None:
-    qkv, padding = _qkv(), AttnMaskType.padding
-    layers = (_layer(), _layer(padding), _layer(padding, "cross"), _layer(alibi="bloom"), _layer(sliding_window=2))
-    for mask in (torch.zeros_like(SEGMENTS), torch.ones(ROWS, 1, 1, LENGTH, dtype=torch.bool)):
+    qkv = _qkv(12, 12)
+    layers = (
+        *(_layer(), _layer("padding"), _layer("padding", "cross")),
+        *(_layer(alibi="bloom"), _layer(sliding_window=2)),
+    )
+    for mask in (torch.zeros(3, 12, dtype=torch.int64), torch.ones(3, 1, 1, 12, dtype=torch.bool)):
         for layer in layers:
             out = layer(*qkv, mask)
             assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), qkv)))
 
 
 def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None:
-    q, k, v = (torch.randn(1000, 1, HEADS, WIDTH, generator=torch.Generator().manual_seed(2)) for _ in range(3))
-    layer = _layer(alibi="bloom").eval()
-    rounded = layer(q.bfloat16(), k.bfloat16(), v.bfloat16(), None).float()
+    qkv, layer = _qkv(1000, 1000, rows=1, width=8), _layer(alibi="bloom", width=8).eval()
+    rounded = layer(*(x.bfloat16() for x in qkv), None).float()
     # Rounding q, k, v and the output; a bias rounded at position 1000 would be wrong by up to 1.
-    assert (layer(q, k, v, None) - rounded).abs().mean() < 0.01
+    assert (layer(*qkv, None) - rounded).abs().mean() < 0.01
 
 
-def test_what_it_does_not_compute_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attention_mask has the shape \[4, 11\].*\[4, 12\]"):
-        _layer()(*_qkv(), SEGMENTS[:, 1:])
+def test_a_window_that_hides_a_token_from_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="sliding_window=0"):
         _layer(sliding_window=0)
 
 
+# ---- by blocks ------------------------------------------------------------------------------------------------------
+
+PATTERNS = [
+    pattern_of(300, 300, causal=True, window=None, cross=False),
+    pattern_of(300, 300, causal=False, window=None, cross=False),
+    pattern_of(700, 700, causal=True, window=130, cross=False),
+    pattern_of(384, 384, causal=True, window=256, cross=False),
+    pattern_of(130, 400, causal=True, window=90, cross=False),
+    pattern_of(140, 300, causal=False, window=None, cross=True),
+]
+
+
+def _blocks(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
+    """bool [b, nq, nk], of the kernels' lists."""
+    assert counts is not None
+    assert indices is not None
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    return torch.zeros_like(listed).scatter_(-1, indices.long(), listed)[:, 0]
+
+
+@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_blocks_are_listed_whole_or_in_part_as_the_dense_mask_says(pattern: Pattern, has_segments: bool) -> None:
+    segments = _segments(pattern.num_keys) if has_segments else None
+    mask, hidden = block_mask(segments, pattern, CPU), hidden_keys(segments, pattern, CPU)
+    dense = torch.tensor(True) if hidden is None else ~hidden[:, 0]
+    dense = dense.expand(mask.kv_num_blocks.shape[0], pattern.num_queries, pattern.num_keys)
+    padded = F.pad(dense, (0, -pattern.num_keys % BLOCK, 0, -pattern.num_queries % BLOCK))
+    tiles = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    whole = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    part = _blocks(mask.kv_num_blocks, mask.kv_indices)
+    assert torch.equal(whole, tiles.all(4).all(2))
+    assert not (whole & part).any()
+    assert (tiles.any(4).any(2) <= (whole | part)).all()
+    # The backward pass goes by columns.
+    assert torch.equal(_blocks(mask.full_q_num_blocks, mask.full_q_indices).mT, whole)
+    assert torch.equal(_blocks(mask.q_num_blocks, mask.q_indices).mT, part)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("pattern", "has_segments", "options"),
+    [
+        (PATTERNS[0], True, {"alibi": "bloom"}),
+        (PATTERNS[4], True, {"alibi": "falcon"}),
+        (PATTERNS[2], False, {}),
+        (PATTERNS[0], True, {"softcap": 0.5}),
+    ],
+    ids=str,
+)
+def test_single_pairs_are_scored_as_the_dense_mask_says(
+    pattern: Pattern, has_segments: bool, options: dict[str, Any]
+) -> None:
+    layer = _layer(width=16, softmax_scale=0.3, **options)
+    layer.config.num_attention_heads, layer.tp_rank = 2 * HEADS, 1
+    q, k, v = (x.detach().permute(1, 2, 0, 3) for x in _qkv(pattern.num_queries, pattern.num_keys, width=16))
+    segments = _segments(pattern.num_keys) if has_segments else None
+    by_blocks = layer._attend_by_blocks(q, k, v, segments, pattern)
+    torch.testing.assert_close(by_blocks, layer._attend_to_some(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bounds"),
+    [
+        ([[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]], [0, 2, 3, 4, 5, 8, 12]),  # no run crosses a row
+        ([[0, 1, 0, 2]], [0, 1, 2, 3, 4]),  # padding may be in pieces
+        ([[1, 2, 1, 0]], None),  # a segment may not: dense masks do it
+    ],
+)
+def test_runs_are_where_numbers_change(rows: list[list[int]], bounds: list[int] | None) -> None:
+    found = attention.runs_of(torch.tensor(rows))
+    assert (None if found is None else found.bounds.tolist()) == bounds
+    if found is not None:
+        assert found.longest == int(found.bounds.diff().max())
+
+
+# ---- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """How often which kernels attended."""
+
+    blocks = runs = 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
+    found, by_blocks, by_runs = _Calls(), SDPAttention._attend_by_blocks, attention.attend_to_runs
+    # torch falls back to scores of s x s without a word if a function needs too many graphs.
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+
+    def counted_blocks(*args: Any) -> torch.Tensor:
+        found.blocks += 1
+        return by_blocks(*args)
+
+    def counted_runs(*args: Any, **options: Any) -> torch.Tensor:
+        found.runs += 1
+        return by_runs(*args, **options)
+
+    monkeypatch.setattr(SDPAttention, "_attend_by_blocks", counted_blocks)
+    monkeypatch.setattr(attention, "attend_to_runs", counted_runs)
+    return found
+
+
+def _assert_equals_cpu(layer: SDPAttention, qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
+    """Output and gradients in fp32, which families compare with transformers; of padding it does not matter what."""
+    out = layer(*qkv, None if mask is None else mask.cuda())
+    on_cpu = [x.detach().float().cpu().requires_grad_() for x in qkv]
+    expected = layer(*on_cpu, mask)
+    seen = torch.ones(1)
+    if mask is not None and mask.dim() == 2 and not layer.is_cross:
+        seen = (mask != 0).t()[:, :, None].float()
+    weight = seen * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
+    torch.testing.assert_close(out.float().cpu() * seen, expected * seen, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad((out.float() * weight.cuda()).sum(), qkv)
+    for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True):
+        torch.testing.assert_close(grad.float().cpu(), reference, rtol=5e-2, atol=0.1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [HEADS, 1])
-@pytest.mark.parametrize("sequence", [64, 192])  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
-@pytest.mark.parametrize("masked", [False, True])
-def test_cuda_kernels_agree_with_the_formula(groups: int, sequence: int, masked: bool) -> None:
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    qkv = [
-        torch.randn(sequence, 2, n, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
-        for n in (HEADS, groups, groups)
-    ]
-    hidden = torch.zeros(2, 1, 1, sequence, dtype=torch.bool, device="cuda")
-    hidden[1, ..., -5:] = masked
-    layer = SDPAttention(_config(num_query_groups=groups, kv_channels=64), 1, AttnMaskType.causal, "self")
-    out = layer(*qkv, hidden if masked else None)
-    future = torch.ones(sequence, sequence, dtype=torch.bool, device="cuda").triu(1)
-    expected = _formula(qkv, ~(hidden | future)).float()
-    weight = torch.randn_like(expected)
-    # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
-    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-    grads = torch.autograd.grad((out.float() * weight).sum(), qkv)
-    for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), qkv), strict=True):
-        torch.testing.assert_close(grad.float(), reference.float(), rtol=5e-2, atol=0.1)
+@pytest.mark.parametrize("length", [64, 192])  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
+def test_short_rows_and_dense_masks_agree_with_the_cpu(groups: int, length: int, calls: _Calls) -> None:
+    hidden = torch.zeros(3, 1, 1, length, dtype=torch.bool)
+    hidden[1, ..., -5:] = True
+    for mask in (None, hidden):
+        _assert_equals_cpu(_layer(groups=groups), _qkv(length, length, groups, device="cuda"), mask)
+    assert calls.blocks == calls.runs == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+@pytest.mark.parametrize(("length", "groups"), [(96, 8), (300, 2), (500, 1)])
+def test_runs_agree_with_the_cpu(length: int, groups: int, mask: str, calls: _Calls) -> None:
+    layer, segments = _layer(mask, groups=groups, width=32), _segments(length, in_runs=True)
+    _assert_equals_cpu(layer, _qkv(length, length, groups, width=32, device="cuda"), segments)
+    assert (calls.blocks, calls.runs) == (0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, 8),
+        ({}, 2),
+        ({"alibi": "falcon"}, 1),
+        ({"alibi": "bloom", "sliding_window": 200}, 2),
+        ({"softmax_scale": 0.3}, 2),
+        ({"softcap": 2.0}, 2),
+    ],
+    ids=str,
+)
+def test_blocks_agree_with_the_cpu(options: dict[str, Any], groups: int, has_segments: bool, calls: _Calls) -> None:
+    # The second length makes the graphs dynamic; no length but the first is a multiple of a block.
+    for length in (640, 700, 1000, 523):
+        segments = _segments(length) if has_segments else None
+        layer = _layer(groups=groups, **options)
+        _assert_equals_cpu(layer, _qkv(length, length, groups, device="cuda"), segments)
+    needs_blocks = has_segments or options.keys() & {"sliding_window", "alibi", "softcap"}
+    assert calls.blocks == (4 if needs_blocks else 0)
+
+
+@pytest.mark.gpu
+def test_cross_attention_is_by_blocks_too(calls: _Calls) -> None:
+    segments = (_segments(900)[:2] != 0).long()
+    _assert_equals_cpu(_layer("padding", "cross", groups=8), _qkv(600, 900, 8, 2, device="cuda"), segments)
+    assert calls.blocks == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"alibi": "bloom"}, {"sliding_window": 4096}], ids=str)
+def test_a_long_row_takes_memory_in_proportion_to_its_length(options: dict[str, Any], calls: _Calls) -> None:
+    length, megabyte = 32768, 2**20
+    segments = torch.ones(1, length, dtype=torch.int64, device="cuda")
+    segments[0, 20000:] = 2
+    qkv, layer = _qkv(length, length, rows=1, device="cuda"), _layer(**options)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(*qkv, segments).float().square().sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    # Output, its gradient in float32, and gradients of q, k, v: some multiples of 32 MB. One byte per pair is 1024 MB.
+    assert peak < 512 * megabyte
+    assert calls.blocks == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_parts_give_on_a_gpu_what_all_keys_give_at_once_and_none_waits(
+    dtype: torch.dtype, atol: float, rows: int
+) -> None:
+    """One query per row beside its formula in fp64. In 16 bits the result of size 1 is rounded to 8 digits, twice."""
+    groups, repeats, length, width = 3, 4, 512, 16
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, groups, repeats, width, generator=generator)
+    k, v = (torch.randn(rows, groups, length + 128, width, generator=generator)[:, :, :length] for _ in range(2))
+    scores = torch.zeros(rows, 1, 1, length)
+    scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # whole parts
+    given = [x.to("cuda", dtype) for x in (q, k, v, scores)]
+    parts = attention.num_key_parts(given[0], given[1])
+    assert parts == length // attention.SMALLEST_PART
+    attention.attend_in_parts(*given, parts, 0.3)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = attention.attend_in_parts(*given, parts, 0.3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    q, k, v, scores = (x.double().cpu() for x in given)
+    expected = (q @ k.mT * 0.3 + scores).softmax(-1) @ v
+    torch.testing.assert_close(actual.double().cpu(), expected, rtol=0.0, atol=atol)

@@ -47,7 +47,7 @@ def _changed(device_type: DeviceType) -> set[str]:
 
 
 def _fillers(device_type: DeviceType) -> dict[str, str]:
-    return {line.slot: line.filler for line in slot_report(device_type)}
+    return {slot: filler for slot, filler, _ in slot_report(device_type)}
 
 
 def test_liger_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
