@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.cases import Case
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import IndexedDataModule
-from lightning_megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.models.config import ModelConfig
 
 _DISTINCT_ROWS = 256
@@ -63,7 +63,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
 def write_corpus(prefix: str, vocab_size: int, num_tokens: int, document_tokens: int, in_sentences: bool) -> None:
     """Random tokens in documents of ``document_tokens``, of which some are longer and some shorter."""
     random = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, token_dtype(vocab_size)) as writer:
+    with dataset_writers(prefix, token_dtype(vocab_size)) as (writer,):
         for _ in range(max(1, num_tokens // document_tokens)):
             length = int(random.integers(document_tokens // 2, 3 * document_tokens // 2)) + 1
             tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(token_dtype(vocab_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def _preprocess(folder: Path, suffix: str, workers: str, *arguments: str) -> tup
         cpu = _cpu()
         options = PreprocessOptions(
             input=[folder / name],
-            output_prefix=folder / "out",
+            output_prefix=Path(tempfile.mkdtemp(dir=folder), "out"),
             tokenizer=folder / "tokenizer",
             workers=int(workers),
             append_eod=True,

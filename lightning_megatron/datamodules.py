@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, read_evaluation_texts
-from lightning_megatron.data.indexed import check_dataset, largest_token_at_the_ends
+from lightning_megatron.data.indexed import check_dataset
 from lightning_megatron.data.instructions import (
     Answers,
     InstructionOptions,
@@ -56,6 +56,7 @@ from lightning_megatron.steps.gpt import GPTTrainStep
 
 DataPath: TypeAlias = str | list[str | float]
 """A prefix; several, taken in proportion to their sizes; or weights and prefixes in turn."""
+_TOKENS_CHECKED = 1 << 20
 
 
 @explains_options
@@ -152,7 +153,9 @@ class IndexedDataModule(MegatronDataModule):
         objective = self._objective(run.model)
         parts = [part for split in self._sources for part in self._parts(split, None)]
         for prefix in dict.fromkeys(part.prefix for part in parts):
-            _check_token(largest_token_at_the_ends(check_dataset(prefix)), run.model, prefix)
+            tokens = check_dataset(prefix).tokens  # of which all may be terabytes
+            ends = (tokens[:_TOKENS_CHECKED], tokens[-_TOKENS_CHECKED:])
+            _check_token(max(int(end.max()) for end in ends), run.model, prefix)
         for part in parts:
             if part.name in run.splits:
                 objective.count(part)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
 from lightning_megatron.engine.collectives import on_all_ranks_alike
-from lightning_megatron.errors import ConfigError, host_memory, require_number
+from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
         self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None
-        self._train_request: int | None = None
-        self._train_fingerprint = ""
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] = {}
 
     # ---- what a kind of source provides -----------------------------------------------------------------------------
 
@@ -127,36 +125,42 @@ class MegatronDataModule(LightningDataModule, ABC):
         Raises:
             ConfigError: If strategy, Trainer settings or source do not allow what is asked.
         """
-        self._strategy()
-        self._check_trainer(stage)
+        strategy, trainer = self._strategy(), self._trainer()
+        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
+            raise ConfigError(
+                f"{type(self).__name__} has no {_NEEDED[stage]} split for trainer.{TrainerFn(stage).value}; give it one"
+            )
+        if trainer.overfit_batches:
+            raise ConfigError(
+                f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
+            )
         if stage == "fit":
             # Not in teardown(): a checkpoint may be saved after the run.
             self._train_loader = None
-            self._restored = None
-        run = self.run(self._trainer().lightning_module)
-        is_first = self._strategy().global_rank == 0
+            self._restored = {}
+        run, is_first = self.run(), strategy.global_rank == 0
         on_all_ranks_alike(lambda: self.check(run) if is_first else None)
 
     @override
     def train_dataloader(self) -> TrainLoader:
         """Batches of the training split, from the restored position on; every rank must call."""
-        shape = self._shape()
-        max_steps = None if self._trains_whole_epochs() else self._trainer().max_steps
-        restored, self._restored = self._restored, None
+        trainer, shape = self._trainer(), self._shape()
+        # ``max_epochs`` is -1 if only ``max_steps`` was given.
+        counts_epochs = trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0)
         num_samples = None
-        if max_steps is not None and self.lays_out_whole_run:
-            num_samples = max(1, shape.position_after(0, max_steps))
-        if restored is not None:
-            # Another number of samples may be another order: the run goes on in the one that it began with.
-            num_samples = restored.get("num_samples", num_samples)
-        order, samples = self._open_train(num_samples)
-        loader = TrainLoader(samples, order, shape, self.state_dict, max_steps=max_steps, num_workers=self.num_workers)
-        if self._train_loader is not None:  # reload_dataloaders_every_n_epochs
-            loader.go_to(**vars(self._train_loader.position))
-            loader.set_epoch(self._trainer().current_epoch)
+        if self.lays_out_whole_run and not counts_epochs:
+            num_samples = max(1, shape.position_after(0, trainer.max_steps))
+        is_reloaded = self._train_loader is not None  # reload_dataloaders_every_n_epochs
+        restored, self._restored = self._restored or self.state_dict(), {}
+        # Another number of samples may be another order: the run goes on in the one that it began with.
+        order, samples = self._open_train(restored.get("num_samples", num_samples))
+        max_steps = None if counts_epochs else trainer.max_steps
+        loader = TrainLoader(samples, order, shape, max_steps=max_steps, num_workers=self.num_workers)
         self._train_loader = loader
-        if restored is not None:
+        if restored:
             self._go_to(loader, restored)
+        if is_reloaded:
+            loader.set_epoch(trainer.current_epoch)
         self._check_lengths_of_epochs(loader)
         self._check_validation_interval(len(loader))
         return loader
@@ -175,37 +179,35 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Position in the training samples, and which samples those are.
-
-        Lightning's fit loop saves it a second time as the loader's own.
-        """
-        if self._train_loader is None:
-            return {}
-        position = {**vars(self._train_loader.position)}
-        return {"train": position, "train_order": self._train_fingerprint, "num_samples": self._train_request}
+        """Position in the training samples, and which samples those are."""
+        return {} if self._train_loader is None else self._train_loader.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position, if this is a training run; every rank must call."""
         if "train" not in state_dict or self._trainer().state.fn != TrainerFn.FITTING:
             return
-        if self._train_loader is None:
+        if (loader := self._train_loader) is None:
             self._restored = state_dict
             return
-        num_samples = state_dict.get("num_samples", self._train_request)
-        if num_samples != self._train_request:
-            self._train_loader.order, self._train_loader.samples = self._open_train(num_samples)
-        self._go_to(self._train_loader, state_dict)
+        num_samples = state_dict.get("num_samples", loader.order.requested)
+        if num_samples != loader.order.requested:
+            loader.order, loader.samples = self._open_train(num_samples)
+        self._go_to(loader, state_dict)
+        self._check_lengths_of_epochs(loader)
 
     # ---- for the Trainer's side -------------------------------------------------------------------------------------
 
-    def run(self, module: LightningModule) -> Run:
-        """What this data module's Trainer is about to do with ``module``, known before any process is started."""
+    def run(self) -> Run:
+        """What this data module's Trainer is about to do, known before any process is started."""
+        trainer = self._trainer()
+        stage = trainer.state.fn or TrainerFn.FITTING  # a command checks before the Trainer begins
+        validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
         return Run(
             shape=self._shape(data_parallel_rank=0),
-            model=_config_of(module),
-            train_step=getattr(module, "train_step", None),
-            splits=self._used_splits(),
+            model=self.model(),
+            train_step=getattr(trainer.lightning_module, "train_step", None),
+            splits=(_NEEDED[stage.value], *(("valid",) if validates else ())),
         )
 
     def check_run(self, strategy: MegatronStrategy) -> None:
@@ -214,22 +216,14 @@ class MegatronDataModule(LightningDataModule, ABC):
         Raises:
             ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
         """
-        run = self.run(self._trainer().lightning_module)
+        run, limit = self.run(), None
         for num_microbatches in run.shape.stages:
             replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
-        limit = None
         # Rotary positions and ALiBi go on where the table of learned ones ends.
         if run.model is not None and run.model.position_embedding_type == "learned_absolute":
             limit = run.model.max_position_embeddings
         for name, length in self.lengths(run.model).items():
             strategy.parallel.check_sequence(length, limit, name=name)
-            rows, microbatches = self.micro_batch_size, max(run.shape.stages)
-            needed, there = rows * microbatches * length * 8, host_memory()
-            if needed > there:
-                raise ConfigError(
-                    f"micro_batch_size={rows} x num_microbatches={microbatches}: expected the tokens of a step in the "
-                    f"host's {there / 2**30:,.0f} GiB, got {needed / 2**30:,.0f} GiB; give fewer"
-                )
         environment = strategy.cluster_environment
         makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # which Lightning calls later
         # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
@@ -238,12 +232,11 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def model(self) -> ModelConfig | None:
         """The model that the Trainer runs now; None without a Trainer, or if its module has no ``model_config``."""
-        return None if self.trainer is None else _config_of(self.trainer.lightning_module)
+        return getattr(getattr(self.trainer, "lightning_module", None), "model_config", None)
 
     def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
         size, fingerprint, samples = self._open("train", num_samples)
-        self._train_request, self._train_fingerprint = num_samples, fingerprint
-        return PassOrder(size, self.seed, self.shuffling), samples
+        return PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples), samples
 
     def _pass_loader(self, name: SplitName) -> PassLoader | list[PassLoader]:
         if not self.has_split(name):
@@ -252,9 +245,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         return PassLoader(samples, size, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
-        loader.go_to(**restored["train"])
-        self._check_lengths_of_epochs(loader)
-        if restored.get("train_order") != self._train_fingerprint:
+        loader.go_to(restored["train"])
+        if restored.get("train_order") != loader.order.fingerprint:
             rank_zero_warn(
                 f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
                 " data, split, lengths or seed differ, and samples may come again"
@@ -286,17 +278,6 @@ class MegatronDataModule(LightningDataModule, ABC):
         others = opened(strategy.is_data_source and strategy.global_rank != 0)
         return *told, others if samples is None else samples
 
-    def _check_trainer(self, stage: str) -> None:
-        trainer = self._trainer()
-        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
-            raise ConfigError(
-                f"{type(self).__name__} has no {_NEEDED[stage]} split for trainer.{TrainerFn(stage).value}; give it one"
-            )
-        if trainer.overfit_batches:
-            raise ConfigError(
-                f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
-            )
-
     def _check_validation_interval(self, num_steps: int) -> None:
         """Lightning's own refusal is an error like any other, which ends a run with a traceback."""
         trainer = self._trainer()
@@ -308,17 +289,6 @@ class MegatronDataModule(LightningDataModule, ABC):
                 f"val_check_interval={interval} is more than the {num_steps} training steps of a Lightning epoch; lower"
                 " it, set check_val_every_n_epoch=None to count steps over epochs, or limit_val_batches=0"
             )
-
-    def _used_splits(self) -> tuple[SplitName, ...]:
-        trainer = self._trainer()
-        stage = trainer.state.fn or TrainerFn.FITTING  # a command checks before the Trainer begins
-        validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
-        return (_NEEDED[stage.value], *(("valid",) if validates else ()))
-
-    def _trains_whole_epochs(self) -> bool:
-        """Whether the Trainer counts epochs; ``max_epochs`` is -1 if only ``max_steps`` was given."""
-        trainer = self._trainer()
-        return bool(trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0))
 
     def _shape(self, data_parallel_rank: int | None = None) -> BatchShape:
         """How a step is dealt to a rank, this one unless one is named."""
@@ -341,7 +311,3 @@ class MegatronDataModule(LightningDataModule, ABC):
         if "is_data_source" not in dir(strategy):  # its value is not known before the run
             raise ConfigError(f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it")
         return strategy
-
-
-def _config_of(module: LightningModule) -> ModelConfig | None:
-    return getattr(module, "model_config", None)

@@ -25,9 +25,10 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> None:
     from lightning_megatron.data import tokenizer
 
     result = tokenizer.train_tokenizer(options)
-    print(
-        f"{options.output}: {result.vocab_size:,} entries from {result.documents:,} documents, {result.bytes:,} bytes"
-    )
+    entries = f"{result.vocab_size:,} entries"
+    if result.vocab_size < options.vocab_size:
+        entries += f" (not {options.vocab_size:,}: the text has no more pairs of tokens to merge)"
+    print(f"{options.output}: {entries} from {result.documents:,} documents, {result.bytes:,} bytes")
     _print_skipped(result.skipped)
 
 
@@ -35,7 +36,7 @@ def preprocess(options: PreprocessOptions) -> None:
     """Turn text into an indexed dataset (.bin/.idx).
 
     Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences. Files appear under these names
-    when all of them are complete, and replace older ones. The order of the inputs is kept.
+    when all of them are complete, and replace none. The order of the inputs is kept.
 
     Example:
         lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus

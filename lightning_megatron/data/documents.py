@@ -61,7 +61,8 @@ _COMPRESSED_BYTES = 1 << 16
 """Compressed bytes taken at a time; text grows to some ten times as many."""
 _LONGEST_ZSTD_WINDOW = 1 << 31
 """What ``zstd --long=31`` needs; large public corpora are compressed so."""
-_MOST_ROWS = 1 << 14
+_ROWS = 256
+"""Rows of a table in a piece: enough that a process is not asked too often, little enough where they are long."""
 
 
 class FileFormat(NamedTuple):
@@ -98,14 +99,13 @@ class BadDocuments:
 
     Args:
         on_error: "fail" ends the run at the first one, "skip" leaves it out.
-        report: Prints a line.
+        bar: A ``progress_bar``, above which they are printed.
     """
 
-    def __init__(self, on_error: Literal["skip", "fail"], report: Callable[[str], None]) -> None:
+    def __init__(self, on_error: Literal["skip", "fail"], bar: Any) -> None:
         self.count = 0
         """How many were left out."""
-        self._on_error = on_error
-        self._report = report
+        self._on_error, self._bar = on_error, bar
 
     def add(self, messages: Sequence[str]) -> None:
         """Take those of the next piece.
@@ -118,9 +118,8 @@ class BadDocuments:
                 raise DataError(message)
             self.count += 1
             if self.count <= MAX_REPORTED:
-                self._report(f"skipped: {message}")
-            if self.count == MAX_REPORTED:
-                self._report("skipped: more of them are only counted")
+                more = "; more of them are only counted" * (self.count == MAX_REPORTED)
+                self._bar.write(f"skipped: {message}{more}", file=sys.stderr)
 
 
 def format_of(path: str | Path) -> FileFormat:
@@ -185,7 +184,7 @@ def cut_into_pieces(
     Args:
         files: What ``find_files`` gave.
         keys: Columns to read from tables.
-        piece_bytes: Of text; larger where a document is.
+        piece_bytes: Of text; larger where a document is, or rows of a table are.
     """
     group: list[str] = []
     group_bytes = 0
@@ -198,7 +197,7 @@ def cut_into_pieces(
             group.append(str(path))
             group_bytes += size
         elif content == "parquet":
-            yield from _rows(str(path), size, keys, piece_bytes)
+            yield from _rows(str(path), size, keys)
         else:
             yield from _lines(str(path), size, piece_bytes)
     if group:
@@ -389,7 +388,7 @@ def _lines(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
         yield Piece(path=path, lines=bytes(buffer), first=first, num_bytes=size - accounted, problem=problem)
 
 
-def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
+def _rows(path: str, size: int, keys: Sequence[str]) -> Iterator[Piece]:
     """The columns ``keys`` of a table, however large its row groups are: pages are read as they are needed."""
     import pyarrow
     import pyarrow.parquet
@@ -404,14 +403,10 @@ def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterat
                 problem = f"has no column '{missing[0]}'; choose the json key from {', '.join(present) or 'none'}"
                 yield Piece(path=path, num_bytes=size, problem=problem)
                 return
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            bytes_a_row = sum(group.total_byte_size for group in groups) // max(num_rows, 1)
-            rows = max(1, min(_MOST_ROWS, piece_bytes // max(bytes_a_row, 1)))
-            for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
-                before, done = done, done + batch.num_rows
-                accounted = size * done // num_rows
-                num_bytes = accounted - size * before // num_rows
-                yield Piece(path=path, rows=batch.to_pylist(), first=before + 1, num_bytes=num_bytes)
+            for batch in table.iter_batches(_ROWS, columns=list(keys), use_threads=False):
+                first, done = done + 1, done + batch.num_rows
+                before, accounted = accounted, size * done // num_rows
+                yield Piece(path=path, rows=batch.to_pylist(), first=first, num_bytes=accounted - before)
     # What damaged pages raise is an OSError, too; what is no UTF-8 is another.
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         yield Piece(path=path, num_bytes=size - accounted, problem=_unreadable(error))

@@ -34,13 +34,12 @@ import os
 import struct
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,8 +85,8 @@ class IndexedDataset:
     """Where each sequence begins in ``.bin``: [N], in bytes."""
     document_bounds: NDArray[np.int64]
     """The first sequence of each document and, last, N: [documents + 1]."""
-    files: dict[str, mmap.mmap | None]
-    """The maps of both files, by suffix; None of an empty one."""
+    files: dict[str, mmap.mmap]
+    """The maps of both files, by suffix."""
 
     def __post_init__(self) -> None:
         """Refuse a ``.bin`` that has not the size by which the last sequence ends.
@@ -95,7 +94,7 @@ class IndexedDataset:
         Raises:
             DataError: As since then it was cut or replaced.
         """
-        size, width = len(self.files[".bin"] or b""), self.dtype.itemsize
+        size, width = len(self.files[".bin"]), self.dtype.itemsize
         end = int(self.positions[-1]) + int(self.lengths[-1]) * width
         if size != end or size % width:
             raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {size}")
@@ -112,7 +111,7 @@ class IndexedDataset:
     @cached_property
     def tokens(self) -> NDArray[Any]:
         """All tokens, one sequence after the other."""
-        return _content(self.files[".bin"]).view(self.dtype)
+        return np.frombuffer(self.files[".bin"], self.dtype)
 
     def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """The tokens of consecutive sequences, at least one, and the length of each."""
@@ -135,7 +134,7 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
         for_training: Refuse tokens that are no integers, on which nothing can be trained.
 
     Raises:
-        DataError: If a file is missing or is not of this format, or the ``.idx`` has not the size that it announces.
+        DataError: If a file is missing, empty or not of this format, or ``.idx`` has not the size that it announces.
     """
     if prefix.endswith((".bin", ".idx")):
         raise DataError(f"{option}={prefix} is a file, it must be the prefix; write {prefix[:-4]}")
@@ -146,7 +145,7 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
             " printed, e.g. data/corpus_text_document"
         )
     files = {suffix: _mapped(prefix + suffix) for suffix in (".idx", ".bin")}
-    is_old = _content(files[".idx"])[: len(OLD_MAGIC)].tobytes() == OLD_MAGIC
+    is_old = files[".idx"][: len(OLD_MAGIC)] == OLD_MAGIC
     index = (_read_old if is_old else _read_mmap)(prefix, files)
     dataset = IndexedDataset(prefix, "cached/lazy" if is_old else "mmap", *index, files)
     if for_training and dataset.dtype.kind == "f":
@@ -164,58 +163,41 @@ def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool 
             belong together, or the documents are not in order.
     """
     dataset = open_dataset(prefix, option=option, for_training=for_training)
-    _check_sequences(dataset)
-    bounds, last = dataset.document_bounds, len(dataset.lengths)
+    bounds, last, end = dataset.document_bounds, len(dataset.lengths), 0
+    for begin in range(0, last, CHUNK):
+        sizes = dataset.lengths[begin : begin + CHUNK].astype(np.int64) * dataset.dtype.itemsize
+        ends = end + np.cumsum(sizes)
+        if (sizes < 0).any() or (dataset.positions[begin : begin + CHUNK] != ends - sizes).any():
+            raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
+        end = int(ends[-1])
     chunks = (bounds[begin : begin + CHUNK + 1] for begin in range(0, len(bounds), CHUNK))
     # Compared, not subtracted: damaged bounds may be any 64-bit numbers.
     descend = any((chunk[1:] < chunk[:-1]).any() for chunk in chunks)
-    if descend or len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != last:
+    if descend or bounds[0] != 0 or bounds[-1] != last:
         raise _damaged(prefix, f"has document bounds that do not ascend from 0 to the {last} sequences")
-    if for_training and not len(dataset.tokens):
-        raise DataError(f"{prefix} holds no token; preprocess inputs that contain text into it")
     return dataset
 
 
-def _check_sequences(dataset: IndexedDataset) -> None:
-    """Raise DataError unless sequences follow each other through all of ``.bin``."""
-    prefix, size, end = dataset.prefix, dataset.tokens.nbytes, 0
-    for begin in range(0, len(dataset.lengths), CHUNK):
-        lengths = dataset.lengths[begin : begin + CHUNK].astype(np.int64)
-        # First, so that nothing below overflows: a damaged number may be any of 64 bits.
-        outside = (lengths < 0) | (lengths > size // dataset.dtype.itemsize)
-        if outside.any():
-            raise _damaged(prefix, f"has a sequence of {lengths[outside][0]} tokens, .bin has {size} bytes")
-        ends = end + np.cumsum(lengths * dataset.dtype.itemsize)
-        expected = ends - lengths * dataset.dtype.itemsize
-        wrong = np.flatnonzero(dataset.positions[begin : begin + CHUNK] != expected)
-        if len(wrong):
-            position, add_up_to = dataset.positions[begin + wrong[0]], expected[wrong[0]]
-            raise _damaged(prefix, f"has a sequence at position {position}, the lengths before add up to {add_up_to}")
-        end = int(ends[-1])
-
-
-_Files: TypeAlias = dict[str, mmap.mmap | None]
+_Files: TypeAlias = dict[str, mmap.mmap]
 _Index: TypeAlias = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 """Type of a token, lengths, positions and document bounds, as in ``IndexedDataset``."""
 
 
 def _read_mmap(prefix: str, files: _Files) -> _Index:
-    index = _content(files[".idx"])
+    index = np.frombuffer(files[".idx"], np.uint8)
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
     if code not in _TYPES:
         raise _damaged(prefix, f"says token type {code}, there are {', '.join(map(str, _TYPES))}")
-    if num_sequences and len(index) == 34 + 13 * num_sequences + 8 * num_bounds:
-        raise DataError(f"{prefix}.idx has the modes of a multimodal dataset: expected one of text; give another")
     layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
     lengths, positions, bounds = _cut(prefix, index, 34, layout)
     dtype = _TYPES[code]
-    if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"] or b""):
+    if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"]):
         dtype = np.dtype("<f8")
     return dtype, lengths, positions, bounds
 
 
 def _read_old(prefix: str, files: _Files) -> _Index:
-    index = _content(files[".idx"])
+    index = np.frombuffer(files[".idx"], np.uint8)
     code, element_size, num_sequences, num_axes, num_bounds = _read_header(prefix, index, OLD_MAGIC, "<6Q")
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{number} of {width}" for number, width in sorted(_OLD_TYPES))
@@ -249,12 +231,10 @@ def _bounds_of_empty_sequences(prefix: str, lengths: NDArray[np.int64]) -> NDArr
 
 def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:
     """What the header has after magic number and version."""
-    head, size = index[: len(magic)].tobytes(), len(magic) + struct.calcsize(fields)
-    if not magic.startswith(head):
-        raise _damaged(prefix, f"begins with {head!r}, an index with {magic!r}")
-    if len(index) < size:
-        raise _damaged(prefix, f"has {len(index)} bytes, its header alone needs {size}")
-    version, *values = struct.unpack(fields, index[len(magic) : size].tobytes())
+    head = index[: len(magic) + struct.calcsize(fields)].tobytes()
+    if len(head) < len(magic) + struct.calcsize(fields) or not head.startswith(magic):
+        raise _damaged(prefix, f"begins with {head[:9]!r} and has {len(index)} bytes")
+    version, *values = struct.unpack(fields, head[len(magic) :])
     if version != 1:
         raise _damaged(prefix, f"says version {version}, the only version is 1")
     return tuple(values)
@@ -275,29 +255,18 @@ def _damaged(prefix: str, what: str) -> DataError:
     return DataError(f"{prefix}.idx {what}: damaged, truncated or foreign; {_AGAIN}")
 
 
-def largest_token_at_the_ends(dataset: IndexedDataset, num_tokens: int = 1 << 20) -> int:
-    """The largest id among the first and the last ``num_tokens`` tokens; all of ``.bin`` may be terabytes."""
-    ends = (dataset.tokens[:num_tokens], dataset.tokens[-num_tokens:])
-    return max((int(tokens.max()) for tokens in ends if tokens.size), default=0)
-
-
 class IndexedDatasetWriter:
-    """Writes one dataset, which appears under its name only when it is complete, whatever ends the process.
+    """Writes one dataset; ``dataset_writers`` opens and completes it."""
 
-    Use as a context manager: leaving it normally publishes the files, leaving it by an exception removes them (see
-    ``files.staged``). ``.idx`` appears last, so it vouches for ``.bin``. The context ends in a DataError if nothing can
-    be written there, or another process does, or the disk is full.
-    """
+    def __init__(self, tokens: BinaryIO, index: BinaryIO, dtype: np.dtype[Any]) -> None:
+        self._bin, self._idx, self._dtype = tokens, index, dtype
+        self._lengths, self.counts = array("i"), array("i")
+        """The second: sequences of each document."""
 
-    def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
-        """Name what is written.
-
-        Args:
-            prefix: Path of both files without suffix; the folder is made if need be.
-            dtype: Type of a token.
-        """
-        self._prefix, self._dtype = Path(prefix), dtype
-        self._lengths, self._counts = array("i"), array("i")
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._bin.tell() // self._dtype.itemsize
 
     def add_documents(
         self,
@@ -315,57 +284,63 @@ class IndexedDatasetWriter:
         self._bin.write(tokens)
         self._lengths.frombytes(np.asarray(lengths, np.intc).tobytes())
         counts = np.ones(len(lengths), np.intc) if sequences is None else np.asarray(sequences, np.intc)
-        self._counts.frombytes(counts.tobytes())
+        self.counts.frombytes(counts.tobytes())
 
     def complete(self) -> None:
-        """Bring both files to the disk, under their hidden names; then only renaming is left, which needs no room.
-
-        Leaving the context does it too. Several datasets that belong together are completed one after the other before
-        the first appears.
-        """
-        if self._idx.tell() > 0:
-            return  # complete already
+        """Write ``.idx``."""
         code = next(code for code, dtype in _TYPES.items() if dtype == self._dtype)
         lengths = np.asarray(self._lengths)
         positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
-        bounds = np.cumsum(np.asarray(self._counts), dtype=np.int64)
+        bounds = np.cumsum(np.asarray(self.counts), dtype=np.int64)
         self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
         for part in (lengths, positions, np.zeros(1, np.int64), bounds):
             self._idx.write(part.data)
-        for stream in (self._bin, self._idx):
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def __enter__(self) -> Self:
-        name = self._prefix.name
-        with contextlib.ExitStack() as stack:
-            hidden = stack.enter_context(staged(self._prefix.parent, name, last=(f"{name}.idx",), error=DataError))
-            self._bin = stack.enter_context(open(hidden / f"{name}.bin", "wb"))
-            self._idx = stack.enter_context(open(hidden / f"{name}.idx", "wb"))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._stack.__exit__(kind, error, trace)
-        else:
-            with self._stack:
-                self.complete()
 
 
-def _mapped(path: str) -> mmap.mmap | None:
-    """The file as a map, whose ``size()`` is the file's at any time; None of an empty one."""
+@contextlib.contextmanager
+def dataset_writers(
+    output_prefix: str | Path, dtype: np.dtype[Any], endings: Sequence[str] = ("",)
+) -> Iterator[list[IndexedDatasetWriter]]:
+    """Writers of datasets that appear together, when all of them are complete, whatever ends the process.
+
+    ``.idx`` appears behind ``.bin``, and so vouches for it.
+
+    Args:
+        output_prefix: What the paths of all files begin with; the folder is made if need be.
+        dtype: Type of a token.
+        endings: What follows in the names of each dataset, without a slash.
+
+    Raises:
+        DataError: If a file is there already, nothing can be written there, another process does, or the disk is full.
+    """
+    prefixes = [f"{output_prefix}{ending}" for ending in endings]
+    paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
+    if existing := list(filter(os.path.lexists, paths)):  # the only copy of a corpus may be what stands there
+        given = f"output_prefix={output_prefix}"
+        raise DataError(f"{given} would overwrite {', '.join(existing)}; choose another or remove them")
+    folder, names = Path(prefixes[0]).parent, [os.path.basename(prefix) for prefix in prefixes]
+    indices = [f"{name}.idx" for name in names]
+    with (
+        exit_on_sigterm(),
+        staged(folder, names[0], last=indices, error=DataError) as hidden,
+        contextlib.ExitStack() as files,
+    ):
+        writers = []
+        for name in names:
+            tokens, index = (files.enter_context(open(hidden / f"{name}{end}", "wb")) for end in (".bin", ".idx"))
+            writers.append(IndexedDatasetWriter(tokens, index, dtype))
+        yield writers
+        for writer in writers:
+            writer.complete()
+
+
+def _mapped(path: str) -> mmap.mmap:
+    """The file as a map, whose ``size()`` is the file's at any time."""
     try:
         with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); make it readable, or copy it again") from error
-
-
-def _content(file: mmap.mmap | None) -> NDArray[np.uint8]:
-    return np.empty(0, np.uint8) if file is None else np.frombuffer(file, np.uint8)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError is that of an empty file
+        raise DataError(f"{path} cannot be read ({error}); make it readable, or make or copy it again") from error
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -382,10 +357,6 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
     """
     from tqdm import tqdm
 
-    existing = [output_prefix + suffix for suffix in (".idx", ".bin") if os.path.lexists(output_prefix + suffix)]
-    if existing:  # the only copy of a corpus may be what stands there, an input included
-        given = f"output_prefix={output_prefix}"
-        raise DataError(f"{given} would overwrite {', '.join(existing)}; choose another or remove them")
     if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
         raise DataError(f"output_prefix={output_prefix} must be the prefix of two files; write it like data/corpus")
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
@@ -397,7 +368,7 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
     # A corpus that is done within a second needs no bar.
     total = sum(len(source.tokens) for source in sources)
     bar = tqdm(total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0)
-    with exit_on_sigterm(), IndexedDatasetWriter(output_prefix, dtype) as writer, bar:
+    with dataset_writers(output_prefix, dtype) as (writer,), bar:
         for source in sources:
             for begin in range(0, len(source.tokens), PIECE_TOKENS):
                 piece = source.tokens[begin : begin + PIECE_TOKENS]
@@ -450,11 +421,12 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         DataError: If the dataset is missing, damaged or foreign, or the tokenizer does not know a token.
     """
     dataset = check_dataset(prefix, option="path", for_training=False)
+    count, counts = dataset.num_documents, np.diff(dataset.document_bounds)
     report: dict[str, Any] = {
         "kind": "dataset",
         "prefix": prefix,
         "format": dataset.format,
-        "documents": dataset.num_documents,
+        "documents": count,
         "sequences": len(dataset.lengths),
         "tokens": len(dataset.tokens),
         "dtype": str(dataset.dtype),
@@ -462,10 +434,10 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         "idx_bytes": os.path.getsize(prefix + ".idx"),
         "lengths": _summary(dataset.lengths),
         "histogram": _histogram(dataset.lengths),
-        "sequences_per_document": _summary(np.diff(dataset.document_bounds)) if dataset.num_documents else None,
+        "sequences_per_document": _summary(counts) if count else None,
     }
-    if num_documents and dataset.num_documents:
-        report["first_documents"] = _first_documents(dataset, num_documents, tokenizer)
+    if num_documents and count:
+        report["first_documents"] = [_document(dataset, n, tokenizer) for n in range(min(num_documents, count))]
     return report
 
 
@@ -492,38 +464,31 @@ def _shown(value: Any) -> str:
 
 
 def _summary(numbers: NDArray[Any]) -> dict[str, int | float]:
-    mean = int(numbers.sum(dtype=np.int64)) / len(numbers)
-    return {"min": int(numbers.min()), "mean": round(mean, 2), "max": int(numbers.max())}
+    return {"min": int(numbers.min()), "mean": round(float(numbers.mean()), 2), "max": int(numbers.max())}
 
 
 def _histogram(numbers: NDArray[Any]) -> list[dict[str, int]]:
     """How many lie between powers of two, from the smallest to the largest."""
-    by_bits: NDArray[np.int64] = np.zeros(65, dtype=np.int64)
-    for begin in range(0, len(numbers), CHUNK):
-        by_bits += np.bincount(np.frexp(numbers[begin : begin + CHUNK].astype(np.float64))[1], minlength=65)
-    found = np.flatnonzero(by_bits)
-    return [
-        {"first": 2**bits // 2, "last": 2**bits - 1, "count": int(by_bits[bits])}
-        for bits in range(int(found[0]), int(found[-1]) + 1)
-    ]
+    bits = (np.frexp(numbers[begin : begin + CHUNK])[1] for begin in range(0, len(numbers), CHUNK))
+    counts = np.sum([np.bincount(each, minlength=65) for each in bits], axis=0)
+    first, last = np.flatnonzero(counts)[[0, -1]].tolist()
+    return [{"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])} for n in range(first, last + 1)]
 
 
-def _first_documents(dataset: IndexedDataset, count: int, tokenizer: Any) -> list[dict[str, Any]]:
-    bounds = dataset.document_bounds[: min(count, dataset.num_documents) + 1]
-    ends = np.cumsum([0, *dataset.lengths[: bounds[-1]]])[bounds].tolist()
-    documents = []
-    for number, (begin, end) in enumerate(pairwise(ends)):
-        tokens = dataset.tokens[begin : min(end, begin + MOST_TOKENS_SHOWN)]
-        text = None if tokenizer is None else _decoded(tokens, tokenizer, dataset.prefix)
-        documents.append({"number": number, "num_tokens": end - begin, "tokens": tokens.tolist(), "text": text})
-    return documents
-
-
-def _decoded(tokens: NDArray[Any], tokenizer: Any, prefix: str) -> str:
-    foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
-    if foreign.size:
-        raise DataError(f"{prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}; give its own")
-    return str(tokenizer.decode(tokens.tolist()))
+def _document(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, Any]:
+    begin, end = dataset.document_bounds[number : number + 2]
+    tokens, num_tokens = dataset.tokens[:0], 0
+    if end > begin:
+        tokens, lengths = dataset.sequences(begin, end)
+        tokens, num_tokens = tokens[:MOST_TOKENS_SHOWN], len(tokens)
+    text = None
+    if tokenizer is not None:
+        foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
+        if foreign.size:
+            known = f"the tokenizer has 0 to {len(tokenizer) - 1}; give its own"
+            raise DataError(f"{dataset.prefix} holds token {foreign[0]}, {known}")
+        text = str(tokenizer.decode(tokens.tolist()))
+    return {"number": number, "num_tokens": num_tokens, "tokens": tokens.tolist(), "text": text}
 
 
 def _beginning(document: dict[str, Any]) -> list[str]:

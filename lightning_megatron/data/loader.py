@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -120,13 +120,9 @@ class BatchShape:
         Megatron's order: a microbatch of all ranks is consecutive, and each rank has a consecutive part of it
         (Megatron-LM core_r0.16, legacy/data/data_samplers.py:MegatronPretrainingSampler).
         """
-        stride = self.micro_batch_size * self.data_parallel_size
-        begin = first + self.micro_batch_size * self.data_parallel_rank
-        return [
-            begin + microbatch * stride + row
-            for microbatch in range(self.num_microbatches)
-            for row in range(self.micro_batch_size)
-        ]
+        rows, first = self.micro_batch_size, first + self.micro_batch_size * self.data_parallel_rank
+        microbatches = range(first, first + self.global_batch_size, rows * self.data_parallel_size)
+        return [begin + row for begin in microbatches for row in range(rows)]
 
     def steps_in(self, first: int, end: int) -> int:
         """Whole training steps between the positions ``first`` and ``end``."""
@@ -144,17 +140,6 @@ class BatchShape:
             first, steps = first + self.at(first).global_batch_size, steps - 1
         return first + max(0, steps) * self.global_batch_size
 
-    def check_epoch(self, num_samples: int) -> None:
-        """Raise DataError unless one pass over ``num_samples`` training samples is at least one step."""
-        step = self.at(0)
-        if num_samples < step.global_batch_size:
-            raise DataError(
-                f"one epoch of the training split has {num_samples} samples, one step takes {step.global_batch_size}"
-                f" (micro_batch_size={step.micro_batch_size} x num_microbatches={step.num_microbatches} x data-parallel"
-                f" size {step.data_parallel_size}); lower one of them, add documents, or set trainer.max_steps without"
-                " max_epochs to repeat the corpus"
-            )
-
 
 # ---- samples of our data modules ------------------------------------------------------------------------------------
 
@@ -166,6 +151,10 @@ class PassOrder:
     num_samples: int
     seed: int
     shuffling: Shuffling
+    fingerprint: str = ""
+    """That of the samples."""
+    requested: int | None = None
+    """Samples that were asked for, where those of the whole run are laid out at once."""
 
     def entry(self, number: int, place: int) -> int:
         """The sample that stands at ``place`` of pass ``number``, both from 0."""
@@ -208,7 +197,6 @@ class TrainLoader:
         samples: Samples | None,
         order: PassOrder,
         shape: BatchShape,
-        state_dict: Callable[[], dict[str, Any]],
         *,
         max_steps: int | None = None,
         num_workers: int = 0,
@@ -219,7 +207,6 @@ class TrainLoader:
             samples: Open samples; None on a rank that gets its batches from another one.
             order: Of the samples.
             shape: How a step is dealt.
-            state_dict: What Lightning saves of this loader: the state of the data module, which has the position in it.
             max_steps: Steps of the run, or None for whole epochs.
             num_workers: Processes that read ahead.
 
@@ -233,10 +220,15 @@ class TrainLoader:
         self.before_batch: Callable[[], object] = lambda: None
         """Called when a batch is asked for: what was handed out before has been trained on."""
         self.position = Position()
-        self.state_dict = state_dict
         self._shape, self._max_steps, self._num_workers = shape, max_steps, num_workers
-        if max_steps is None:
-            shape.check_epoch(order.num_samples)
+        step = shape.at(0)
+        if max_steps is None and order.num_samples < step.global_batch_size:
+            raise DataError(
+                f"one epoch of the training split has {order.num_samples} samples, one step takes"
+                f" {step.global_batch_size} (micro_batch_size={step.micro_batch_size} x num_microbatches="
+                f"{step.num_microbatches} x data-parallel size {step.data_parallel_size}); lower one of them, add"
+                " documents, or set trainer.max_steps without max_epochs to repeat the corpus"
+            )
 
     def __len__(self) -> int:
         """Steps of the whole epoch, those already taken included: Lightning counts them as done when it resumes."""
@@ -284,12 +276,18 @@ class TrainLoader:
         begin = self._shape.position_after(at, self._remaining_steps())
         return self._shape.steps_in(begin, begin + self.order.num_samples) == len(self)
 
-    def go_to(self, *, epoch: int, consumed_samples: int, steps: int, earlier_samples: int = 0) -> None:
-        """Go on from the position of a run with any layout; older checkpoints do not say ``earlier_samples``."""
-        if self._max_steps is not None and epoch > 0:
+    def go_to(self, position: Mapping[str, int]) -> None:
+        """Go on from the position of a run with any layout, field by field; older ones have no ``earlier_samples``."""
+        at = Position(**position)
+        if self._max_steps is not None and at.epoch > 0:
             # The run counted epochs: each was a pass, of which this one goes on.
-            epoch, consumed_samples, earlier_samples = 0, consumed_samples + epoch * self.order.num_samples, 0
-        self.position = Position(epoch, consumed_samples, steps, earlier_samples)
+            at = Position(consumed_samples=at.consumed_samples + at.epoch * self.order.num_samples, steps=at.steps)
+        self.position = at
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and which samples those are: the state of the data module, which Lightning saves here once more."""
+        order = self.order
+        return {"train": vars(self.position).copy(), "train_order": order.fingerprint, "num_samples": order.requested}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: Lightning gives the data module its state before, and the loader not in every case.
@@ -333,7 +331,12 @@ class PassLoader:
 
     def __iter__(self) -> Iterator[Rows]:
         seed = (self._shape.data_parallel_rank,)
-        return _read(self._samples, self.samples_of_batches(), self._num_workers, seed, with_sample_mask=True)
+        # Where there is no sample stands the first one, with the weight 0.
+        there = ([max(0, index) for index in batch] for batch in self.samples_of_batches())
+        batches = _read(self._samples, there, self._num_workers, seed)
+        for indices, rows in zip(self.samples_of_batches(), batches, strict=True):
+            given = torch.tensor([float(index != PADDING_ROW) for index in indices])
+            yield {**rows, "sample_mask": rows.get("sample_mask", 1) * given}
 
 
 class _Calls(Dataset[Any]):
@@ -371,21 +374,8 @@ def read(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[
         yield item
 
 
-def _rows(samples: Samples, with_sample_mask: bool, indices: list[int]) -> Rows:
-    """The rows at ``indices``; where there is none stands the first sample, with the weight 0."""
-    rows = samples.rows([0 if index == PADDING_ROW else index for index in indices])
-    if with_sample_mask:
-        given = torch.tensor([float(index != PADDING_ROW) for index in indices])
-        rows = {**rows, "sample_mask": rows["sample_mask"] * given if "sample_mask" in rows else given}
-    return rows
-
-
 def _read(
-    samples: Samples | None,
-    batches: Iterator[list[int]],
-    num_workers: int,
-    seed: tuple[int, ...],
-    with_sample_mask: bool = False,
+    samples: Samples | None, batches: Iterator[list[int]], num_workers: int, seed: tuple[int, ...]
 ) -> Iterator[Rows]:
     if samples is None:
         # Its content is replaced by the source rank's batch; the rows tell Lightning the batch size.
@@ -396,7 +386,7 @@ def _read(
     private = torch.Generator()
     private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     options = {"num_workers": num_workers, "generator": private}
-    yield from read(partial(_rows, samples, with_sample_mask), batches, options)
+    yield from read(samples.rows, batches, options)
 
 
 # ---- ordinary DataLoaders -------------------------------------------------------------------------------------------
@@ -412,15 +402,8 @@ def _skipping(sampler: Any, skipped: int, after_skipping: Callable[[], None]) ->
 
 def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """The samples of ``loader`` in another order or other batches."""
-    of_reading = (
-        "num_workers",
-        "prefetch_factor",
-        "timeout",
-        "multiprocessing_context",
-        "worker_init_fn",
-        "pin_memory",
-    )
-    kept = {name: getattr(loader, name) for name in (*of_reading, "collate_fn", "generator")}
+    of_workers = ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "worker_init_fn")
+    kept = {name: getattr(loader, name) for name in (*of_workers, "pin_memory", "collate_fn", "generator")}
     return DataLoader(loader.dataset, **order, **kept)
 
 

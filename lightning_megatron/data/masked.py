@@ -166,7 +166,26 @@ class MaskedObjective(Objective):
     """Which tokens are masked."""
     special_tokens: ClassVar[int]
     """How many of a row the text leaves to special tokens."""
+    roles: ClassVar[tuple[str, ...]]
+    """Of the special tokens that rows need, beside sentinels."""
     index_type = SentenceIndex
+
+    def __post_init__(self) -> None:
+        """Check what can be known before a dataset is opened.
+
+        Raises:
+            ConfigError: If rows are so short that no token would be masked, or the tokenizer lacks a special token.
+        """
+        assert self.special_ids
+        probability = self.masking.probability
+        if self.max_tokens < 2 or probability * self.max_tokens < 1:
+            least = self.special_tokens + max(2, math.ceil(1 / probability))
+            raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
+
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids of ``roles``."""
+        return self.tokenizer.require(self.roles, self.name.upper())
 
     @property
     def min_sentences(self) -> int:
@@ -311,13 +330,6 @@ class MaskedObjective(Objective):
         first[:1] = True
         return places, [*np.flatnonzero(first).tolist(), len(places)]
 
-    def _check_length(self) -> None:
-        """Raise ConfigError if rows are so short that not one token would be masked."""
-        probability = self.masking.probability
-        if self.max_tokens < 2 or probability * self.max_tokens < 1:
-            least = self.special_tokens + max(2, math.ceil(1 / probability))
-            raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
-
 
 # ---- BERT -----------------------------------------------------------------------------------------------------------
 
@@ -328,21 +340,9 @@ class BertObjective(MaskedObjective):
 
     name = "bert"
     special_tokens = 3
+    roles = ("cls", "sep", "mask")
     sentence_order: bool = True
     """Whether rows are two segments, in order (``next_sentence_label`` 0) or swapped (1)."""
-
-    def __post_init__(self) -> None:
-        """Check what can be known before a dataset is opened.
-
-        Raises:
-            ConfigError: If rows are too short, or the tokenizer lacks a special token.
-        """
-        assert self._special_ids
-        self._check_length()
-
-    @cached_property
-    def _special_ids(self) -> tuple[int, ...]:
-        return self.tokenizer.require(("cls", "sep", "mask"), "BERT")
 
     @property
     @override
@@ -372,7 +372,7 @@ class BertObjective(MaskedObjective):
             if state.random_sample() < 0.5:
                 segments.reverse()
                 rows["next_sentence_label"][number] = 1
-        (tokens[0], separator, _), end = self._special_ids, 1
+        (tokens[0], separator, _), end = self.special_ids, 1
         for kind, segment in enumerate(_trimmed(segments, target, state)):
             begin, end = end, end + segment.stop - segment.start
             if kind == 0 or end > begin:
@@ -409,7 +409,7 @@ class BertObjective(MaskedObjective):
                     replaced[place] = int(ids[state.randint(0, len(ids))])
         where = places[chosen]
         labels[where] = tokens[where]
-        tokens[places[masked]] = self._special_ids[2]
+        tokens[places[masked]] = self.special_ids[2]
         tokens[places[list(replaced)]] = list(replaced.values())
 
     @cached_property
@@ -447,6 +447,7 @@ class T5Objective(MaskedObjective):
 
     name = "t5"
     special_tokens = 2
+    roles = ("eos",)
     seq_length_decoder: int
     """Labels of a row of the decoder."""
     format: T5Format = "hugging_face"
@@ -457,16 +458,15 @@ class T5Objective(MaskedObjective):
     """
 
     def __post_init__(self) -> None:
-        """Check what can be known before a dataset is opened.
+        """Check the labels, too.
 
         Raises:
             ConfigError: If rows are too short, or the tokenizer lacks a special token.
         """
         require_choice("t5_format", self.format, get_args(T5Format))
-        assert self._eos is not None
+        super().__post_init__()
         if self.max_spans < 1:
             raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
-        self._check_length()
         # If each word is one token; with longer words there are fewer spans.
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY))
@@ -477,10 +477,6 @@ class T5Objective(MaskedObjective):
                 f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
                 f" choose at least {needed}, or lower probability"
             )
-
-    @cached_property
-    def _eos(self) -> int:
-        return self.tokenizer.require(("eos",), "T5")[0]
 
     @property
     def max_ngram(self) -> int:
@@ -512,7 +508,7 @@ class T5Objective(MaskedObjective):
         tokens: list[int] = text.tolist()
         inputs: list[int] = []
         labels: list[int] = []
-        sentinels, eos = self.tokenizer.sentinels, self._eos
+        sentinels, (eos,) = self.tokenizer.sentinels, self.special_ids
         last = 0
         for sentinel, (begin, end) in zip(sentinels, spans, strict=False):
             inputs += [*tokens[last:begin], sentinel]

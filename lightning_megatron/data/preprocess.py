@@ -33,10 +33,9 @@ from lightning_megatron.data.documents import (
     read_documents,
     require_library,
 )
-from lightning_megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
-from lightning_megatron.files import exit_on_sigterm
 
 PENDING_A_WORKER = 4
 """Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
@@ -53,7 +52,7 @@ class PreprocessOptions:
     """Files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a
     line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text."""
     output_prefix: str | Path
-    """What the names of the written files begin with; the key of text files is ``text``."""
+    """What the names of the written files begin with, none of which may exist; the key of text files is ``text``."""
     tokenizer: str | Path
     """Folder of a transformers tokenizer, or its name on the Hugging Face hub."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
@@ -80,9 +79,9 @@ class PreprocessOptions:
         """
         require_number("workers", self.workers, at_least=1)
         require_choice("on_error", self.on_error, ("skip", "fail"))
-        if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
-            keys = " ".join(self.json_keys)
-            raise ConfigError(f"json_keys={keys!r} must name at least one key, each once; correct the list")
+        keys = self.json_keys
+        if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # which name files
+            raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
         if self.keep_newlines and not self.split_sentences:
             raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
         # The library takes anything that it does not know for English-like.
@@ -122,38 +121,32 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     files = find_files(options.input, options.json_keys)
     encoder = DocumentEncoder(options)
     level = "sentence" if options.split_sentences else "document"
-    prefixes = tuple(f"{options.output_prefix}_{key}_{level}" for key in options.json_keys)
-    began = time.perf_counter()
-    num_tokens = [0] * len(prefixes)
-    num_documents = num_empty = 0
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(exit_on_sigterm())
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        pieces = cut_into_pieces(files, options.json_keys)
-        encoded = stack.enter_context(contextlib.closing(_encode_all(pieces, encoder, options.workers)))
-        bar = stack.enter_context(progress_bar(files, "Tokenizing"))
-        bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
-        for piece in encoded:
+    endings = [f"_{key}_{level}" for key in options.json_keys]
+    began, tokens = time.perf_counter(), 0
+    pieces = _encode_all(cut_into_pieces(files, options.json_keys), encoder, options.workers)
+    with (
+        dataset_writers(options.output_prefix, encoder.dtype, endings) as writers,
+        contextlib.closing(pieces),
+        progress_bar(files, "Tokenizing") as bar,
+    ):
+        bad = BadDocuments(options.on_error, bar)
+        for piece in pieces:
             bad.add(piece.bad)
-            for number, (writer, part) in enumerate(zip(writers, piece.keys, strict=True)):
+            for writer, part in zip(writers, piece.keys, strict=True):
                 writer.add_documents(*part)
-                num_tokens[number] += sum(part.lengths)
-                num_empty += part.sequences.count(0)
-            num_documents += len(piece.keys[0].sequences)
-            bar.set_postfix(docs=f"{num_documents:,}", tokens=f"{sum(num_tokens):,}", refresh=False)
+            tokens = sum(writer.num_tokens for writer in writers)
+            bar.set_postfix(docs=f"{len(writers[0].counts):,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(piece.num_bytes)
-        for key, tokens in zip(options.json_keys, num_tokens, strict=True):
-            if not tokens:
+        for key, writer in zip(options.json_keys, writers, strict=True):
+            if not writer.num_tokens:
                 skipped = f" ({bad.count} lines, rows or files were skipped)" if bad.count else ""
                 raise DataError(f"no document has a token under '{key}' in {len(files)} files{skipped}; give others")
-        for writer in writers:
-            writer.complete()
     return PreprocessResult(
-        prefixes=prefixes,
-        documents=num_documents,
-        empty_documents=num_empty,
+        prefixes=tuple(f"{options.output_prefix}{ending}" for ending in endings),
+        documents=len(writers[0].counts),
+        empty_documents=sum(writer.counts.count(0) for writer in writers),
         skipped=bad.count,
-        tokens=sum(num_tokens),
+        tokens=tokens,
         bytes=bar.total,
         seconds=time.perf_counter() - began,
     )

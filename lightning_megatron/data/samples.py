@@ -30,9 +30,9 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
@@ -42,10 +42,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_megatron.data.indexed import (
-    IndexedDataset,
-    open_dataset,
-)
+from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.files import staged
 
@@ -113,13 +110,9 @@ def split_ranges(split: str, num_sequences: int) -> dict[SplitName, range]:
     convert_split_vector_to_split_matrix and blended_megatron_dataset_builder.py:_build_megatron_dataset_splits).
     """
     weights = np.array(parse_split(split), dtype=np.float64)
-    ranges: dict[SplitName, range] = {}
-    low = 0.0
-    for name, fraction in zip(SPLIT_NAMES, (weights / weights.sum()).tolist(), strict=True):
-        high = low + fraction
-        ranges[name] = range(int(round(low * num_sequences)), int(round(high * num_sequences)))
-        low = high
-    return ranges
+    bounds = accumulate((weights / weights.sum()).tolist(), initial=0.0)
+    pairs = pairwise(int(round(bound * num_sequences)) for bound in bounds)
+    return {name: range(*pair) for name, pair in zip(SPLIT_NAMES, pairs, strict=True)}
 
 
 # ---- objectives -----------------------------------------------------------------------------------------------------
@@ -269,7 +262,7 @@ class IndexedSamples:
         no zero is taken for a token. A file that was deleted or replaced as a whole can still be read.
         """
         for suffix, file in self.dataset.files.items():
-            if file is not None and (now := file.size()) != len(file):
+            if (now := file.size()) != len(file):
                 raise DataError(
                     f"{self.dataset.prefix}{suffix}: expected {len(file)} bytes, got {now}: it was cut or overwritten "
                     "while it was in use; copy it again and resume from the last checkpoint, and give new data a new "
@@ -521,18 +514,18 @@ def mix(weights: Sequence[float | None], counts: Sequence[int], num_samples: int
     from megatron.core.datasets import helpers
 
     is_weighted = weights[0] is not None
-    shares = _normalized(weights if is_weighted else counts)
+    shares = np.array(weights if is_weighted else counts, dtype=np.float64)
+    shares = shares / shares.sum()
     laid_out = np.zeros(len(weights), dtype=np.int64)
     if num_samples is None:
-        size = min(map(int, np.asarray(counts) / shares)) if is_weighted else sum(counts)
+        size = int(min(counts / shares)) if is_weighted else sum(counts)
     elif not is_weighted:
         size = num_samples
     else:
         # Megatron rounds the samples of each dataset up, so there are a few more than requested.
-        rounded = [math.ceil(num_samples * share) for share in shares]
-        size = sum(rounded)
-        laid_out[:] = [math.ceil(samples * (1 + _SURPLUS)) for samples in rounded]
-        shares = _normalized(shares)  # twice, as in Megatron: the last bit may decide who comes first
+        rounded = np.ceil(num_samples * shares)
+        size, laid_out[:] = int(rounded.sum()), np.ceil(rounded * (1 + _SURPLUS))
+        shares = shares / shares.sum()  # twice, as in Megatron: the last bit may decide who comes first
     dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     if num_samples is None and not is_weighted:
         helpers.build_exhaustive_blending_indices(dataset_index, sample_index, list(counts), len(weights))
@@ -541,12 +534,6 @@ def mix(weights: Sequence[float | None], counts: Sequence[int], num_samples: int
     part_samples = np.maximum(laid_out, np.bincount(dataset_index, minlength=len(weights)))
     part_samples[part_samples <= np.asarray(counts)] = 0
     return Mixture(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
-
-
-def _normalized(weights: Sequence[float | None]) -> list[float]:
-    array = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (array / array.sum()).tolist()
-    return normalized
 
 
 class BlendedSamples:
@@ -657,7 +644,6 @@ def _identity(prefix: str) -> tuple[object, ...]:
 
 _MANIFEST = "index.json"
 _QUIET_WAIT_S = 5.0
-_LONGEST_WAIT_S = 7200.0
 
 
 def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
@@ -672,21 +658,27 @@ def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
         subject: What the index is of, for messages.
 
     Raises:
-        DataError: If it cannot be written, or another process has been building it for hours.
+        DataError: If it cannot be written.
     """
     path = Path(folder)
     if (fingerprint := _read_fingerprint(path)) is not None:
         return fingerprint
-    lock_file = path.with_name(f".{path.name}.lock")
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file, mode=0o666)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(lock_file, path):
+        try:
+            held = lock.acquire(timeout=_QUIET_WAIT_S)
+        except Timeout:
+            _log.warning("Waiting for the process that builds the index %s; if there is none, delete %s.", path, file)
+            held = lock.acquire()
+        with held:
             fingerprint = _read_fingerprint(path)
             if fingerprint is None:
                 _log.info("Building the index of %s in %s.", subject, folder)
                 fingerprint = _build(path, write)
             # Whoever opened the file before finds a whole folder when the lock is released.
-            lock_file.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
             return fingerprint
     except OSError as error:
         raise DataError(
@@ -703,23 +695,6 @@ def _build(path: Path, write: Callable[[str], str]) -> str:
         manifest = json.dumps({"order": {"fingerprint": fingerprint}, "sizes": sizes}, indent=1)
         (folder / _MANIFEST).write_text(manifest, encoding="utf-8")
     return fingerprint
-
-
-def _lock(file: Path, path: Path) -> AbstractContextManager[object]:
-    """Hold ``file``, the lock of the folder ``path``.
-
-    Raises:
-        DataError: If somebody else holds it for hours.
-    """
-    for patience in (_QUIET_WAIT_S, _LONGEST_WAIT_S):
-        try:
-            return FileLock(file, mode=0o666).acquire(timeout=patience)
-        except Timeout:
-            _log.warning("Waiting for another process, which builds the index %s.", path)
-    raise DataError(
-        f"the index {path} has been in the making by another process for more than {_LONGEST_WAIT_S:.0f} s; end that"
-        f" process if it hangs, delete {file} if there is none, or set index_cache to another folder"
-    )
 
 
 def _read_fingerprint(folder: Path) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from lightning_megatron.data.documents import (
     progress_bar,
     read_documents,
 )
-from lightning_megatron.errors import ConfigError, DataError, require_choice
+from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
 
@@ -39,9 +38,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 NUM_SENTINELS = 100
 """Of a T5: as many as the released models have."""
-
-LARGEST_VOCABULARY = 1 << 24
-"""Far beyond any model's, of which the largest have some 2**20 entries."""
 
 ModelKind: TypeAlias = Literal["gpt", "bert", "t5"]
 
@@ -76,14 +72,10 @@ class TokenizerTrainingOptions:
         """Check what can be known before anything is read.
 
         Raises:
-            ConfigError: If ``vocab_size`` cannot hold all bytes or is beyond reason.
+            ConfigError: If ``vocab_size`` cannot hold all bytes and special tokens.
         """
         require_choice("kind", self.kind, ROLES)
-        least = 256 + len(special_tokens(self.kind))
-        if not least <= self.vocab_size <= LARGEST_VOCABULARY:
-            raise ConfigError(
-                f"vocab_size={self.vocab_size} must be from {least} (bytes, special tokens) to {LARGEST_VOCABULARY}"
-            )
+        require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +182,7 @@ def _texts_with_progress(
     files: Sequence[Path], options: TokenizerTrainingOptions, counts: Counter[str]
 ) -> Iterator[str]:
     with progress_bar(files, "Reading text") as bar:
-        bad = BadDocuments(options.on_error, lambda line: bar.write(line, file=sys.stderr))
+        bad = BadDocuments(options.on_error, bar)
         for piece in cut_into_pieces(files, [options.json_key]):
             documents, messages = read_documents(piece, [options.json_key])
             bad.add(messages)
@@ -207,10 +199,9 @@ def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
+    trained = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles)
     try:
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles).save_pretrained(
-            folder
-        )
+        trained.save_pretrained(folder)
     except Exception as error:  # a full disk is no OSError where the Rust library meets it
         raise OSError(_first_line(error)) from error
 
@@ -234,22 +225,12 @@ _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KH
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizerFacts:
-    """What masking needs to know of a tokenizer; an id is None if the tokenizer has no such token."""
+    """What masking needs to know of a tokenizer."""
 
     source: str
     """The tokenizer's folder, for messages."""
-    cls: int | None = None
-    """Begins a row of a BERT."""
-    sep: int | None = None
-    """Ends a segment of a BERT."""
-    mask: int | None = None
-    """Stands for a masked token."""
-    pad: int | None = None
-    """Fills rows up."""
-    bos: int | None = None
-    """Begins a document."""
-    eos: int | None = None
-    """Ends a document."""
+    special: Mapping[str, int]
+    """Ids of ``cls``, ``sep``, ``mask``, ``pad``, ``bos`` and ``eos``: of those that it has."""
     sentinels: tuple[int, ...] = ()
     """``<extra_id_0>``, ``<extra_id_1>``, ...: stand for masked spans."""
     begins_word: NDArray[np.bool_] = field(repr=False)
@@ -283,7 +264,8 @@ class TokenizerFacts:
         sentinels = _sentinels(vocabulary)
         begins[list(sentinels)] = True
         roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
-        return cls(source=source, sentinels=sentinels, begins_word=begins, ids=ids, **roles)
+        special = {role: token for role, token in roles.items() if token is not None}
+        return cls(source=source, special=special, sentinels=sentinels, begins_word=begins, ids=ids)
 
     @property
     def size(self) -> int:
@@ -293,30 +275,29 @@ class TokenizerFacts:
     @property
     def fill(self) -> int:
         """The id behind the end of a row, where nothing is attended to: padding, or any if there is none."""
-        return 0 if self.pad is None else self.pad
+        return self.special.get("pad", 0)
 
     @cached_property
     def maskable(self) -> NDArray[np.bool_]:
         """Whether an id may be masked: [largest id + 1]; unknown words may, other special tokens may not."""
         maskable = np.ones(self.size, dtype=np.bool_)
-        roles = [getattr(self, role) for role in _ROLES]
-        maskable[[*(token for token in roles if token is not None), *self.sentinels]] = False
+        maskable[[*self.special.values(), *self.sentinels]] = False
         return maskable
 
     def require(self, roles: Sequence[str], user: str) -> tuple[int, ...]:
         """The ids of ``roles``.
 
         Args:
-            roles: Of ``cls``, ``sep``, ``mask``, ``pad``, ``bos``, ``eos``.
+            roles: Of those in ``special``.
             user: Who needs them.
 
         Raises:
             ConfigError: If the tokenizer lacks one of them.
         """
-        missing = [f"{role}_token" for role in roles if getattr(self, role) is None]
+        missing = [f"{role}_token" for role in roles if role not in self.special]
         if missing:
             raise ConfigError(f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs")
-        return tuple(getattr(self, role) for role in roles)
+        return tuple(self.special[role] for role in roles)
 
 
 def _begins_word(pieces: Sequence[str]) -> list[bool]:

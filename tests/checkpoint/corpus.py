@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.data.indexed import dataset_writers
 from tests.checkpoint.runs import VOCAB_SIZE
 
 
@@ -14,7 +14,7 @@ def make_corpus(folder: Path) -> str:
     """The prefix of 112 samples: eight steps are less than one pass."""
     prefix = folder / "corpus"
     numbers = np.random.default_rng(0)
-    with IndexedDatasetWriter(str(prefix), np.dtype("<u2")) as writer:
+    with dataset_writers(prefix, np.dtype("<u2")) as (writer,):
         for _ in range(30):
             tokens = numbers.integers(0, VOCAB_SIZE, size=60).astype(np.uint16)
             writer.add_documents(tokens.tobytes(), [len(tokens)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.data.indexed import IndexedDatasetWriter
+from lightning_megatron.data.indexed import dataset_writers
 from lightning_megatron.files import readable_size
 from tests.convert.directories import save_as, tiny_llama
 from tests.unit.data.indexed_files import write_legacy
@@ -44,7 +44,7 @@ def test_preprocess_says_what_it_wrote(corpus: Path, tmp_path: Path, capsys: pyt
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32), and files that are none."""
     monkeypatch.chdir(tmp_path)
-    with IndexedDatasetWriter("new", np.dtype("<u2")) as writer:
+    with dataset_writers("new", np.dtype("<u2")) as (writer,):
         writer.add_documents(np.array([1, 2, 3], dtype="<u2").tobytes(), [2, 1])
     write_legacy(Path("old"), [[[1, 2]], [[3]]])
     (tmp_path / "notes.txt").write_text("a corpus")
@@ -80,7 +80,7 @@ def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.Captur
 
 
 def test_terminals_without_unicode_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with IndexedDatasetWriter("long", np.dtype("<u2")) as writer:
+    with dataset_writers("long", np.dtype("<u2")) as (writer,):
         writer.add_documents(bytes(2 * 100), [100])
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))

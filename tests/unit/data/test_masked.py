@@ -164,7 +164,7 @@ def test_released_models_rows_differ_from_megatrons_by_their_ends_and_spans_with
         (lambda: MaskingOptions(short_sequence_probability=1.7), "short_sequence_probability=1.7 must be from 0 to 1"),
         (lambda: _t5(seq_length=128, seq_length_decoder=20), "seq_length_decoder=20 is too small: 15% of seq_length="),
         (lambda: _t5(tokenizer=replace(FEW, sentinels=())), "has too few sentinels .* for T5"),
-        (lambda: _bert(tokenizer=replace(FEW, cls=None, mask=None)), "has no cls_token, no mask_token, which BERT"),
+        (lambda: _bert(tokenizer=replace(FEW, special={"sep": 2})), "has no cls_token, no mask_token, which BERT"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make: Any, message: str) -> None:
@@ -177,7 +177,7 @@ def test_settings_that_cannot_work_are_refused(make: Any, message: str) -> None:
     [
         ([[[WORD] * 5]] * 20, _bert(), "gives train 16 of 20 documents of .* none of two or more sentences"),
         ([[LONG, [WORD]]] * 20, _t5(), "16 of 20 documents of .* sentences of at most 512 tokens; give"),
-        ([[[], []]] * 20, _t5(), "gives train 16 of 20 documents of .* with 0 tokens"),
+        ([*[[[], []]] * 19, [[WORD]]], _t5(), "gives train 16 of 20 documents of .* with 0 tokens"),
     ],
 )
 def test_documents_without_a_sample_end_in_an_error_not_in_waiting(

@@ -177,6 +177,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an eos_token, .*endless has none"),
+        ({"json_keys": ("text", "a/b")}, "json_keys='text a/b': expected keys, each once, without a slash"),
     ):
         with pytest.raises(ConfigError, match=message):
             _run(tmp_path, **({"tokenizer": tokenizer} | options))

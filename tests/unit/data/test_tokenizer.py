@@ -135,13 +135,13 @@ def test_words_of_marked_pieces_are_what_stands_between_spaces(make: Any) -> Non
 
 def test_special_tokens_and_sentinels_are_found_wherever_they_are() -> None:
     bert = TokenizerFacts.of(_word_piece(), "test")
-    assert (bert.pad, bert.cls, bert.sep, bert.mask, bert.bos, bert.eos, bert.sentinels) == (0, 2, 3, 4, None, None, ())
+    assert (bert.special, bert.sentinels) == ({"pad": 0, "cls": 2, "sep": 3, "mask": 4}, ())
     assert np.array_equal(bert.ids, np.arange(bert.size))
 
     unigram = _unigram()
     t5 = TokenizerFacts.of(unigram, "test")
-    assert (t5.pad, t5.eos, t5.cls) == (0, 1, None)
+    assert t5.special == {"pad": 0, "eos": 1}
     assert t5.sentinels == tuple(unigram.convert_tokens_to_ids([f"<extra_id_{number}>" for number in range(100)]))
 
     roberta = TokenizerFacts.of(_byte_level(), "test")
-    assert (roberta.cls, roberta.pad, roberta.sep, roberta.eos, roberta.mask) == (0, 1, 2, 2, 4)
+    assert roberta.special == {"cls": 0, "pad": 1, "sep": 2, "bos": 0, "eos": 2, "mask": 4}
