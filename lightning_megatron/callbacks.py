@@ -80,10 +80,8 @@ class ThroughputMonitor(Callback):
         """
         _check_interval(every_n_steps)
         require_number("warmup_steps", warmup_steps, at_least=1)
-        self.every_n_steps = every_n_steps
-        self.warmup_steps = warmup_steps
-        self._clock = StepClock(torch.device("cpu"))
-        self._steps_seen = 0
+        self.every_n_steps, self.warmup_steps = every_n_steps, warmup_steps
+        self._clock, self._steps_seen = StepClock(torch.device("cpu")), 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -104,12 +102,21 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the end of a step, and report if it is time."""
         self._steps_seen += 1
-        shape = getattr(trainer.strategy, "step_shape", None)
+        strategy: Any = trainer.strategy
+        shape: StepShape | None = strategy.step_shape
         if self._steps_seen < self.warmup_steps or shape is None:  # None: no step has run, there is nothing to count
             return
-        self._clock.mark(tokens=shape.tokens, flops=_step_flops(trainer, pl_module, shape))
-        if _is_due(trainer, self.every_n_steps):
-            self._report(trainer, pl_module)
+        known, flops = _model_and_lengths(pl_module, shape), 0.0
+        if known is not None:
+            padded = known[0].padded_vocab_size(strategy.tp)
+            flops = model_flops(*known, padded) * shape.tokens / shape.seq_length
+        self._clock.mark(tokens=shape.tokens, flops=flops)
+        if not _is_due(trainer, self.every_n_steps) or not (metrics := self._measured(trainer)):
+            return
+        if strategy.root_device.type == "cuda" and known is not None:
+            metrics |= _expected(strategy, *known, world_size=trainer.world_size)
+        for name, value in metrics.items():
+            pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
 
     def interrupt(self, *_: Any) -> None:
         """Do not count the step under way: it does more than train."""
@@ -117,10 +124,11 @@ class ThroughputMonitor(Callback):
 
     on_validation_start = on_save_checkpoint = interrupt  # type: ignore[assignment]
 
-    def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _measured(self, trainer: Trainer) -> dict[str, float]:
+        """What is logged of the steps since the last call; nothing if there were none."""
         times, tokens, flops = self._clock.take()
         if not times:
-            return
+            return {}
         seconds, device = sum(times), trainer.strategy.root_device
         metrics = {
             "tokens_per_s": tokens / seconds,
@@ -128,17 +136,18 @@ class ThroughputMonitor(Callback):
             "step_seconds": statistics.median(times),
             "step_seconds_mean": seconds / len(times),
         }
-        if flops > 0:
-            flops_per_s_per_device = flops / seconds / trainer.world_size
-            metrics["model_tflops_per_s_per_device"] = flops_per_s_per_device / 1e12
-            if (peak := _device_peak(device, str(trainer.precision))) is not None:
-                metrics["mfu"] = flops_per_s_per_device / peak
+        speed = flops / seconds / trainer.world_size
+        if speed > 0:
+            metrics["model_tflops_per_s_per_device"] = speed / 1e12
         if device.type == "cuda":
             # Not reset: other code of the user's may read the same counter.
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            metrics |= _estimates(trainer, pl_module, torch.cuda.get_device_name(device))
-        for name, value in metrics.items():
-            pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
+            tf32: Precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+            kinds: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
+            peak = peak_flops_per_s(torch.cuda.get_device_name(device), kinds[str(trainer.precision).split("-")[0]])
+            if speed > 0 and peak is not None:
+                metrics["mfu"] = speed / peak
+        return metrics
 
 
 class StepClock:
@@ -192,37 +201,15 @@ def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[Mo
     return (model, lengths) if lengths else None
 
 
-def _step_flops(trainer: Trainer, pl_module: LightningModule, shape: StepShape) -> float:
-    """Model FLOPs of a step over all ranks; 0 if they are not known."""
-    if (known := _model_and_lengths(pl_module, shape)) is None:
-        return 0.0
-    model, lengths = known
-    padded = model.padded_vocab_size(int(getattr(trainer.strategy, "tp", 1)))
-    return model_flops(model, lengths, padded) * shape.tokens / shape.seq_length
-
-
-def _estimates(trainer: Trainer, pl_module: LightningModule, device_name: str) -> dict[str, float]:
-    """What the planner expected of this run; nothing for devices and models that it does not know, and for fp8."""
-    device = next((each for each in DEVICES.values() if each.name == device_name), None)
-    strategy: Any = trainer.strategy
-    shape: StepShape = strategy.step_shape
-    known = _model_and_lengths(pl_module, shape)
-    if device is None or known is None or getattr(strategy, "fp8", None) is not None:
+def _expected(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int) -> dict[str, float]:
+    """What the planner expected of this run; nothing for GPUs that it does not know, and for fp8."""
+    name = torch.cuda.get_device_name(strategy.root_device)
+    device = next((each for each in DEVICES.values() if each.name == name), None)
+    if device is None or strategy.fp8 is not None:
         return {}
-    model, lengths = known
-    run = run_of(model, strategy.settings, rows=shape.micro_batch_size, lengths=lengths, world_size=trainer.world_size)
-    expected = plan(run, device)
+    rows = strategy.step_shape.micro_batch_size
+    expected = plan(run_of(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size), device)
     return {"step_seconds_expected": expected.time.total, "peak_memory_gib_expected": expected.memory.total / GIB}
-
-
-def _device_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of a device for the matrix products under one of the Trainer's ``precision`` strings."""
-    if device.type != "cuda":
-        return None
-    tf32: Precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
-    kinds: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
-    kind = kinds.get(precision.partition("-")[0])
-    return None if kind is None else peak_flops_per_s(torch.cuda.get_device_name(device), kind)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -258,13 +245,10 @@ class LossCurve(Callback):
         """
         _check_interval(every_n_steps)
         require_number("max_points", max_points, at_least=2)
-        self.filename = filename
-        self.every_n_steps = every_n_steps
-        self.log_scale = log_scale
+        self.filename, self.every_n_steps, self.log_scale = filename, every_n_steps, log_scale
         self.train_name, self.val_name = monitor
         self.train, self.validation = Curve(max_points), Curve(max_points)
         self.resumed_at: list[int] = []
-        self._was_loaded = False
         self._folder: Path | None = None
 
     @override
@@ -278,9 +262,6 @@ class LossCurve(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if self._was_loaded and trainer.global_step not in self.resumed_at:
-            self.resumed_at.append(trainer.global_step)
-        self._was_loaded = False
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -315,8 +296,7 @@ class LossCurve(Callback):
         """Continue another run's curves."""
         self.train.load_state_dict(state_dict["train"])
         self.validation.load_state_dict(state_dict["validation"])
-        self.resumed_at = list(state_dict["resumed_at"])
-        self._was_loaded = True
+        self.resumed_at = [*state_dict["resumed_at"], *(step for step, _ in self.train.points[-1:])]
 
     def _draw(self) -> Any:
         """A figure of the losses over the steps."""
@@ -355,8 +335,7 @@ class Curve:
         """
         self.max_points = max_points
         self.points: list[tuple[int, float]] = []
-        self._stride = 1
-        self._seen = 0
+        self._stride, self._seen = 1, 0
 
     def add(self, step: int, value: Any) -> None:
         """Add a point, if there is a value and it falls on the spacing that the curve has by now."""
@@ -413,16 +392,7 @@ class PerplexityReport(Callback):
             monitor: Name of the logged validation loss, in nats per token.
         """
         self.monitor = monitor
-        self._clear()
-
-    def _clear(self) -> None:
         self._state: dict[str, Any] = {"before": None, "before_is_partial": False, "after": None, "after_step": 0}
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget another run's figures; those of a resumed run are loaded later."""
-        if stage == "fit" and trainer.global_step == 0:
-            self._clear()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -506,11 +476,8 @@ class SampleText(Callback):
             raise ConfigError(f"tokenizer={tokenizer!r}: expected a folder, a name or a tokenizer of transformers")
         if not prompts or isinstance(prompts, str):
             raise ConfigError(f"prompts={prompts!r}: expected a list of texts to continue; give at least one")
-        self.tokenizer = tokenizer
-        self.prompts = list(prompts)
-        self.every_n_steps = every_n_steps
-        self.generation = generation
-        self._last_step = 0
+        self.tokenizer, self.prompts = tokenizer, list(prompts)
+        self.every_n_steps, self.generation = every_n_steps, generation
         self._folder: Path | None = None
 
     @override
@@ -542,14 +509,12 @@ class SampleText(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self._last_step = trainer.global_step
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Continue the prompts if it is time."""
-        if trainer.global_step == self._last_step or not _is_due(trainer, self.every_n_steps):
+        if not _is_due(trainer, self.every_n_steps):
             return
-        self._last_step = trainer.global_step
         generate: Any = pl_module.generate
         written = generate(**self._rows, **vars(self._options))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict, deque
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.save import sharded_weights
 from lightning_megatron.engine.collectives import HostCopy
-from lightning_megatron.engine.groups import host_group
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
 
 __all__ = ["ReplicaCheck", "SpikeGuard"]
@@ -33,13 +32,6 @@ _DEVIATIONS_PER_MAD = 1.4826
 """A normal distribution's standard deviation is so many times its median absolute deviation."""
 _SMALLEST_DEVIATION = 1e-3
 """Of the median: losses that hardly move would make a spike of anything."""
-
-
-class _Loss(NamedTuple):
-    """The loss of a step that is not judged yet."""
-
-    step: int
-    copy: HostCopy
 
 
 class SpikeGuard(Callback):
@@ -74,7 +66,8 @@ class SpikeGuard(Callback):
         self.rollbacks = 0
         """Rollbacks so far."""
         self._losses: deque[float] = deque(maxlen=window)
-        self._last: _Loss | None = None
+        self._last: tuple[int, HostCopy] | None = None
+        """Step and loss of the last one, which is not judged yet."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,10 +100,10 @@ class SpikeGuard(Callback):
             NumericsError: On all ranks, at a spike after the last rollback that is allowed.
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        last, self._last = self._last, _Loss(trainer.global_step, HostCopy(loss))
-        if last is not None and math.isfinite(value := last.copy.read()):  # else the strategy's on_nan has decided
+        last, self._last = self._last, (trainer.global_step, HostCopy(loss))
+        if last is not None and math.isfinite(value := last[1].read()):  # else the strategy's on_nan has decided
             is_known = len(self._losses) == self.window
-            if not (is_known and value > self._limit() and self._goes_back(trainer, last.step, value)):
+            if not (is_known and value > self._limit() and self._goes_back(trainer, last[0], value)):
                 self._losses.append(value)
         if self.rollbacks:
             pl_module.log("spike_rollbacks", torch.tensor(float(self.rollbacks)), batch_size=1)
@@ -145,7 +138,7 @@ class SpikeGuard(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The losses, that of the last step included."""
-        last = None if self._last is None else [self._last.step, self._last.copy.read()]
+        last = self._last and [self._last[0], self._last[1].read()]
         return {"losses": list(self._losses), "last": last, "rollbacks": self.rollbacks}
 
     @override
@@ -153,7 +146,7 @@ class SpikeGuard(Callback):
         """Continue another run's."""
         self._losses = deque(state_dict["losses"], maxlen=self.window)
         self.rollbacks, last = state_dict["rollbacks"], state_dict["last"]
-        self._last = None if last is None else _Loss(last[0], HostCopy(torch.tensor(last[1], dtype=torch.float64)))
+        self._last = last and (last[0], HostCopy(torch.tensor(last[1], dtype=torch.float64)))
 
 
 class ReplicaCheck(Callback):
@@ -189,7 +182,7 @@ class ReplicaCheck(Callback):
             with strategy.engine():
                 mine = _bit_sums(list(pl_module.model_chunks))  # type: ignore[arg-type]
             every: list[dict[str, int]] = [{}] * trainer.world_size
-            dist.all_gather_object(every, mine, group=host_group(strategy._timeout))
+            dist.all_gather_object(every, mine, group=strategy._host_group)
             _check_copies(every, trainer.global_step)
 
 
@@ -206,22 +199,17 @@ def _bit_sums(chunks: list[Any]) -> dict[str, int]:
 
 
 def _check_copies(of_ranks: list[dict[str, int]], step: int) -> None:
-    """Raise if ranks hold different copies of a tensor: those that differ from most, or all where none has most."""
-    copies: dict[str, dict[int, int]] = defaultdict(dict)
+    """Raise if ranks hold different copies of a tensor; those that fewer ranks hold are named first."""
+    copies: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(of_ranks):
         for name, each in sums.items():
-            copies[name][rank] = each
-    wrong = {name: ranks for name, ranks in copies.items() if len(set(ranks.values())) > 1}
-    if not wrong:
-        return
-    name, ranks = next(iter(wrong.items()))
-    (usual, most), (_, next_most), *_ = Counter(ranks.values()).most_common()
-    odd = [str(rank) for rank, each in ranks.items() if most == next_most or each != usual]
-    others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-    whose = f"rank {', '.join(odd)} holds another copy than the other ranks"
-    if most == next_most:
-        whose = f"ranks {', '.join(odd)} hold different copies"
-    raise NumericsError(
-        f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, but {whose}; suspect memory or "
-        "arithmetic of that device, and resume from a checkpoint before without it"
-    )
+            copies[name][each].append(rank)
+    wrong = {name: sorted(ranks.values(), key=len) for name, ranks in copies.items() if len(ranks) > 1}
+    if wrong:
+        name, holders = next(iter(wrong.items()))
+        others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        differing = " and another on ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in holders)
+        raise NumericsError(
+            f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, got one on {differing}; "
+            "suspect memory or arithmetic of the device that is alone, and resume from a checkpoint before without it"
+        )

@@ -76,7 +76,7 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
                     folder = _downloaded(repo, revision, needed)
             missing, reason = _missing(folder, needed), "nor did the hub give it"
         except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
-            reason = _first_line(error)
+            reason = first_line(error)
     if missing is not None or folder is None:
         at = f" --revision {revision}" if revision else ""
         raise ConfigError(
@@ -125,43 +125,6 @@ def _missing(folder: Path | None, needed: Needed) -> str | None:
     return "model.safetensors"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def upload(
-    folder: str,
-    repo_id: str,
-    commit_message: str | None,
-    private: bool | None,
-    token: str | bool | None,
-    revision: str | None,
-    create_pr: bool,
-) -> str:
-    """Upload the files in ``folder``, and return the address of the commit or the pull request.
-
-    The other arguments are those of ``MegatronModule.push_to_hub``.
-
-    Raises:
-        ConfigError: If the hub cannot be reached, or does not allow it.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            commit_message=commit_message or "Upload model",
-            revision=revision,
-            create_pr=create_pr,
-        )
-    except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
-        raise ConfigError(
-            f"{repo_id} cannot be written on the Hugging Face hub ({_first_line(error)}); try `hf auth login`"
-        ) from error
-    return str(done.pr_url or done.commit_url)

@@ -11,11 +11,9 @@ where another host has failed. So rank 0 makes a name for the start, and hands i
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 import uuid
@@ -24,6 +22,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -35,15 +34,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.restarts import LAUNCHER
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface."""
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 
@@ -77,6 +74,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         raise ConfigError(
             "val_check_interval=0: expected steps or a share of an epoch; use limit_val_batches=0 for no validation"
         )
+    require_number("gradient_clip_val", trainer.gradient_clip_val or 0)
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm not in (None, "norm"):
         raise ConfigError(
@@ -211,9 +209,10 @@ def _store_of_start(environment: ClusterEnvironment, num_nodes: int, timeout: ti
         store.add(start, 1)
     if num_nodes > 1 and _GLOO_INTERFACE not in os.environ:
         # Debian gives a host's own name the address 127.0.1.1, which gloo would tell the others, too.
-        interface = _interface(address if _is_outward(address) else _source_address(seen_from))
-        if interface is not None:
-            os.environ[_GLOO_INTERFACE] = interface
+        own = address if _is_outward(address) else _source_address(seen_from)
+        for interface, addresses in psutil.net_if_addrs().items():
+            if own in (each.address for each in addresses):
+                os.environ[_GLOO_INTERFACE] = interface
     return PrefixStore(start, store)
 
 
@@ -253,14 +252,3 @@ def _source_address(host: str) -> str:
 
 def _is_outward(address: str) -> bool:
     return bool(address) and not address.startswith("127.")
-
-
-def _interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # has none
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.accounting import forward_flops
+from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import GIB, memory, run_of
@@ -53,12 +55,9 @@ def whole_summaries(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Lightning's own sums up what this rank holds: a share of one stage.
     """
-    kinds: dict[type[Callback], Any] = {ModelSummary: WholeModelSummary, RichModelSummary: WholeRichModelSummary}
-    return [
-        kinds[type(each)](each._max_depth, **each._summarize_kwargs)
-        for each in callbacks
-        if isinstance(each, ModelSummary) and type(each) in kinds
-    ]
+    kinds = {ModelSummary: WholeModelSummary, RichModelSummary: WholeRichModelSummary}
+    given: list[Any] = [each for each in callbacks if type(each) in kinds]
+    return [kinds[type(each)](each._max_depth, **each._summarize_kwargs) for each in given]
 
 
 class WholeModelSummary(ModelSummary):
@@ -71,34 +70,30 @@ class WholeModelSummary(ModelSummary):
             return
         module: MegatronModule = pl_module  # type: ignore[assignment]
         topology, model = module.megatron.topology, module.model_config
-        padded = model.padded_vocab_size(topology.parallel.tp)
-        own = _stage(module.megatron._chunks, model, topology.parallel.tp, padded)
+        own = [_contents(unwrap(chunk), model, topology.parallel) for chunk in module.megatron._chunks]
         stages: list[Any] = [None] * topology.parallel.pp
         dist.all_gather_object(stages, own, group=topology.pp_group)
         if not trainer.is_global_zero:
             return
-        kinds, weights = ({name: of for stage in reversed(stages) for name, of in stage[i].items()} for i in (0, 1))
-
-        def within(module: str, numbers: Mapping[str, Any], index: int) -> int:
-            return sum(of[index] for name, of in numbers.items() if not module or name.startswith(f"{module}."))
-
+        chunks = list(chain(*zip(*stages, strict=True)))  # in the order of the pipeline
+        kinds, weights, mine = _joined(chunks, 0), _joined(chunks, 1), _joined(own, 1)
+        names = [name for name in kinds if self._max_depth < 0 or name.count(".") < self._max_depth]
         modes = [is_training for _, is_training in kinds.values()]
-        names = sorted((n for n in kinds if self._max_depth < 0 or n.count(".") < self._max_depth), key=_order)
         # Of a row as long as the model reads (512 tokens for a T5), attention included.
         lengths = (512, 512) if model.architecture == "t5" else (model.max_position_embeddings,)
-        count = get_human_readable_count
+        count, padded = get_human_readable_count, model.padded_vocab_size(topology.parallel.tp)
         self.summarize(
             [
                 (" ", [str(index) for index in range(len(names))]),
                 ("Name", names),
                 ("Type", [kinds[name][0] for name in names]),
-                ("Params", [count(within(name, weights, 0)) for name in names]),
-                ("Params per Device", [count(within(name, own[1], 2)) for name in names]),
+                ("Params", [count(_within(name, weights, 0)) for name in names]),
+                ("Params per Device", [count(_within(name, mine, 2)) for name in names]),
                 ("Mode", ["train" if kinds[name][1] else "eval" for name in names]),
             ],
-            total_parameters=within("", weights, 0),
-            trainable_parameters=within("", weights, 1),
-            model_size=within("", weights, 0) * module.megatron.settings.params_dtype.itemsize * 1e-6,
+            total_parameters=_within("", weights, 0),
+            trainable_parameters=_within("", weights, 1),
+            model_size=_within("", weights, 0) * module.megatron.settings.params_dtype.itemsize * 1e-6,
             total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
             total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
             **self._summarize_kwargs,
@@ -109,42 +104,40 @@ class WholeRichModelSummary(WholeModelSummary, RichModelSummary):
     """As a table of rich."""
 
 
-def _stage(
-    chunks: Sequence[Any], model: ModelConfig, tp: int, padded: int
+def _contents(
+    chunk: Any, model: ModelConfig, parallel: ParallelConfig
 ) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int, int]]]:
     """By the names of the whole model: each module's class and whether it trains; and the numbers of each weight.
 
-    These are how many there are over tp, without rows that pad the vocabulary and copies of a tied embedding, how many
-    of them are trained, and how many this rank has.
+    These are how many there are over tp or ep, without rows that pad the vocabulary and copies of a tied embedding, how
+    many of them are trained, and how many this rank has.
     """
-    kinds: dict[str, tuple[str, bool]] = {}
+
+    def renumbered(name: str) -> str:
+        """With the number that a layer has in the whole model."""
+        return re.sub(
+            r"(?<=\blayers\.)\d+",
+            lambda found: str(getattr(chunk.get_submodule(name[: found.end()]), "layer_number", int(found[0]) + 1) - 1),
+            name,
+            count=1,
+        )
+
+    kinds = {renumbered(name): (type(each).__name__, each.training) for name, each in chunk.named_modules() if name}
     weights: dict[str, tuple[int, int, int]] = {}
-
-    for chunk in map(unwrap, chunks):
-        numbers = {
-            name: re.sub(r"\d+$", str(layer.layer_number - 1), name)
-            for name, layer in chunk.named_modules()
-            if hasattr(layer, "layer_number") and name.rpartition(".")[2].isdecimal()
-        }
-
-        def named(name: str, numbers: dict[str, str] = numbers) -> str:
-            layer = next((each for each in numbers if f"{name}.".startswith(f"{each}.")), None)
-            return name if layer is None else numbers[layer] + name[len(layer) :]
-
-        kinds |= {named(name): (type(each).__name__, each.training) for name, each in chunk.named_modules() if name}
-        for name, weight in chunk.named_parameters():
-            is_copy = name == "output_layer.weight" and model.share_embeddings_and_output_weights
-            whole = weight.numel()
-            if getattr(weight, "tensor_model_parallel", False):
-                whole *= tp
-                if weight.shape[0] * tp == padded:
-                    whole = whole // padded * model.vocab_size
-            counted = 0 if is_copy else whole
-            weights[named(name)] = counted, counted * weight.requires_grad, weight.numel()
+    for name, weight in chunk.named_parameters():
+        is_split, is_expert = getattr(weight, "tensor_model_parallel", False), not getattr(weight, "allreduce", True)
+        whole = weight.numel() * (parallel.ep if is_expert else parallel.tp if is_split else 1)
+        if is_split and weight.shape[0] * parallel.tp == (padded := model.padded_vocab_size(parallel.tp)):
+            whole = whole // padded * model.vocab_size
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            whole = 0
+        weights[renumbered(name)] = whole, whole * weight.requires_grad, weight.numel()
     return kinds, weights
 
 
-def _order(name: str) -> list[tuple[str, int]]:
-    first = {"embedding": " 0", "encoder": " 1", "decoder": " 2"}
-    parts = name.split(".")
-    return [(first.get(parts[0], parts[0]), 0), *(("", int(p)) if p.isdecimal() else (p, 0) for p in parts[1:])]
+def _joined(chunks: Sequence[Any], index: int) -> dict[str, Any]:
+    return {name: of for chunk in chunks for name, of in chunk[index].items()}
+
+
+def _within(module: str, weights: Mapping[str, Any], index: int) -> int:
+    return sum(of[index] for name, of in weights.items() if not module or name.startswith(f"{module}."))

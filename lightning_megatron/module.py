@@ -33,7 +33,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError, as_options, 
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import EndTokens, end_tokens, inputs_of_batch
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.hub import local_folder, upload
+from lightning_megatron.hub import first_line, local_folder
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
 
@@ -393,7 +393,11 @@ class MegatronModule(pl.LightningModule):
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
         # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
-        weight = 1 if on_step else _plain(output.num_targets[self.train_step.loss_terms[0]].item())
+        weight: Any = 1 if on_step else output.num_targets[self.train_step.loss_terms[0]].item()
+        if weight == int(
+            weight
+        ):  # whole numbers are summed up exactly; fractions, of targets that count in part, as such
+            weight = int(weight)
         # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
         has_bar = self.trainer.progress_bar_callback is not None
         # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
@@ -464,7 +468,7 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> Generated:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
-        model, given = self._writing_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        model, given = self._live_model(writes=True), {"input_ids": input_ids, "attention_mask": attention_mask}
         given |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         with self.megatron.engine():
             return model.generate(given, options, self._ends, on_tokens)
@@ -505,7 +509,7 @@ class MegatronModule(pl.LightningModule):
                 return rows["input_ids"].long()
             # What torch makes of a negative seed, too.
             options = {**vars(self.generation), "seed": (self.generation.seed + batch_idx) % 2**64}
-            return self._writing_model().generate(rows, options, self._ends, is_shared=False).sequences
+            return self._live_model(writes=True).generate(rows, options, self._ends, is_shared=False).sequences
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
         """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
@@ -551,24 +555,20 @@ class MegatronModule(pl.LightningModule):
         with self.megatron.engine():
             return model.logits(given, last_stage_only=last_stage_only)
 
-    def _writing_model(self) -> LiveModel:
-        """The model, which must be a GPT or T5.
-
-        Raises:
-            ConfigError: If there is none yet, or it is neither.
-        """
-        model = self.model_config
-        if model.architecture not in ("gpt", "t5"):
-            raise ConfigError(f"generate is for GPTs and T5s, and {model.family} is a {model.architecture.upper()}")
-        return self._live_model()
-
     @cached_property
     def _ends(self) -> EndTokens:
         return end_tokens(self._model)
 
-    def _live_model(self) -> LiveModel:
+    def _live_model(self, *, writes: bool = False) -> LiveModel:
+        """The model on this rank, which must be a GPT or T5 if it ``writes``.
+
+        Raises:
+            ConfigError: If there is none yet, or it is a BERT that shall write.
+        """
         from lightning_megatron.generate.decode import LiveModel
 
+        if writes and self.model_config.architecture == "bert":
+            raise ConfigError(f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT")
         return LiveModel(
             chunks=self._chunks_to_ask(),
             config=self.model_config,
@@ -679,19 +679,32 @@ class MegatronModule(pl.LightningModule):
                 cannot be reached or refuses it.
             CheckpointError: If the temporary folder of rank 0 cannot be written.
         """
-        options = (repo_id, commit_message, private, token, revision, create_pr)
+        from huggingface_hub import HfApi
+
+        def upload() -> str:
+            try:
+                api = HfApi(token=token)
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                if revision is not None and not create_pr:
+                    api.create_branch(repo_id, branch=revision, exist_ok=True)
+                message = commit_message or "Upload model"
+                done = api.upload_folder(
+                    repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, create_pr=create_pr
+                )
+            except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
+                reason = first_line(error)
+                raise ConfigError(
+                    f"{repo_id} cannot be written on the Hugging Face hub ({reason}); try `hf auth login`"
+                ) from error
+            return str(done.pr_url or done.commit_url)
+
         with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as folder, ThreadPoolExecutor(1) as pool:
             self.save_pretrained(folder, max_shard_size)
-            running = pool.submit(upload, folder, *options) if self.megatron.global_rank == 0 else None
+            running = pool.submit(upload) if self.megatron.global_rank == 0 else None
             # The others meet rank 0 every minute: an upload may take longer than a collective waits.
             while not self.megatron.broadcast(running is not None and bool(wait([running], timeout=60).done)):
                 pass
             return self.megatron.broadcast(on_all_ranks_alike(lambda: running.result() if running else ""))
-
-
-def _plain(weight: float) -> int:
-    """A whole number of targets is summed up exactly; fractions, of targets that count only in part, as they are."""
-    return int(weight) if weight.is_integer() else weight  # type: ignore[return-value]  # Lightning takes any number
 
 
 def _on_host(number: float) -> torch.Tensor:

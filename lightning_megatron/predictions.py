@@ -52,20 +52,13 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
             batches were of, or a prediction has other rows than its batch; on all ranks, if a sample was predicted
             twice.
     """
-    loaders = _loaders(trainer)
-    if predictions is None:
-        raise ConfigError("predictions=None: expected those of Trainer.predict(return_predictions=True), of a batch")
+    if trainer.predict_dataloaders is None or predictions is None:
+        raise ConfigError(f"predictions={predictions}: expected those of Trainer.predict(return_predictions=True)")
     strategy: Any = trainer.strategy
+    loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
     if len(loaders) > 1:
         return [_gathered(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
     return _gathered(loaders[0], predictions, strategy)
-
-
-def _loaders(trainer: pl.Trainer) -> list[Any]:
-    loaders = trainer.predict_dataloaders
-    if loaders is None:
-        raise ConfigError("this Trainer has predicted nothing yet; call its predict first")
-    return list(CombinedLoader(loaders, "sequential").flattened)
 
 
 def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:

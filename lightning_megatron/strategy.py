@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import distributed as fabric
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -62,11 +59,10 @@ T = TypeVar("T")
 
 _UNTIL_REAPED = 0.2
 """Seconds after which a killed process, whose connections are closed at once, can be waited for."""
-_EVALUATING = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING, RunningStage.PREDICTING)
 
 
 @explains_options
-class MegatronStrategy(ParallelStrategy):
+class MegatronStrategy(DDPStrategy):
     """Trains one model with Megatron-Core's tensor, pipeline, sequence and data parallelism.
 
     One batch of the DataLoader is one optimizer step of one data-parallel rank: ``micro_batch_size x num_microbatches``
@@ -121,7 +117,6 @@ class MegatronStrategy(ParallelStrategy):
     """
 
     restore_checkpoint_after_setup, lightning_restore_optimizer = True, False
-    is_distributed = True  # Lightning injects samplers and syncs logged values only for strategies that say so
 
     def __init__(  # noqa: D107 (described on the class)
         self,
@@ -176,7 +171,7 @@ class MegatronStrategy(ParallelStrategy):
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
-        self._shared_batches, self._timeout = math.inf, self._watch.collective_timeout
+        self._shared_batches = math.inf
         self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
@@ -238,6 +233,11 @@ class MegatronStrategy(ParallelStrategy):
         return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
 
     @property
+    def _host_group(self) -> dist.ProcessGroup:
+        """All ranks, over gloo."""
+        return groups.host_group(self._watch.collective_timeout)
+
+    @property
     def _module(self) -> pl.LightningModule:
         return ready(self.lightning_module, "connect")
 
@@ -268,28 +268,11 @@ class MegatronStrategy(ParallelStrategy):
         """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
         return ready(self._runtime, "setup_environment").active()
 
-    @ParallelStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
+    @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Lightning's plugin says no more than which formats the engine works in."""
         # None stays: Lightning takes any other for the user's, whatever the Trainer's precision says.
         self._precision_plugin = None if plugin is None else MegatronPrecision.adopt(plugin)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return ready(self.parallel_devices, "the Trainer")[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices or [])
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment, and Lightning's rank-zero functions, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
 
@@ -328,28 +311,29 @@ class MegatronStrategy(ParallelStrategy):
         check_trainer(trainer)
         if not model.automatic_optimization:
             raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
+        if model._compiler_ctx is not None:
+            raise ConfigError("torch.compile(module) does not work here; give the module as it is")
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
+    def setup_distributed(self) -> None:
         environment, device = ready(self.cluster_environment, "the Trainer"), self.root_device
         reset_seed()
         self.set_world_ranks()
         self._watch.prepare(self._module.trainer.default_root_dir, device)
-        meet(environment, self.num_nodes, device, self._watch.timeout, self._timeout)
+        meet(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
         self._watch.start()
         if self._runtime is not None:
             self._runtime.release()  # of a run that has ended without teardown
         self._runtime = Runtime(device)
         self._weights_of_other_layout = self._keep_weights()
-        self._topology = groups.initialize(self.parallel, self._timeout)
+        self._topology = groups.initialize(self.parallel, self._watch.collective_timeout)
         self._runtime.hold()
         self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
-        self.checkpointing.begin(self._module.trainer, environment, groups.host_group(self._timeout))
+        self.checkpointing.begin(self._module.trainer, environment, self._host_group)
 
     def _keep_weights(self) -> Path | None:
         """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
@@ -386,7 +370,7 @@ class MegatronStrategy(ParallelStrategy):
                 self._weights_of_other_layout = None
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
-                freeze_alike(self._chunks, groups.host_group(self._timeout))
+                freeze_alike(self._chunks, self._host_group)
                 module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
             self._schedule = Schedule(self._chunks, self.topology, graphs)
             if fitting:
@@ -395,10 +379,6 @@ class MegatronStrategy(ParallelStrategy):
             self.checkpointing.setup(self._run_state(), fitting=fitting)
         self.setup_precision_plugin()
         self.barrier()
-
-    @override
-    def model_to_device(self) -> None:
-        ready(self.model, "connect").to(self.root_device)
 
     def build_optimizer(self, options: OptimizerOptions, lr: float) -> MegatronOptimizer:
         """Megatron's optimizer over the module's chunks, for ``configure_optimizers``. Every rank must call.
@@ -417,9 +397,11 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._module.trainer
-        if trainer.state.stage in _EVALUATING:
+        if not trainer.training:
             check_predict_size(dataloader)
             return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
+        if isinstance(dataloader, Iterator):
+            dataloader = loaders.OnePass(dataloader)
         loader = loaders.dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
         if loaders.is_map_style(loader):
             limit = partial(getattr, trainer, "num_training_batches")
@@ -436,7 +418,7 @@ class MegatronStrategy(ParallelStrategy):
         stage = self._module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
             self._shared_batches -= 1
-        if (stage in _EVALUATING or not self._loader_tells_steps) and self._shared_batches >= 0:
+        if (stage != RunningStage.TRAINING or not self._loader_tells_steps) and self._shared_batches >= 0:
             self.checkpointing.at_step_boundary()
         # Prompts are no batches to learn from (a T5's have no labels): predict_step checks them itself.
         step = None if stage == RunningStage.PREDICTING else getattr(self._module, "train_step", None)
@@ -447,10 +429,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def on_predict_start(self) -> None:
         """Find out before how many batches all ranks can meet: no sample is repeated for a copy that has fewer."""
-        numbers = self._module.trainer.num_predict_batches
-        fewest = torch.tensor(float(sum(numbers)))
-        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=groups.host_group(self._timeout))
-        self._shared_batches = float(fewest)
+        number = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))
+        self._shared_batches = float(self.reduce(number, self._host_group, "min"))
 
     @override
     def on_train_start(self) -> None:
@@ -477,7 +457,7 @@ class MegatronStrategy(ParallelStrategy):
             fixed_rows = None if getattr(data, "rampup", None) is None else data.micro_batch_size
             output = schedule.train(batch, train_step, optimizer, fixed_rows)
         optimizer.loss, self.step_shape = output.loss, output.shape
-        group, may_skip = groups.host_group(self._timeout), self.on_nan == "skip"
+        group, may_skip = self._host_group, self.on_nan == "skip"
         optimizer.judge = partial(schedule.judge, output, step=trainer.global_step, may_skip=may_skip, group=group)
         return output
 
@@ -541,27 +521,6 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self.checkpointing.remove(as_path(filepath))
-
-    # ---- collectives over all ranks -------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        objects = [obj]
-        if dist.is_initialized():
-            dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # Losses and metrics of steps are equal on all ranks already, and their mean over the world is the same again.
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        return fabric._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # ---- end ------------------------------------------------------------------------------------------------------
 

@@ -520,6 +520,29 @@ class ResumableLoader:
         self._is_resuming = True
 
 
+class OnePass:
+    """An iterator as training data, which cannot begin anew: Lightning would wait for a next step for ever."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        """Wrap ``batches``."""
+        self._batches, self._begins = batches, False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begins = True
+        return self
+
+    def __next__(self) -> Any:
+        for batch in self._batches:
+            self._begins = False
+            return batch
+        if self._begins:
+            raise DataError(
+                "train_dataloaders: expected what can begin anew, since training goes on behind its last batch, got a "
+                f"{type(self._batches).__name__}; give a DataLoader, or set max_epochs=1"
+            )
+        raise StopIteration
+
+
 def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
     return None if generator is None else generator.get_state()
 

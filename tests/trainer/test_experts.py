@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
+from lightning_megatron.accounting import total_parameters
+from lightning_megatron.convert.registry import model_config
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train_and_save
 from tests.parity.training import told
 from tests.ranks import run_ranks
@@ -17,16 +23,24 @@ MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts"
 RUN = Run(model=MIXTRAL, trainer={"max_steps": 2})
 
 
-def _logged(run: Run) -> tuple[dict[str, float], list[list[float]]]:
-    trainer, _ = fit(run)
+def _logged(run: Run) -> tuple[str, tuple[dict[str, float], list[list[float]]]]:
+    """Lightning's summary; metrics, and what callbacks know."""
+    from lightning.pytorch.callbacks import ModelSummary
+
+    summary, log = io.StringIO(), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    log.addHandler(logging.StreamHandler(summary))
+    trainer, _ = fit(run, ModelSummary())
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return metrics, trainer.strategy.step_shape.expert_counts.tolist()
+    return summary.getvalue(), (metrics, trainer.strategy.step_shape.expert_counts.tolist())
 
 
-def test_the_load_of_experts_is_logged_and_known_to_callbacks() -> None:
-    one, *others = run_ranks(_logged, 4, RUN.but(strategy={"ep": 2, "pp": 2}))
+def test_the_load_of_experts_is_logged_and_known_to_callbacks_and_the_summary_counts_all() -> None:
+    run = RUN.but(strategy={"ep": 2, "pp": 2}, trainer={"enable_model_summary": True})
+    (summary, one), *others = run_ranks(_logged, 4, run)
+    total = get_human_readable_count(total_parameters(model_config(MIXTRAL)))
+    assert re.search(rf"{total} +Total params", summary)
     metrics, counts = one
-    assert all(each == one for each in others)
+    assert all(other == ("", one) for other in others)
     # 8 rows of 16 tokens, each to two of four experts.
     assert [sum(layer) for layer in counts] == [256.0] * 4
     assert metrics["train_expert_load_max"] == max(max(layer) for layer in counts) / 64

@@ -87,8 +87,6 @@ def test_a_gathered_sequence_is_quantized_as_a_whole_one() -> None:
     for key, gradient in whole.gradients.items():
         assert relative_error(parts.gradients[key], gradient) < 0.05, key
     _assert_near(parts, outcome(BF16))
-    layout = {"tp": 2, "pp": 2, "sequence_parallel": True, "num_microbatches": 2, "recompute": "full"}
-    _assert_near(_in_fp8(BF16, **layout), outcome(BF16))
 
 
 def test_frozen_layers_stay_as_they_are() -> None:

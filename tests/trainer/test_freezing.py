@@ -85,27 +85,27 @@ def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, l
     assert_same_tensors(ranks[0][0].weights, theirs.weights)
 
 
-def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[RankOutcome, RankOutcome, str]:
+def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[RankOutcome, list[RankOutcome], str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
     through, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
-    resumed, *_ = train_frozen(other, "lower half", ckpt_path=path)
+    resumed = [train_frozen(each, "lower half", ckpt_path=path)[0] for each in (case, other)]
     return through, resumed, told(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
 
 
 def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
-    case = replace(CASE, layout=Layout(pp=2, dp=2))
-    for target, layout in (("hf", case.layout), ("megatron", Layout(tp=2, dp=2, distributed_optimizer=False))):
-        ranks = run_ranks(_saved_and_resumed, 4, case, replace(case, layout=layout), tmp_path / target)
-        through, resumed, not_frozen = ranks[0]
-        assert_same_tensors(resumed.weights, through.weights, atol=0.0 if layout == case.layout else 5e-6)
-        assert len(resumed.losses) == 2
-        assert "frozen" in not_frozen
-        path = tmp_path / target / "step=3.ckpt"
-        convert(ConvertOptions(load_path=path, save_path=tmp_path / f"as_{target}", to=target))
+    same, other = Layout(pp=2, dp=2), Layout(tp=2, dp=2, distributed_optimizer=False)
+    cases = (replace(CASE, layout=layout) for layout in (same, other))
+    through, resumed, not_frozen = run_ranks(_saved_and_resumed, 4, *cases, tmp_path / "run")[0]
+    assert "frozen" in not_frozen
+    for run, atol in zip(resumed, (0.0, 5e-6), strict=True):
+        assert_same_tensors(run.weights, through.weights, atol=atol)
+        assert len(run.losses) == 2
+    for target in ("hf", "megatron"):
+        convert(ConvertOptions(load_path=tmp_path / "run/step=3.ckpt", save_path=tmp_path / target, to=target))
 
 
 def _refused(case: Case) -> list[str]:

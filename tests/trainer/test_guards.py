@@ -121,18 +121,7 @@ def test_a_flipped_bit_is_told_with_rank_and_tensor_on_all_ranks() -> None:
     flips = [(2, "final_layernorm.weight"), (3, "layers.1.mlp.linear_fc1.weight")]
     for norm, split in run_ranks(_with_a_bit_flipped, 4, {"tp": 2}, flips):
         assert norm.startswith("ReplicaCheck, step 2: decoder.final_layernorm.weight at (0,): expected equal bits")
-        assert "but rank 2 holds another copy than the other ranks; suspect memory" in norm
+        assert "got one on ranks 2 and another on ranks 0, 1, 3; suspect memory" in norm
         # Only two ranks hold that part of a weight that is split over tp.
         assert split.startswith("ReplicaCheck, step 2: decoder.layers.mlp.linear_fc1.weight at (1, ")
-        assert "but ranks 1, 3 hold different copies; suspect memory" in split
-
-
-def test_a_guard_without_checkpoints_is_refused() -> None:
-    (refusal,) = run_ranks(_without_checkpoints, 1)
-    assert refusal.startswith("SpikeGuard has no checkpoint to go back to; add ModelCheckpoint(every_n_train_steps=")
-
-
-def _without_checkpoints() -> str:
-    from lightning_megatron import SpikeGuard
-
-    return told(fit, Run(trainer={"max_steps": 1}), SpikeGuard())
+        assert "got one on ranks 1 and another on ranks 3; suspect memory" in split

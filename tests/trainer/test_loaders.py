@@ -38,7 +38,7 @@ NUMBERED: Any = [{"input_ids": torch.full((SEQ_LENGTH,), index)} for index in ra
 """Each row consists of its own number."""
 
 
-def _rows_seen(layout: Layout, loader_options: dict[str, Any], in_order: bool = False) -> tuple[int, list[list[int]]]:
+def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[int]]]:
     """This rank's copy of the model, and the numbers of the rows that it trained on, in each of two epochs."""
     from lightning_megatron import MegatronModule
 
@@ -54,15 +54,14 @@ def _rows_seen(layout: Layout, loader_options: dict[str, Any], in_order: bool = 
         on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(batch["input_ids"][:, 0].tolist()),
     )
     trainer = trainer_of(Case(layout=layout), max_steps=-1, max_epochs=2, callbacks=[watch])
-    loader = None if in_order else DataLoader(NUMBERED, batch_size=4, **loader_options)
+    loader = None if in_order else DataLoader(NUMBERED, batch_size=4)
     trainer.fit(module_of(Case(layout=layout), InOrder if in_order else None), loader)
     return trainer.strategy.data_parallel_rank, seen
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True, "num_workers": 1}], ids=str)
-def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(options: dict[str, Any]) -> None:
+def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same() -> None:
     by_copy: dict[int, list[list[int]]] = {}
-    for copy, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), options):
+    for copy, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2)):
         assert by_copy.setdefault(copy, seen) == seen
     epochs = [first + second for first, second in zip(by_copy[0], by_copy[1], strict=True)]
     # Lightning shuffles training data for every distributed strategy, whatever the loader says.
@@ -73,7 +72,7 @@ def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same(options: dic
 
 def test_a_sampler_of_ones_own_is_left_alone() -> None:
     even, odd = (0, [list(range(0, 24, 2))] * 2), (1, [list(range(1, 24, 2))] * 2)
-    assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), {}, True) == [even, even, odd, odd]
+    assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), True) == [even, even, odd, odd]
 
 
 # ---- every layout trains on them as one process ---------------------------------------------------------------------

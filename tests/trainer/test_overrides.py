@@ -1,4 +1,4 @@
-"""Fields of Megatron's configs that are set by hand: they reach the engine, or are refused with what to write."""
+"""Fields of Megatron's configs that are set by hand reach the engine. What is refused: test_refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron import ConfigError, MegatronStrategy
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, train_module
 from tests.ranks import run_ranks
@@ -56,23 +55,3 @@ def test_gradients_in_16_bits_train_nearly_as_those_in_32() -> None:
     # Sums of two microbatches and two ranks, each rounded to 8 bits.
     assert got.grad_norms == pytest.approx(expected.grad_norms, rel=2**-7)
     assert got.losses == pytest.approx(expected.losses, rel=2**-9)
-
-
-@pytest.mark.parametrize(
-    ("option", "given", "says"),
-    [
-        ("optimizer", {"lr": 0.1}, r"expected no 'lr', got lr=0\.1; use MegatronModule\(lr=\)$"),
-        ("optimizer", {"loss_scal": 1.0}, "expected fields of Megatron's OptimizerConfig, got 'loss_scal'; did you"),
-        ("optimizer", {"loss_scale": "1e3"}, r"loss_scale='1e3' must be a number, and is a str"),
-        ("optimizer", {"optimizer_cpu_offload": True}, "leave it out: megatron-core 0.16.1 keeps offloaded masters"),
-        ("optimizer", {"exp_avg_dtype": torch.bfloat16}, "leave it out: it is Transformer Engine's Adam"),
-        ("ddp", {"overlap_grad_reduce": True}, r"use MegatronStrategy\(overlap_communication=\)$"),
-        ("transformer", {"tensor_model_parallel_size": 2}, r"use MegatronStrategy\(tp=\)$"),
-        ("transformer", {"moe_z_loss_coeff": 0.1}, "nothing reads it here"),
-        ("transformer", {"moe_aux_loss_coeff": 0.1}, "set it in the model's config"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_set_by_hand_is_told_at_once(option: str, given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{option}_config_overrides: .*{says}"):
-        MegatronStrategy(**{f"{option}_config_overrides": given})

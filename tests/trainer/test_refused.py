@@ -6,8 +6,18 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
-from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit
+from tests.checkpoint.runs import (
+    EXPERT_BIAS,
+    LLAMA,
+    Run,
+    fit,
+    make_module,
+    make_trainer,
+    rows_dataset,
+    shuffled_loader,
+)
 from tests.parity.training import told
 from tests.ranks import run_ranks
 
@@ -17,8 +27,14 @@ NARROW = {**LLAMA, "intermediate_size": 48}
 BF16 = {"precision": "bf16-mixed"}
 
 
-def _by_hand(run: Run, **fields: Any) -> Run:
-    return run.but(strategy={"transformer_config_overrides": fields})
+def _by_hand(run: Run, config: str = "transformer", **fields: Any) -> Run:
+    return run.but(strategy={f"{config}_config_overrides": fields})
+
+
+def _once(dp: int) -> Any:
+    """Two batches, which cannot be read again."""
+    rows = torch.stack([row["input_ids"] for row in rows_dataset(16)])
+    yield from ({"input_ids": batch} for batch in rows.split(8))
 
 
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
@@ -34,6 +50,17 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
         ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
         ("overrides: got fp4_param=True, and Megatron says: ", _by_hand(Run(), fp4_param=True)),
+        (r"use MegatronStrategy\(tp=\)$", _by_hand(Run(), tensor_model_parallel_size=2)),
+        ("moe_z_loss_coeff.* nothing reads it here", _by_hand(Run(), moe_z_loss_coeff=0.1)),
+        ("moe_aux_loss_coeff.* set it in the model's config", _by_hand(Run(), moe_aux_loss_coeff=0.1)),
+        (r"expected no 'lr', got lr=0\.1; use MegatronModule\(lr=\)$", _by_hand(Run(), "optimizer", lr=0.1)),
+        ("fields of Megatron's OptimizerConfig, got 'loss_scal'; did you", _by_hand(Run(), "optimizer", loss_scal=1.0)),
+        ("loss_scale='1e3' must be a number, and is a str", _by_hand(Run(), "optimizer", loss_scale="1e3")),
+        ("keeps offloaded masters", _by_hand(Run(), "optimizer", optimizer_cpu_offload=True)),
+        ("it is Transformer Engine's Adam", _by_hand(Run(), "optimizer", exp_avg_dtype=torch.bfloat16)),
+        (r"use MegatronStrategy\(overlap_communication=\)$", _by_hand(Run(), "ddp", overlap_grad_reduce=True)),
+        (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
+        ("expected what can begin anew.* got a generator", Run(loader=_once, trainer={"max_steps": 5})),
     ),
     2: (
         ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
@@ -59,7 +86,7 @@ def test_what_does_not_fit_together_is_one_line_on_every_rank(ranks: int) -> Non
 def _refused_callbacks() -> list[str]:
     from lightning.pytorch import callbacks
 
-    from lightning_megatron import MegatronModule
+    from lightning_megatron import MegatronModule, SpikeGuard
 
     class Unfreezing(callbacks.BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None: ...
@@ -72,9 +99,10 @@ def _refused_callbacks() -> list[str]:
     run = Run(trainer={"max_steps": 1})
     averaging = callbacks.StochasticWeightAveraging(1e-2), callbacks.EMAWeightAveraging()
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.5)
-    refused = (callbacks.GradientAccumulationScheduler({0: 1, 4: 2}), *averaging, pruning, Unfreezing())
+    refused = (callbacks.GradientAccumulationScheduler({0: 1, 4: 2}), *averaging, pruning, Unfreezing(), SpikeGuard())
     assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
-    return [*(told(fit, run, each) for each in refused), told(fit, run, module_class=ByHand)]
+    said = [*(told(fit, run, each) for each in refused), told(fit, run, module_class=ByHand)]
+    return [*said, told(make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1))]
 
 
 def test_callbacks_that_cannot_take_effect_are_refused() -> None:
@@ -84,7 +112,9 @@ def test_callbacks_that_cannot_take_effect_are_refused() -> None:
         "EMAWeightAveraging copies the module.*remove it",
         "ModelPruning masks whole weights.*remove it",
         "Unfreezing adds parameters to the optimizer.*requires_grad_",
+        r"SpikeGuard has no checkpoint to go back to; add ModelCheckpoint\(every_n_train_steps=",
         "automatic_optimization=False does not work.*leave it True",
+        r"torch\.compile\(module\) does not work.*give the module as it is",
     )
     (said,) = run_ranks(_refused_callbacks, 1)
     for pattern, text in zip(expected, said, strict=True):

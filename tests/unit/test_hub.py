@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants
 
 from lightning_megatron import MegatronModule
+from lightning_megatron.checkpoint.files import find_newest
 from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.hub import local_folder
@@ -73,6 +74,16 @@ def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
     assert MegatronModule(model="org/gpt").model_config.num_layers == 1
     assert main([*convert[:4], str(tmp_path / "again"), *convert[5:]]) == 2
     assert "got config.json; give one of these" in capfd.readouterr().err
+
+
+def test_models_tokenizers_and_checkpoints_are_found_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` in the paths of a YAML file, which no shell has read."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 311}))
+    assert MegatronModule(model="~/model").model_config.vocab_size == 311
+    assert load_tokenizer("~/model").encode("yes")
+    assert f"{tmp_path}/a.ckpt" in told(find_newest, Path("~/a.ckpt"))
 
 
 def test_what_is_not_there_is_named_with_the_way_to_get_it(
