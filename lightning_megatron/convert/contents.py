@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint.files import META, is_distributed
 from lightning_megatron.convert.distributed import CoreSource, StrategySource
 from lightning_megatron.convert.hugging_face import HuggingFaceSource, directory_of, has_weights
 from lightning_megatron.convert.megatron_lm import TRACKER_FILE, MegatronLMSource, is_legacy
-from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, WithBase
+from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, describe_with_base
 from lightning_megatron.convert.shards import Source
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.hub import local_folder
@@ -114,6 +114,8 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
             f"of one, or an adapter ({WEIGHTS}), got "
             f"{'a file' if path.is_file() else named(names) or 'an empty folder'}; give one of these"
         )
-    source = source if source.is_whole else WithBase(source)
-    source.describe(config)
+    if source.is_whole:
+        source.describe(config)
+    else:
+        describe_with_base(source, config)
     return source

@@ -33,9 +33,9 @@ from lightning_megatron.checkpoint.files import (
     table_reader,
 )
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, shown_arguments
+from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, facts_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
-from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Place, Source, Stored, mismatches, numbered
+from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Place, Source, Stored, numbered
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
@@ -87,25 +87,23 @@ class DistributedSource(Source):
         super().__init__(path)
         table, sizes = read_table(path), file_sizes(path)
         try:
-            for place in table.storage_data.values():
-                name, end = place.relative_path, place.offset + place.length
-                if name not in sizes:
-                    raise CheckpointError(f"checkpoint {path} lacks its file {name}: it is damaged; use another")
-                if sizes[name] < end:
-                    raise CheckpointError(
-                        f"checkpoint {path} is damaged: {name} has {sizes[name]} bytes and must have {end}; use another"
-                    )
+            ends = [(each.relative_path, each.offset + each.length) for each in table.storage_data.values()]
+            cut_off = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
             self.stored = {
                 str(name): Stored(tuple(map(operator.index, each.size)), each.properties.dtype, each)
                 for name, each in table.state_dict_metadata.items()
                 if isinstance(each, TensorStorageMetadata)  # else bytes: what no layout shards
             }
-        except CheckpointError:
-            raise
         except _ODD as error:
             raise CheckpointError(
                 f"checkpoint {path} has a damaged table of contents ({error!r}); use another"
             ) from None
+        if cut_off:
+            name, end = cut_off[0]
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: expected {end} bytes in {name}, got {sizes.get(name, 'no such file')}; "
+                "use another"
+            )
         folders = (path / COMPANIONS, path)
         self.companions = next((each for each in folders if each.is_dir() and companion_files(each)), None)
         self._found: dict[Key, Stored] = {}
@@ -138,7 +136,7 @@ class DistributedSource(Source):
         """See ``Source``."""
         self._found.clear()
         found = self.find({key.name for key in expected})
-        self.refuse(mismatches(found, expected))
+        self.check(found, expected)
         return {key: each.dtype for key, each in found.items()}
 
     def read(self, place: Place) -> torch.Tensor:
@@ -230,9 +228,7 @@ class CoreSource(DistributedSource):
         super().__init__(path)
         self._arguments = arguments_of(common)
         self.iteration = common["iteration"] if type(common.get("iteration")) is int else 0
-        said = {name: common.get(name) for name in ("checkpoint_version", "iteration")}
-        self.facts = {name: value for name, value in said.items() if isinstance(value, (int, float))}
-        self.facts["args"] = shown_arguments(self._arguments)
+        self.facts = facts_of(common)
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""

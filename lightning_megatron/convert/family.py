@@ -147,6 +147,12 @@ _SAID_ALIKE = {
 """Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
 
 
+def said_by(hf: Any) -> dict[str, str]:
+    """Fields of a ``ModelConfig`` that a Hugging Face config object has under a usual name, and that name."""
+    names = {ours: [name for name in theirs.split() if hasattr(hf, name)] for ours, theirs in _SAID_ALIKE.items()}
+    return {ours: found[0] for ours, found in names.items() if found}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
     """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
@@ -222,10 +228,9 @@ class Family:
         if hasattr(hf, "layer_types") and "sliding_window" not in own:
             own |= windows(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_width(hf), **self.always}
-        for ours, theirs in _SAID_ALIKE.items():
-            if ours not in own and (said := [name for name in theirs.split() if hasattr(hf, name)]):
-                value = getattr(hf, said[0])
-                fields[ours] = activation(value) if ours == "activation" else value
+        for ours, theirs in said_by(hf).items():
+            if ours not in own:
+                fields[ours] = activation(getattr(hf, theirs)) if ours == "activation" else getattr(hf, theirs)
         return ModelConfig(family=self.model_type, **{**fields, **own})
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
@@ -234,21 +239,15 @@ class Family:
         Raises:
             ConfigError: If this family has no such task.
         """
-        if task is not None:
-            if task not in self.architectures:
-                raise ConfigError(
-                    f"task={task!r} is unknown to {self.model_type} models; choose from {', '.join(self.architectures)}"
-                )
-            return task
-        named = (getattr(hf_config, "architectures", None) or [None])[0]
-        if named is None or str(named).endswith("Model"):
+        named = task or (getattr(hf_config, "architectures", None) or [None])[0]
+        if task is None and (named is None or str(named).endswith("Model")):
             return next(iter(self.architectures))
         for known, architecture in self.architectures.items():
-            if architecture == named:
+            if named in (known, architecture):
                 return known
         raise ConfigError(
-            f"architectures=[{named!r}] of this {self.model_type} config is not supported; use one of "
-            f"{', '.join(self.architectures.values())} (in Python also task=, one of {', '.join(self.architectures)})"
+            f"{'architectures' if task is None else 'task'}={named!r} is unknown to {self.model_type} models; choose "
+            f"from {', '.join(self.architectures)}, in config.json {', '.join(self.architectures.values())}"
         )
 
     def model_config(self, hf_config: Any, task: str | None = None) -> ModelConfig:

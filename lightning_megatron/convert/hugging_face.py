@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.family import VOCABULARY, Family
 from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, mismatches, progress_bar
+from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -257,10 +257,7 @@ class HuggingFaceSource(Source):
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; no weight is read, except T5's output layer, which its config cannot tell."""
-        has_config = (self.path / CONFIG_FILE).is_file()
-        if config is not None and has_config:
-            raise ConfigError(f"config={config} would do nothing: {self.path} has a {CONFIG_FILE}; leave it out")
-        if config is None and not has_config:
+        if config is None and not (self.path / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"model directory {self.path} has no {CONFIG_FILE}, so that its model is unknown; fetch it, or give "
                 "one with --config"
@@ -282,10 +279,9 @@ class HuggingFaceSource(Source):
             keys |= dict.fromkeys(tensors, key)
             shapes |= tensors
         hf_class = getattr(transformers, family.architectures[self.model.task])
-        tied = getattr(hf_class, "_tied_weights_keys", None)  # each tensor, and what it is a copy of
-        ignorable = getattr(hf_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
         actual, ties = _renamed(stored, keys, family), []
-        for name, source in tied.items() if isinstance(tied, Mapping) else ():
+        for name, source in (hf_class._tied_weights_keys or {}).items():  # each tensor, and what it is a copy of
             name = _in_files(name, family)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
@@ -305,17 +301,14 @@ class HuggingFaceSource(Source):
             else:
                 others[in_file] = stored[in_file]
         found_here = {name: stored[in_file] for name, in_file in self._stored_name.items()}
-        problems = mismatches(found_here | others, {name: shapes[name] for name in shapes if name not in new})
+        self.check(found_here | others, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
-            problems = problems or [
-                f"{copy!r} differs from {source!r}, to which the config ties it (if it should not be tied, set "
-                "tie_word_embeddings=false in config.json)"
-                for copy, source in ties
-                if not self._files.are_equal(copy, source)
-            ]
+            differ = (
+                "differs from {!r}, to which the config ties it (if it should not, tie_word_embeddings=false there)"
+            )
+            self.refuse([f"{copy!r} {differ.format(of)}" for copy, of in ties if not self._files.are_equal(copy, of)])
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
-        self.refuse(problems)
         for name, each in found_here.items():
             # If the tensors that make one of Megatron's differ: the one that holds them all.
             self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], each.dtype), each.dtype)
@@ -485,8 +478,7 @@ def save_hugging_face(
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()
     with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
-        metadata = {**split.metadata, "total_parameters": sum(math.prod(each.shape) for each in contents.values())}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
         on_all_ranks_alike(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
         held: dict[str, dict[str, torch.Tensor]] = {}
         left = Counter(split.tensor_to_filename.values())
@@ -496,7 +488,7 @@ def save_hugging_face(
             if tensor is not None:
                 held.setdefault(file, {})[name] = tensor
             if left[file] == 0:
-                write = partial(_write_weights, folder, file, held.pop(file, {}))
+                write = partial(write_weight_file, folder, file, held.pop(file, {}))
                 on_all_ranks_alike(write if is_first else lambda: None)
             bar.update(contents[name].num_bytes)
 
@@ -509,7 +501,8 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Sto
     config = config_of_task(hf_config, model)
     if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model"):
         config.architectures = hf_config.architectures
-    config.__dict__.pop("auto_map", None)  # it names files with code, which do not travel along
+    for name in ("auto_map", "transformers_weights"):  # names of files, which do not travel along
+        config.__dict__.pop(name, None)
     config.dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     return config
 
@@ -552,20 +545,18 @@ def staged_directory(path: Path) -> Iterator[Path]:
 def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:
     """Everything but the weights: what cannot be written is better known before they are gathered."""
     with failures_as_errors(f"model directory {folder} is not written"):
-        try:
-            config.save_pretrained(folder)
-        except OSError:
-            raise
-        except Exception as error:  # transformers validates with errors of its own
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"transformers does not save this model's config: {reason}; correct it") from error
+        config.to_json_file(folder / CONFIG_FILE)
         if index is not None:
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         copy_companions(companions, folder)
 
 
-def _write_weights(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One weight file, forced to the disk."""
+def write_weight_file(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One weight file, forced to the disk.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -8,7 +8,6 @@ head) stands in an argument of our own, ``hugging_face_config``.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.family import LAYER, POSITIONS, VOCABULARY, said_by
 from lightning_megatron.convert.registry import config_object, config_of_task, family_of, rules_of, stored_config
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -44,7 +44,7 @@ _LARGEST_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
 _LONGEST = 200
 """Characters of an argument that is shown, and items of a list."""
-_CLASSIFIERS = ("classification_head.dense.weight", "token_head.dense.weight")
+_CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 _REFUSED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
     *("rotary_interleaved", "squared_relu", "quick_geglu"),
@@ -77,18 +77,24 @@ def own_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return fields
 
 
-def shown_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments as plain data, without the config of ours among them."""
+def facts_of(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the state of a checkpoint says beside its weights, as plain data."""
+    arguments = arguments_of(state)
     names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
-    return {str(name): shown(arguments[name]) for name in names}
+    return {
+        **{name: _shown(state.get(name)) for name in ("checkpoint_version", "iteration")},
+        "consumed_samples": _shown(arguments.get("consumed_train_samples")) or None,
+        "args": {str(name): _shown(arguments[name]) for name in names},
+        "config": own_fields(arguments),
+    }
 
 
-def shown(value: Any) -> Any:
+def _shown(value: Any) -> Any:
     """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [shown(each) for each in value[:_LONGEST]]
+        return [_shown(each) for each in value[:_LONGEST]]
     plain = isinstance(value, (str, torch.dtype, Path, StandIn))
     return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
 
@@ -120,8 +126,15 @@ def described_by(
             raise
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # arguments and shapes can be anything
             raise CheckpointError(f"{path}: args and shapes describe no model ({error!r}); {_GIVE_A_CONFIG}") from None
-    model = family_of(hf_config.model_type).model_config(hf_config)
-    return (variant_of(model, arguments) if config is None and HUGGING_FACE_CONFIG in arguments else model), hf_config
+    model, names = family_of(hf_config.model_type).model_config(hf_config), {key.name for key in shapes}
+    if config is None and HUGGING_FACE_CONFIG in arguments:
+        model = variant_of(model, arguments)
+    outside = {rule.megatron for rule in rules_of(model) if LAYER not in rule.hugging_face[0]}
+    if model.architecture == "bert" and not outside <= names:
+        model = family_of(model.family).model_config(hf_config, bert_task(names))
+    if model.architecture == "t5" and VOCABULARY[1] in names:
+        model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
+    return model, hf_config
 
 
 # ---- from arguments to a config -------------------------------------------------------------------------------------
@@ -144,33 +157,50 @@ class _Told:
     ) -> None:
         stacks = {key.name.split(".")[0] for key in shapes if key.layer is not None}
         self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
-        self.num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
-        self.names = {key.name for key in shapes}
+        self.names, self.tp, self.path = {key.name for key in shapes}, tp, path
         self.shapes = {
             re.sub(r"^(?:encoder|decoder)\.(?:layers\.)?", "", key.name): shape
             for key, shape in shapes.items()
             if not key.layer
         }
         """Of the first layer, and of what is outside of layers; names without their stack."""
-        self.tp, self.path = tp, path
-        self.rows = self.shapes["embedding.word_embeddings.weight"][0]
-        self.width, self.ffn = self.shapes["mlp.linear_fc2.weight"]
-        self.is_gated = self.shapes["mlp.linear_fc1.weight"][0] == 2 * self.ffn
-        self.positions = self.shapes.get("embedding.position_embeddings.weight", (0,))[0]
-        self.arguments = arguments or self.published()
-        self.heads, columns = self.arguments["num_attention_heads"], self.shapes["self_attention.linear_proj.weight"][1]
-        if columns % self.heads != 0:
-            raise ValueError(f"num_attention_heads={self.heads} does not divide {columns} columns")
-        self.head = columns // self.heads
-        self.groups = (self.shapes["self_attention.linear_qkv.weight"][0] // self.head - self.heads) // 2
+        self.rows, self.positions = (self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS))
+        num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
+        (width, ffn), branches = self.shapes["mlp.linear_fc2.weight"], self.shapes["mlp.linear_fc1.weight"][0]
+        self.arguments = arguments or self.published(num_layers, width, branches)
+        said, heads = self.arguments.get, self.arguments["num_attention_heads"]
+        head, rest = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
+        if rest != 0:
+            raise ValueError(f"num_attention_heads={heads} does not divide {head * heads + rest} columns")
+        untied, window = said("untie_embeddings_and_output_weights"), said("window_size")
+        untied = "output_layer.weight" in self.shapes if untied is None else untied
+        positions = "rope" if said("use_rotary_position_embeddings") else said("position_embedding_type")
+        self.fields = {
+            "vocab_size": self.vocab_size(),
+            **{"num_layers": num_layers, "hidden_size": width, "ffn_hidden_size": ffn},
+            "num_query_groups": (self.shapes["self_attention.linear_qkv.weight"][0] // head - heads) // 2,
+            **{"num_attention_heads": heads, "kv_channels": head},
+            "gated_linear_unit": branches == 2 * ffn and bool(said("swiglu", True)),
+            "layernorm_epsilon": self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5)),
+            "add_qkv_bias": "self_attention.linear_qkv.bias" in self.shapes,
+            "add_bias_linear": "mlp.linear_fc1.bias" in self.shapes,
+            "share_embeddings_and_output_weights": self.architecture == "bert" or not untied,
+            "position_embedding_type": positions or ("learned_absolute" if self.positions else None),
+            "rotary_percent": self.number("rotary_percent", 1.0),
+            "max_position_embeddings": self.positions or said("max_position_embeddings") or said("seq_length") or 4096,
+            "num_tokentypes": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
+            # Hugging Face counts the token itself, too.
+            "sliding_window": window[0] + 1 if isinstance(window, Sequence) else window,
+        }
+        """What the model must have, as fields of a ``ModelConfig``."""
 
-    def published(self) -> dict[str, Any]:
+    def published(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
         """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
-        found = (self.num_layers, self.width, self.shapes["mlp.linear_fc1.weight"][0], self.positions)
-        if found != sizes or not any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies):
+        is_known = any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies)
+        if not is_known or (num_layers, width, ffn, self.positions) != sizes:
             raise CheckpointError(
-                f"{self.path} has no arguments (args), and its shapes ({found[0]} layers of {found[1]} columns, "
+                f"{self.path} has no arguments (args), and its shapes ({num_layers} layers of {width} columns, "
                 f"{self.rows} rows of vocabulary) are not those of NVIDIA's GPT-2 345M or BERT 345M, so that nothing "
                 f"says how many heads its attention has; {_GIVE_A_CONFIG}"
             )
@@ -181,46 +211,6 @@ class _Told:
         value = self.arguments.get(name)
         return default if value is None else float(value)
 
-    def config(self) -> Any:
-        """The Hugging Face config object of the one family that has such tensors."""
-        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name)]
-        if self.architecture == "t5":
-            told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
-        elif not told and self.architecture == "bert":
-            return self.config_of("megatron-bert", bert_task(self.shapes))
-        if not told:
-            wrong = []
-            for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
-                config = self.config_of(family)
-                wrong.append(self.differences(family_of(family).model_config(config)))
-                if not wrong[-1]:
-                    return config
-            told = min(wrong, key=len)
-        raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
-
-    def differences(self, model: ModelConfig) -> list[str]:
-        """What arguments and tensors say otherwise than ``model``, or do not have."""
-        is_rope = self.arguments.get("use_rotary_position_embeddings")
-        of_table = "learned_absolute" if self.positions else None
-        says = {
-            "position_embedding_type": "rope" if is_rope else self.arguments.get("position_embedding_type") or of_table,
-            "rotary_percent": self.number("rotary_percent", 1.0),
-            "sliding_window": self.window(),
-            "kv_channels": self.head,
-            "num_query_groups": self.groups,
-            "gated_linear_unit": self.is_gated and bool(self.arguments.get("swiglu", True)),
-        }
-        names = {rule.megatron for rule in rules_of(model)}
-        # On the last of several stages a tied model has a copy of its embedding, too.
-        others = sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
-        return [f"{name}={value}" for name, value in says.items() if getattr(model, name) != value] + others
-
-    def window(self) -> int | None:
-        """How many tokens a token sees, itself included, as Hugging Face counts them."""
-        window: int | Sequence[int] | None = self.arguments.get("window_size")
-        return window[0] + 1 if isinstance(window, Sequence) else window
-
-    @functools.cached_property
     def vocab_size(self) -> int:
         """Without the rows that pad it, if that is known."""
         told, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
@@ -237,47 +227,48 @@ class _Told:
         )
         return self.rows
 
+    def config(self) -> Any:
+        """The Hugging Face config object of the one family that has such fields and tensors."""
+        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name)]
+        if self.architecture == "t5":
+            told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
+        elif not told and self.architecture == "bert":
+            return self.config_of("megatron-bert", bert_task(self.shapes))
+        if not told:
+            wrong = []
+            for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
+                config = self.config_of(family)
+                model = family_of(family).model_config(config)
+                others = [f"{name}={value}" for name, value in self.fields.items() if getattr(model, name) != value]
+                names = {rule.megatron for rule in rules_of(model)}
+                # On the last of several stages a tied model has a copy of its embedding, too.
+                wrong.append(others + sorted(names ^ (self.names - ({"output_layer.weight"} - names))))
+                if not wrong[-1]:
+                    return config
+            told = min(wrong, key=len)
+        raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
+
     def config_of(self, family: str, task: str = "causal_lm") -> Any:
-        """What is known as a config of ``family``: under all names that those of the known families have for it."""
-        arguments = self.arguments
-        untied = arguments.get("untie_embeddings_and_output_weights")
-        epsilon = self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5))
-        # Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh.
-        gelu = (
-            "gelu_fast" if arguments.get("bias_gelu_fusion") else "gelu_new" if arguments.get("openai_gelu") else "gelu"
-        )
-        longest = arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
-        known = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.width,
-            **dict.fromkeys(("intermediate_size", "n_inner"), self.ffn),
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.groups,
-            "head_dim": self.head,
-            "max_position_embeddings": self.positions or longest,
-            "type_vocab_size": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
-            "activation_function": gelu,
-            "attention_bias": "self_attention.linear_qkv.bias" in self.shapes,
-            "mlp_bias": "mlp.linear_fc1.bias" in self.shapes,
-            "tie_word_embeddings": "output_layer.weight" not in self.shapes if untied is None else not untied,
-            "initializer_range": self.number("init_method_std", 0.02),
-            "sliding_window": self.window(),
-            "rope_parameters": self.rope(),
-            **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"), epsilon),
-        }
-        dropouts = ("hidden_dropout_prob", "resid_pdrop", "embd_pdrop")
-        known |= dict.fromkeys(dropouts, self.number("hidden_dropout", 0.1))
-        dropouts = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
-        known |= dict.fromkeys(dropouts, self.number("attention_dropout", 0.1))
+        """What is known as a config of ``family``."""
+        default, said, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
+        if not fields["gated_linear_unit"]:
+            # Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh.
+            fields["activation"] = (
+                "gelu_fast" if said("bias_gelu_fusion") else "gelu_new" if said("openai_gelu") else "gelu"
+            )
+        fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.number("hidden_dropout", 0.1))
+        fields["attention_dropout"] = self.number("attention_dropout", 0.1)
+        fields["init_method_std"] = self.number("init_method_std", 0.02)
+        names, own = said_by(default), {"rope_parameters": self.rope()}
+        own |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
         if self.architecture == "gpt" and self.positions:
-            known |= dict.fromkeys(("bos_token_id", "eos_token_id"), min(_GPT2_VOCABULARY, self.vocab_size) - 1)
-        elif self.architecture == "bert":
-            labels = [shape[0] for name, shape in self.shapes.items() if name in _CLASSIFIERS]
-            known |= {"hidden_act": gelu, "tie_word_embeddings": True, "num_labels": labels[0] if labels else 2}
-        default = config_object({"model_type": family})
-        fields = {name: value for name, value in known.items() if hasattr(default, name)}
-        return config_object({"model_type": family, "architectures": [family_of(family).architectures[task]], **fields})
+            end = min(_GPT2_VOCABULARY, fields["vocab_size"]) - 1
+            own |= dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+        for classifier in _CLASSIFIERS & self.shapes.keys():
+            own["num_labels"] = self.shapes[classifier][0]
+        known = {names[field]: value for field, value in fields.items() if field in names}
+        known |= {name: value for name, value in own.items() if hasattr(default, name)}
+        return config_object({"model_type": family, "architectures": [family_of(family).architectures[task]], **known})
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""

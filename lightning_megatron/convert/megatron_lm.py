@@ -43,41 +43,21 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_megatron.convert.family import LAYER, VOCABULARY
+from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import (
-    arguments_of,
-    bert_task,
-    described_by,
-    megatron_arguments,
-    own_fields,
-    shown,
-    shown_arguments,
-)
-from lightning_megatron.convert.registry import family_of, rules_of
-from lightning_megatron.convert.shards import (
-    NO_WEIGHTS,
-    Key,
-    Place,
-    Shard,
-    Source,
-    Stored,
-    in_order,
-    mismatches,
-    progress_bar,
-    shards_of,
-)
+from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, facts_of, megatron_arguments
+from lightning_megatron.convert.shards import NO_WEIGHTS, Key, Place, Shard, Source, Stored, progress_bar, shards_of
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
 from lightning_megatron.files import failures_as_errors
 from lightning_megatron.models.config import Architecture, ModelConfig
+from lightning_megatron.models.t5_layout import shares
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """What a rank's file is called; the second one with the distributed optimizer of 2022."""
@@ -185,14 +165,15 @@ _Rank = tuple[int, int]
 class RankState(NamedTuple):
     """What the file of one rank holds; its tensors are mapped, not read."""
 
-    arguments: Mapping[str, Any]
-    """Megatron-LM's command line; empty in the oldest checkpoints."""
-    version: float
-    """Of the checkpoint; it says how the rows of queries, keys and values are ordered."""
+    facts: Mapping[str, Any]
+    """By name: ``args`` (not in the oldest ones), ``checkpoint_version``, ``iteration``, ``optimizer``, ..."""
     chunks: tuple[Mapping[str, torch.Tensor], ...]
     """Weights of each model chunk, under flat names and in their order in the file."""
-    others: Mapping[str, Any]
-    """What else is there by name: ``iteration``, ``optimizer``, ``opt_param_scheduler``, ..."""
+
+    @property
+    def version(self) -> float:
+        """Of the checkpoint; it says how the rows of queries, keys and values are ordered."""
+        return float(self.facts.get("checkpoint_version", 0))
 
 
 def rank_folder(tensor: int, stage: int, pp: int) -> str:
@@ -202,16 +183,12 @@ def rank_folder(tensor: int, stage: int, pp: int) -> str:
 
 def _files_at(path: Path) -> dict[_Rank, Path]:
     """The model file of each rank in a folder, or of the one that is named; folders without one are of an optimizer."""
-
-    def model_file(folder: Path) -> Path | None:
-        return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
-
-    own = path if path.is_file() else model_file(path)
-    if own is not None:
-        return {(0, 0): own}
-    ranks = {each: _RANK.fullmatch(each.name) for each in path.glob("mp_rank_*")}
-    files = {(int(name[1]), int(name[2] or 0)): model_file(each) for each, name in ranks.items() if name}
-    return {rank: file for rank, file in sorted(files.items()) if file is not None}
+    if path.is_file():
+        return {(0, 0): path}
+    ranks = {each: _RANK.fullmatch(each.name) for each in sorted(path.glob("mp_rank_*"))}
+    folders = {(int(name[1]), int(name[2] or 0)): each for each, name in ranks.items() if name} or {(0, 0): path}
+    files = {rank: [folder / name for name in MODEL_FILES] for rank, folder in folders.items()}
+    return {rank: file for rank, names in files.items() for file in reversed(names) if file.is_file()}
 
 
 def is_legacy(path: Path) -> bool:
@@ -232,25 +209,20 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
     Raises:
         CheckpointError: If there is none, or a rank is missing, damaged or unsafe.
     """
-    if not (path.is_file() and path.suffix == ".zip"):
-        return _read(path, _files_at(path))
     with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
-        return _read(path, _files_at(_unpacked(path, Path(temporary))))
-
-
-def _read(path: Path, files: Mapping[_Rank, Path]) -> dict[_Rank, RankState]:
-    if not files:
-        raise CheckpointError(
-            f"{path} is no checkpoint of Megatron-LM: it has no folders mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
-        )
-    tp, pp = _sizes(files)
-    if len(files) < tp * pp:  # before they are named: a number can be anything
-        absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
-        raise CheckpointError(
-            f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; copy "
-            "the whole checkpoint"
-        )
-    return {rank: _read_rank(file) for rank, file in files.items()}
+        is_zip = path.is_file() and path.suffix == ".zip"
+        if not (files := _files_at(_unpacked(path, Path(temporary)) if is_zip else path)):
+            raise CheckpointError(
+                f"{path} is no checkpoint of Megatron-LM: it has no folders mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
+            )
+        tp, pp = _sizes(files)
+        if len(files) < tp * pp:  # before they are named: a number can be anything
+            absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
+            raise CheckpointError(
+                f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; "
+                "copy the whole checkpoint"
+            )
+        return {rank: _read_rank(file) for rank, file in files.items()}
 
 
 def _unpacked(archive: Path, folder: Path) -> Path:
@@ -279,25 +251,22 @@ def _read_rank(file: Path) -> RankState:
     state = read_pickle(file)
     state = state if isinstance(state, Mapping) else {}
     models = {int(name[1] or 0): value for key, value in state.items() if (name := _CHUNK.fullmatch(str(key)))}
-    nested = [models.get(number) for number in range(len(models))]
-    chunks = tuple(dict(_flat(each)) for each in nested if isinstance(each, Mapping))
-    version = state.get("checkpoint_version", 0)
-    if not chunks or not all(chunks) or len(chunks) < len(models) or type(version) not in (int, float):
+    chunks = tuple(dict(_flat(models.get(number))) for number in range(len(models)))
+    if not chunks or not all(chunks) or type(state.get("checkpoint_version", 0)) not in (int, float):
         named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MOST_NAMED]) or "nothing"
         raise CheckpointError(
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
         )
-    others = {str(name): value for name, value in state.items() if name != "args" and not _CHUNK.fullmatch(str(name))}
-    return RankState(arguments_of(state), float(version), chunks, others)
+    return RankState({str(name): each for name, each in state.items() if not _CHUNK.fullmatch(str(name))}, chunks)
 
 
-def _flat(nested: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(f"{before}{key}"):
-            yield f"{before}{key}", value
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(name):
+        yield name, value
 
 
 # ---- from ranks to whole tensors ------------------------------------------------------------------------------------
@@ -390,26 +359,19 @@ class MegatronLMSource(Source):
         """Map the files of all ranks; see ``Source``."""
         super().__init__(path)
         ranks = read_ranks(path)
-        first, (self._tp, pp) = ranks[0, 0], _sizes(ranks)
-        self._arguments, self._version = first.arguments, first.version
+        first, (self._tp, self._pp) = ranks[0, 0], _sizes(ranks)
+        self._arguments, self._version = arguments_of(first.facts), first.version
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's own, which names none
         self._found = {key: _whole(key, copies) for key, copies in stack(path, ranks).items()}
         self.stored = {each.place[0][0]: each for each in self._found.values()}
-        said = (first.others.get("iteration"), first.arguments.get("iteration"))
-        self.iteration = next((each for each in said if type(each) is int and each > 0), 0)
+        iterations = (first.facts.get("iteration"), self._arguments.get("iteration"))
+        self.iteration = next((each for each in iterations if type(each) is int and each > 0), 0)
         folders = (path, path.parent) if path.is_dir() else ()
         self.companions = next((folder for folder in folders if companion_files(folder)), None)
-        self.facts = {
-            "checkpoint_version": first.version,
-            "layout": {"tp": self._tp, "pp": pp, **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {})},
-            "iteration": self.iteration or shown(first.others.get("iteration")),
-            "consumed_samples": shown(first.arguments.get("consumed_train_samples")) or None,
-            "args": shown_arguments(first.arguments),
-            "config": own_fields(first.arguments),
-            "others": [name for name in first.others if name not in ("iteration", "checkpoint_version")],
-        }
-        self._pp = pp
+        layout = {"tp": self._tp, "pp": self._pp, **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {})}
+        others = [name for name in first.facts if name not in ("args", "iteration", "checkpoint_version")]
+        self.facts = {**facts_of(first.facts), "checkpoint_version": first.version, "layout": layout, "others": others}
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
@@ -420,22 +382,16 @@ class MegatronLMSource(Source):
                     "all ranks, with those that are missing"
                 )
         shapes = {key: each.shape for key, each in self._found.items()}
-        model, self.hf_config = described_by(self._arguments, shapes, self._tp, config, self.path)
-        outside = [Key(rule.megatron) for rule in rules_of(model) if LAYER not in rule.hugging_face[0]]
-        if model.architecture == "bert" and not all(key in shapes for key in outside):
-            model = family_of(model.family).model_config(self.hf_config, bert_task({key.name for key in shapes}))
-        if model.architecture == "t5" and _OUTPUT in shapes:
-            model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
-        heads, version = model.num_attention_heads, self._version
+        self.model, self.hf_config = described_by(self._arguments, shapes, self._tp, config, self.path)
+        heads, groups, version = self.model.num_attention_heads, self.model.num_query_groups, self._version
         if version not in (0, 1, 2, 3):
             raise CheckpointError(f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3")
-        if version < 2.0 and (model.num_query_groups != heads or heads % self._tp != 0):
+        if version < 2.0 and (groups != heads or heads % self._tp != 0):
             raise CheckpointError(
                 f"num_attention_heads: expected a multiple of the checkpoint's tp={self._tp}, and of checkpoint_version"
-                f"={version:g} as many keys, got {heads} and {model.num_query_groups}; give the config.json that "
+                f"={version:g} as many keys, got {heads} and {groups}; give the config.json that "
                 "belongs to it with --config"
             )
-        self.model = model
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; tensors that several stages have must be the same on all of them."""
@@ -444,7 +400,7 @@ class MegatronLMSource(Source):
             may_be += (_OUTPUT.name,)  # of the last stage: a copy, which is compared
         superfluous = [key for key in self._found if key not in expected and key.name.startswith(may_be)]
         found = {key: each for key, each in self._found.items() if key not in superfluous}
-        self.refuse(mismatches(found, expected))
+        self.check(found, expected)
         if self.model.architecture == "bert" and superfluous:
             _log.warning("of another head in %s and left out: %s", self.path, ", ".join(map(str, superfluous)))
         for key, each in self._found.items():
@@ -475,7 +431,7 @@ _NO_OPTIMIZER: Mapping[str, Any] = {
 }
 """Readers of old wanted an optimizer, and this is what transformers' script wrote."""
 
-Chunk = Mapping[str, range]
+Cut = Mapping[str, range]
 """Which layers of each stack (``encoder``, ``decoder``) a model chunk holds, counted in the whole stack."""
 
 
@@ -501,17 +457,15 @@ def save_megatron_lm(
         ConfigError: If the layers cannot be cut like this.
         CheckpointError: If a file cannot be written.
     """
-    stages, more = cut(model, layout)
+    cuts, more = cut(model, layout)
+    mine = shards_of(chunks, model)
     shards: dict[Key, list[Shard]] = {}
-    for shard in shards_of(chunks, model):
+    for shard in mine:
         shards.setdefault(shard.place.key, []).append(shard)
-    sizes: Counter[torch.dtype] = Counter()
-    for shard in itertools.chain.from_iterable(shards.values()):
-        sizes[shard.data.dtype] += shard.data.nbytes
-    dtype = sizes.most_common(1)[0][0]
+    dtype = max(mine, key=lambda shard: shard.data.nbytes).data.dtype
     arguments = megatron_arguments(model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more})
     every = itertools.product(range(layout.tp), range(layout.pp))
-    with progress_bar("saving weights", sum(sizes.values())) as bar:
+    with progress_bar("saving weights", sum(shard.data.nbytes for shard in mine)) as bar:
         for tensor, stage in every if rank is None else [rank]:
             state: dict[str, Any] = {
                 "args": arguments,
@@ -519,16 +473,16 @@ def save_megatron_lm(
                 "iteration": source.iteration,
                 "optimizer": dict(_NO_OPTIMIZER),
             }
-            for number, chunk in enumerate(stages[stage]):
+            for number in range(stage, len(cuts), layout.pp):
                 tensors: dict[str, Any] = {}
-                for name, key in _held(shards, chunk, model):
+                for name, key in _held(shards, cuts, number, model):
                     part = _part(shards[key], model, layout.tp, tensor if rank is None else None)
                     # As Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"].
                     depth = 3 if ".embedding." in name else 2 if name.startswith("language_model.") else 1
                     *outer, last = name.split(".", depth)
                     functools.reduce(lambda inner, each: inner.setdefault(each, {}), outer, tensors)[last] = part
                     bar.update(part.nbytes)
-                state["model" if layout.vpp is None else f"model{number}"] = tensors
+                state["model" if layout.vpp is None else f"model{number // layout.pp}"] = tensors
             file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / MODEL_FILES[0]
             with failures_as_errors(f"{file} is not written"):
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -544,7 +498,7 @@ def _part(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None
     key = shards[0].place.key
     axis = split_axis(key.name)
     # A gated layer has two shards: its gates and its other branch, and of each the rank has a part.
-    parts = [shard.data for shard in sorted(shards, key=lambda shard: shard.place.offset)]
+    parts = [shard.data for shard in shards]
     if rank is None or axis is None:
         return torch.cat(parts)
     if key.name in VOCABULARY:
@@ -554,31 +508,27 @@ def _part(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None
     return torch.cat([part.chunk(tp, axis)[rank] for part in parts])
 
 
-def _held(keys: Collection[Key], chunk: Chunk, model: ModelConfig) -> list[tuple[str, Key]]:
+def _held(keys: Collection[Key], cuts: Sequence[Cut], number: int, model: ModelConfig) -> list[tuple[str, Key]]:
     """The tensors of a chunk under flat legacy names; layers in their order, before their stack's final norm.
 
     Whoever reads a checkpoint takes layers from the front of a dictionary.
     """
-    counts = _stacks(model)
-    is_first = any(layers.start == 0 for layers in chunk.values())  # also of a decoder that has an encoder before it
-    is_last = next((layers.stop == counts[stack] for stack, layers in chunk.items() if stack == [*counts][-1]), False)
+    own, is_last = cuts[number], number == len(cuts) - 1
+    is_first = any(layers and layers.start == 0 for layers in own.values())  # also of a decoder behind an encoder
 
     def is_held(key: Key) -> bool:
         stack, _, inside = key.name.partition(".")
-        stack = stack.removesuffix("_relative_pos_emb")
-        if stack not in counts:
+        layers = own.get(stack.removesuffix("_relative_pos_emb"))
+        if layers is None:
             return is_first if stack == "embedding" else is_last
-        layers = chunk.get(stack, range(0))
         if inside.startswith("final_layernorm"):
-            return layers.stop == counts[stack]
-        return stack in chunk and (key.layer is None or key.layer in layers)
+            return bool(layers) and layers.stop == cuts[-1][stack].stop
+        return bool(layers) if key.layer is None else key.layer in layers
 
-    held = sorted(filter(is_held, in_order(keys, model)), key=lambda key: ".final_layernorm." in key.name)
     names = []
-    for key in held:
-        first = 0 if key.layer is None else chunk[key.name.split(".")[0]].start
-        local = key._replace(layer=None if key.layer is None else key.layer - first)
-        names.append((written_name(local, model.architecture), key))
+    for key in sorted(filter(is_held, keys), key=lambda key: ".final_layernorm." in key.name):
+        layer = None if key.layer is None else key.layer - own[key.name.split(".")[0]].start
+        names.append((written_name(key._replace(layer=layer), model.architecture), key))
     is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
     return [*names, (HEAD_COPY, EMBEDDING)] if is_tied and is_last and not is_first else names
 
@@ -586,40 +536,26 @@ def _held(keys: Collection[Key], chunk: Chunk, model: ModelConfig) -> list[tuple
 # ---- layers of stages -----------------------------------------------------------------------------------------------
 
 
-def _stacks(model: ModelConfig) -> dict[str, int]:
-    """Layers of each stack, in the order of the pipeline."""
-    if model.architecture == "t5":
-        return {"encoder": model.num_layers, "decoder": model.num_decoder_layers}
-    return {"encoder" if model.architecture == "bert" else "decoder": model.num_layers}
-
-
-def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[list[Chunk]], dict[str, int | None]]:
-    """The chunks of each stage, and the arguments by which Megatron-LM cuts so.
+def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Cut], dict[str, int | None]]:
+    """The chunks in the order of the pipeline, and the arguments by which Megatron-LM cuts so.
 
     Raises:
         ConfigError: If Megatron-LM could not hold such chunks.
     """
-    stacks, pp, num_chunks = _stacks(model), layout.pp, layout.pp * layout.num_model_chunks
+    pp, num_chunks, is_t5 = layout.pp, layout.pp * layout.num_model_chunks, model.architecture == "t5"
     if layout.vpp is not None:
-        if len(stacks) > 1:
+        if is_t5:
             raise ConfigError(f"vpp={layout.vpp}: Megatron-LM does not interleave an encoder-decoder; leave vpp out")
         require_divides("pp x vpp", num_chunks, "num_layers", model.num_layers)
-    split: int | None = None
-    ends: tuple[int | None, int | None] = (None, None)
-    chunks: list[Chunk] = [{stack: range(count) for stack, count in stacks.items()}] if pp == 1 else []
-    parts = [num_chunks]
-    if len(stacks) > 1 and pp > 1:
-        encoder, decoder = stacks.values()
-        split = min(max(1, pp - decoder, round(pp * encoder / (encoder + decoder))), pp - 1, encoder)
-        parts = [split, pp - split]
-    for (stack, count), stages in zip(stacks.items(), parts, strict=True) if pp > 1 else ():
-        sizes = _stage_sizes(count, stages)
-        borders = itertools.accumulate(sizes, initial=0)
-        chunks += [{stack: range(start, stop)} for start, stop in itertools.pairwise(borders)]
-        if len(stacks) == 1 and len(set(sizes)) > 1:
-            ends = (sizes[0], sizes[-1])
+    layers, encoder = model.num_layers + model.num_decoder_layers, model.num_layers * (model.architecture != "gpt")
+    sizes, split = _stage_sizes(layers, num_chunks), None
+    if is_t5 and pp > 1:
+        split = min(max(1, pp - model.num_decoder_layers, round(pp * encoder / layers)), pp - 1, encoder)
+        sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
+    ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
     names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    return [chunks[stage::pp] for stage in range(pp)], dict(zip(names, (split, *ends), strict=True))
+    cuts = [{"encoder": ours, "decoder": theirs} for ours, theirs in shares(encoder, sizes)]
+    return cuts, dict(zip(names, (split, *ends), strict=True))
 
 
 def _stage_sizes(num_layers: int, stages: int) -> list[int]:

@@ -13,20 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from lightning_megatron.convert.family import linears_of
-from lightning_megatron.convert.hugging_face import (
-    HuggingFaceSource,
-    WeightFiles,
-    read_safetensors,
-)
+from lightning_megatron.convert.hugging_face import HuggingFaceSource, WeightFiles, read_safetensors, write_weight_file
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source
+from lightning_megatron.convert.shards import Gathering, Loading, Source
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
-from lightning_megatron.files import failures_as_errors, staged, sync
+from lightning_megatron.files import failures_as_errors, staged
 from lightning_megatron.hub import local_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
 
@@ -221,43 +216,28 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     Loading(chunks, source).fill()
 
 
-class WithBase(Source):
-    """Adapters, and from elsewhere the weights that they were trained beside."""
+def describe_with_base(adapters: Source, config: Path | None) -> None:
+    """Find out which model adapters are of, and open the one that they were trained beside.
 
-    def __init__(self, adapters: Source) -> None:
-        """Set which adapters."""
-        super().__init__(adapters.path)
-        self._adapters = adapters
-        self.kind, self.iteration = f"{adapters.kind} and its base", adapters.iteration
+    Args:
+        adapters: Not described yet.
+        config: As for ``Source.describe``, of the base.
 
-    def describe(self, config: Path | None) -> None:
-        """See ``Source``: as the model of the adapters, with the tokenizer and config of the base."""
-        adapters = self._adapters
-        if config is not None:
-            raise ConfigError(f"config={config} would do nothing: {self.path} holds adapters, which name their base")
-        try:
-            self._base = base = HuggingFaceSource(local_folder(str(adapters.base), "model"))
-            base.describe(None)
-        except ConfigError as error:
-            raise CheckpointError(
-                f"{self.path}: expected its base {adapters.base}, whose weights its adapters need, got none ({error})"
-            ) from None
-        adapters.describe(base.path)
-        own = adapters.model
-        self.model = adapters.model = replace(base.model, lora=own.lora, lora_dropout=own.lora_dropout)
-        self.hf_config, self.base = base.hf_config, str(base.path)
-        self.companions = adapters.companions or base.companions
-        self.stored = {**base.stored, **adapters.stored}
-
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
-        """See ``Source``."""
-        of_adapters = {key: shape for key, shape in expected.items() if is_adapter(key.name)}
-        of_base = {key: shape for key, shape in expected.items() if key not in of_adapters}
-        return {**self._base.match(of_base), **self._adapters.match(of_adapters)}
-
-    def read(self, place: Place) -> torch.Tensor:
-        """See ``Source``."""
-        return (self._adapters if is_adapter(place.key.name) else self._base).read(place)
+    Raises:
+        CheckpointError: If there is no such model, or the adapters are not of it.
+    """
+    try:
+        base = HuggingFaceSource(local_folder(str(adapters.base), "model"))
+        base.describe(config)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{adapters.path}: expected its base {adapters.base}, whose weights its adapters need, got none ({error})"
+        ) from None
+    adapters.describe(config or base.path)
+    own = adapters.model
+    adapters.model = replace(base.model, lora=own.lora, lora_dropout=own.lora_dropout)
+    adapters.kind, adapters.frozen, adapters.base = f"{adapters.kind} and its base", base, str(base.path)
+    adapters.hf_config, adapters.companions = base.hf_config, adapters.companions or base.companions
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -275,8 +255,6 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
     Raises:
         CheckpointError: If something cannot be written, on all ranks alike.
     """
-    from safetensors.torch import save_file
-
     from lightning_megatron.engine.collectives import on_all_ranks_alike
 
     gathered = Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
@@ -288,8 +266,7 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 failures_as_errors(f"adapter {directory} is not written"),
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
-                save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-                sync(folder / WEIGHTS)
+                write_weight_file(folder, WEIGHTS, tensors)
                 (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
 
     on_all_ranks_alike(write)
@@ -307,12 +284,11 @@ def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:
         for module, has_one in zip(linears[name].hugging_face, parts, strict=True)
         if has_one
     }
-    every = {name.removesuffix(".weight") for rule in rules for name in rule.hugging_face if name.endswith(".weight")}
+    others = {name.removesuffix(".weight") for rule in rules for name in rule.hugging_face} - adapted
     targets = set()
-    for module in adapted:
-        words = module.split(".")
+    for words in (module.split(".") for module in adapted):
         ends = (".".join(words[-length:]) for length in range(1, len(words)))
-        targets.add(next(end for end in ends if {each for each in every if _is_named(each, end)} <= adapted))
+        targets.add(next(end for end in ends if not any(_is_named(each, end) for each in others)))
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),

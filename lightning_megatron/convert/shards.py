@@ -100,13 +100,15 @@ class Shard:
 
 
 def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
-    """This rank's shards, in the order of its chunks.
+    """This rank's shards, in the order of ``in_order`` and of their rows.
 
     Args:
         chunks: This rank's model chunks, wrapped or not.
         model: The description that the chunks were built from.
     """
-    return [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
+    shards = [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
+    number = {key: i for i, key in enumerate(in_order({each.place.key for each in shards}, model))}
+    return sorted(shards, key=lambda each: (number[each.place.key], each.place.offset))
 
 
 def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
@@ -211,6 +213,8 @@ class Source(ABC):
     """Folder with the tokenizer and the generation config that belong to it."""
     base: str | None = None
     """Name or folder of the model that its adapters were trained beside, if it is known."""
+    frozen: Source | None = None
+    """Of adapters alone: the weights that they were trained beside, which are opened when they are described."""
     is_whole: bool = True
     """Whether there is more than adapters."""
     has_adapters: bool = True
@@ -252,6 +256,11 @@ class Source(ABC):
         """The part of a tensor at ``place``, which has no padding; not to be kept, it may be the file's own memory."""
 
     @property
+    def parts(self) -> tuple[Source, ...]:
+        """The sources that hold the model's tensors."""
+        return (self,) if self.frozen is None else (self.frozen, self)
+
+    @property
     def weights(self) -> dict[str, Stored]:
         """What of ``stored`` is no optimizer state."""
         return {name: each for name, each in self.stored.items() if ".optimizer." not in f".{name}"}
@@ -259,7 +268,29 @@ class Source(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of the largest weight."""
-        return max(self.weights.values(), key=lambda each: each.num_bytes, default=Stored((), torch.float32)).dtype
+        weights = self.parts[0].weights.values()
+        return max(weights, key=lambda each: each.num_bytes, default=Stored((), torch.float32)).dtype
+
+    def check(self, found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> None:
+        """Raise if its tensors are not those of the model.
+
+        Args:
+            found: Each by its name or key; only a vocabulary of Megatron's may be larger, by its padding.
+            expected: Whole shapes of the model's tensors.
+
+        Raises:
+            CheckpointError: That names what is wrong.
+        """
+        problems = [f"'{name}' is missing" for name in expected if name not in found]
+        for name, (shape, dtype, _) in found.items():
+            wanted = expected.get(name)
+            if wanted is None:
+                problems.append(f"'{name}' is not part of the model")
+            elif shape != wanted and not (str(name) in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
+                problems.append(f"'{name}' has the shape {list(shape)}, not {list(wanted)}")
+            elif dtype not in _FLOATS:
+                problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
+        self.refuse(problems)
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raise if there are problems with its tensors.
@@ -276,25 +307,6 @@ class Source(ABC):
             )
 
 
-def mismatches(found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> list[str]:
-    """What is wrong with stored tensors.
-
-    Args:
-        found: Each by its name or key; only a vocabulary of Megatron's may be larger, by its padding.
-        expected: Whole shapes of the model's tensors.
-    """
-    problems = [f"'{name}' is missing" for name in expected if name not in found]
-    for name, (shape, dtype, _) in found.items():
-        wanted = expected.get(name)
-        if wanted is None:
-            problems.append(f"'{name}' is not part of the model")
-        elif shape != wanted and not (str(name) in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
-            problems.append(f"'{name}' has the shape {list(shape)}, not {list(wanted)}")
-        elif dtype not in _FLOATS:
-            problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
-    return problems
-
-
 class Loading:
     """The tensors of a model, found in a checkpoint. Every rank must make one, and call the same methods.
 
@@ -309,13 +321,18 @@ class Loading:
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
         from lightning_megatron.engine.collectives import on_all_ranks_alike  # the engine's import takes seconds
 
-        self._chunks, self._source = list(chunks), source
+        self._chunks, self._model = list(chunks), source.model
         shapes: dict[Key, tuple[int, ...]] = {}
         for theirs in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
             shapes |= theirs
-        expected = {key: shapes[key] for key in in_order(shapes, source.model) if source.holds(key)}
-        self._dtypes = on_all_ranks_alike(lambda: source.match(expected))  # the first rank looks at what is tied
-        self.missing = frozenset(shapes) - frozenset(self._dtypes)
+        keys = in_order(shapes, source.model)
+
+        def match() -> dict[Key, tuple[Source, torch.dtype]]:
+            matches = ((each, each.match({k: shapes[k] for k in keys if each.holds(k)})) for each in source.parts)
+            return {key: (each, dtype) for each, dtypes in matches for key, dtype in dtypes.items()}
+
+        self._found = on_all_ranks_alike(match)  # the first rank looks at what is tied
+        self.missing = frozenset(shapes) - frozenset(self._found)
         """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
 
     @torch.no_grad()
@@ -330,18 +347,18 @@ class Loading:
         """
         from lightning_megatron.engine.collectives import on_all_ranks_alike
 
-        source = self._source
         if as_stored:
             for tensor, parts in _sharded(self._chunks):
-                tensor.data = torch.empty_like(tensor, dtype=self._dtypes.get(_key(parts[0]), tensor.dtype))
-        shards = [shard for shard in shards_of(self._chunks, source.model) if shard.place.key in self._dtypes]
+                if (key := _key(parts[0])) in self._found:
+                    tensor.data = torch.empty_like(tensor, dtype=self._found[key][1])
+        shards = [shard for shard in shards_of(self._chunks, self._model) if shard.place.key in self._found]
         with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
 
             def fill_all() -> None:
                 for shard in shards:
                     place = shard.place.unpadded
                     shard.data[place.size[0] :] = 0
-                    shard.data[: place.size[0]].copy_(source.read(place))
+                    shard.data[: place.size[0]].copy_(self._found[place.key][0].read(place))
                     bar.update(shard.data.nbytes)
 
             on_all_ranks_alike(fill_all)

@@ -39,20 +39,16 @@ def _nothing_but_the_source(source: Path) -> bool:
         ({"to": "onnx"}, "to='onnx' is unknown; choose from hf, megatron, megatron-legacy"),
         ({"dtype": "fp8"}, "dtype='fp8' is unknown"),
         ({"max_shard_size": "many"}, "max_shard_size='many' is not a size"),
-        ({"tp": 2}, "tp=2 would do nothing with to=hf"),
         ({"pp": 2}, "pp=2 would do nothing with to=hf"),
-        ({"make_vocab_size_divisible_by": 8}, "make_vocab_size_divisible_by=8 would do nothing with to=hf"),
         ({"to": "megatron", "max_shard_size": "1GB"}, "max_shard_size=1GB would do nothing with to=megatron"),
         ({"to": "megatron", "make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
-        ({"to": "megatron", "tp": 0}, "tp=0 must be at least 1"),
         ({"to": "megatron", "tp": 3}, "tp=3 does not divide num_attention_heads=4; choose tp from 1, 2, 4"),
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
-        ({"to": "megatron", "pp": 5}, "pp=5 x vpp=1 = 5 stages are more than the 4 layers"),
         ({"to": "megatron", "pp": 3, "vpp": 2}, "pp=3 x vpp=2 = 6 stages are more than the 4 layers"),
         ({"iteration": 5}, "iteration=5 would do nothing"),
         ({"tokenizer": Path("nowhere")}, "tokenizer folder nowhere does not exist"),
         ({"tokenizer": Path(__file__).parent}, "holds no tokenizer that transformers can load"),
-        ({"config": Path(__file__)}, "would do nothing: .* has a config.json"),
+        ({"config": Path(__file__)}, "cannot be read as JSON"),
     ],
     ids=str,
 )
@@ -83,14 +79,10 @@ def test_mistakes_in_paths(source: Path) -> None:
     [
         (None, "source: expected .* got a file"),
         ({}, "expected a Hugging Face model directory .* got an empty folder"),
-        ({"notes.txt": "", "a.py": ""}, "got a.py, notes.txt; give one"),
         ({"config.json": "{}"}, "directory with weights, .* got config.json"),
         ({"a.ckpt/x": "", "b.ckpt/x": ""}, "got a.ckpt, b.ckpt; give one of these"),
         ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),
-        (
-            {"iter_0000002/x": "", "iter_0000010/x": ""},
-            "expected one iteration .*, got iter_0000002, ",
-        ),
+        ({"iter_0000002/x": "", "iter_0000010/x": ""}, "expected one iteration .*, got iter_0000002, "),
     ],
     ids=str,
 )
@@ -137,21 +129,15 @@ def test_a_file_of_a_checkpoint_names_the_checkpoint(source: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
-def test_what_fails_leaves_nothing(
-    source: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: BaseException
-) -> None:
-    def read(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(HuggingFaceSource, "read", read)
-    with pytest.raises(type(error)):
+def test_what_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"), full_disk():
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)
 
+    def read(*_: object) -> None:
+        raise KeyboardInterrupt
 
-@pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
-def test_a_full_disk_is_said_and_leaves_nothing(source: Path, to: str) -> None:
-    with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"), full_disk():
+    monkeypatch.setattr(HuggingFaceSource, "read", read)
+    with pytest.raises(KeyboardInterrupt):
         convert(_options(source, to=to))
     assert _nothing_but_the_source(source)

@@ -30,7 +30,7 @@ def weights_of(path: Path, config: Path | None = None, iteration: int | None = N
         loading = Loading(chunks, source)
         loading.fill(as_stored=True)
         parts: dict[Key, list[torch.Tensor]] = {}
-        for shard in sorted(shards_of(chunks, source.model), key=lambda shard: shard.place.offset):
+        for shard in shards_of(chunks, source.model):
             if shard.place.key not in loading.missing:
                 parts.setdefault(shard.place.key, []).append(shard.data[: shard.place.shape[0]])
     return Weights(source=source, tensors={key: torch.cat(each) for key, each in parts.items()})

@@ -66,15 +66,17 @@ def test_only_rotary_positions_keep_the_scaling_of_their_frequencies() -> None:
     assert with_variant(model, "alibi", None).rope_scaling is None
 
 
-def test_unknown_names_other_architectures_and_odd_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="position_embedding_type='learned'.*absolute, rotary, alibi"):
-        with_variant(model_config(_GPT2), "learned", None)
-    with pytest.raises(ConfigError, match="attention_head_type='grouped'.*multihead, multiquery"):
-        with_variant(model_config(_GPT2), None, "grouped")
-    with pytest.raises(ConfigError, match="kv_channels=3 x rotary_percent=1.0 = 3 is odd"):
-        with_variant(model_config({**_GPT2, "n_embd": 12}), "rotary", None)
-    with pytest.raises(ConfigError, match="are for GPTs"):
-        with_variant(model_config({"model_type": "t5"}), "rotary", None)
+@pytest.mark.parametrize(
+    ("fields", "positions", "heads", "says"),
+    [
+        (_GPT2, "learned", None, "position_embedding_type='learned'.*absolute, rotary, alibi"),
+        (_GPT2, None, "grouped", "attention_head_type='grouped'.*multihead, multiquery"),
+        ({"model_type": "t5"}, "rotary", None, "are for GPTs"),
+    ],
+)
+def test_what_is_no_variant_is_refused(fields: dict[str, Any], positions: Any, heads: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        with_variant(model_config(fields), positions, heads)
 
 
 @pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
