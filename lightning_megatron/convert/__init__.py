@@ -39,6 +39,6 @@ class ConvertOptions:
     tokenizer: Path | None = None
     """Tokenizer to put beside the weights; that of the source if left out."""
     config: Path | None = None
-    """A Hugging Face ``config.json`` for checkpoints that do not say what their model is, or instead of what they say."""
+    """A Hugging Face ``config.json``, for checkpoints that do not say their model or instead of what they say."""
     iteration: int | None = None
     """Which of a folder of iterations; the last one saved if left out."""

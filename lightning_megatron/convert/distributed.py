@@ -44,10 +44,7 @@ from lightning_megatron.models.config import variant_of
 COMPANIONS = "hugging_face"
 """Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
 
-_SAID_BY_THE_RUN = (
-    *("make_vocab_size_divisible_by", "share_embeddings_and_output_weights"),
-    *("lora", "lora_dropout"),
-)
+_SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _UNFUSED = (

@@ -8,6 +8,7 @@ the first axis, an order of rows, or a transposition.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,11 @@ class Rule:
     def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """The Hugging Face names in one layer, of one expert."""
         return tuple(name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hugging_face)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The Hugging Face names without ``.weight``."""
+        return tuple(name.removesuffix(".weight") for name in self.hugging_face)
 
     def tensors(self, shape: tuple[int, ...], layer: int | None, expert: int | None) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""
@@ -94,8 +100,8 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
     linears, made = linears_of(rules), []
     for name, parts in adapters.linears:
         rule = linears[name]
-        modules = [f"base_model.model.{each.removesuffix('.weight')}" for each in rule.hugging_face]
-        adapted = tuple(f"{module}.lora_A.weight" for module, has_one in zip(modules, parts, strict=True) if has_one)
+        modules = [f"base_model.model.{each}" for each in rule.modules]
+        adapted = tuple(f"{module}.lora_A.weight" for module in itertools.compress(modules, parts))
         rows = (adapters.rank,) * len(adapted)
         made.append(Rule(megatron=f"{name}{ADAPTER}.A", hugging_face=adapted, rows=rows))
         named = zip(modules, parts, strict=True)
@@ -213,8 +219,6 @@ class Family:
     """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
     may_be_partial: bool = False
     """As for ``read_rope``."""
-    is_tied_by_files: bool = False
-    """Whether the output layer is the embedding unless the weight files have both, and they differ."""
 
     def describe(self, hf: Any) -> ModelConfig:
         """From a Hugging Face config object of this type to Megatron's description.

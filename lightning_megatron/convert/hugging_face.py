@@ -110,8 +110,6 @@ def open_weights(directory: str | Path) -> WeightFiles:
         CheckpointError: If there are none, one is missing, damaged or truncated, or holds more than tensors.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"model directory {directory} does not exist; give a folder with {WEIGHTS_FILE}")
     for single, index, read in (
         (WEIGHTS_FILE, INDEX_FILE, read_safetensors),
         (_PICKLED_FILE, _PICKLED_INDEX_FILE, _pickled),
@@ -121,7 +119,7 @@ def open_weights(directory: str | Path) -> WeightFiles:
             files = [directory / single] if is_one else _files_of_index(directory / index)
             return WeightFiles({name: each for file in files for name, each in read(file).items()})
     raise CheckpointError(
-        f"model directory {directory} has no weights: none of {', '.join(ENTRY_FILES)}; save them with "
+        f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "
         "save_pretrained, or train from random weights with pretrained=False"
     )
 
@@ -247,13 +245,10 @@ class HuggingFaceSource(Source):
             CheckpointError: If they are missing or damaged.
         """
         super().__init__(path)
-        self._set_files(open_weights(path))
+        self._files = open_weights(path)
+        self.stored = self._files.tensors
         self.facts = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
         self.companions = path
-
-    def _set_files(self, files: WeightFiles) -> None:
-        self._files, self.stored = files, files.tensors
-        self._dtypes: dict[Key, torch.dtype] = {}
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; no weight is read, except T5's output layer, which its config cannot tell."""
@@ -272,6 +267,7 @@ class HuggingFaceSource(Source):
 
         stored, family = self.stored, family_of(self.model.family)
         self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
+        self._dtypes: dict[Key, torch.dtype] = {}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for key, shape in expected.items():
@@ -375,7 +371,7 @@ def with_weights(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     """``model`` with an output layer of its own, if only the files tell that it has one."""
     untied = replace(model, share_embeddings_and_output_weights=False)
     names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
-    is_told = family_of(model.family).is_tied_by_files and all(name in files.tensors for name in names)
+    is_told = model.architecture == "t5" and all(name in files.tensors for name in names)
     return untied if is_told and not files.are_equal(*names) else model
 
 

@@ -294,10 +294,7 @@ _OF_THE_SAME_NAME = (
     *("num_tokentypes", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
 )
 """Arguments that are fields of a ``ModelConfig``."""
-_FALSE = (
-    *("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu"),
-    "use_distributed_optimizer",
-)
+_FALSE = ("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu", "use_distributed_optimizer")
 
 
 def _of_long_rows(model: ModelConfig) -> dict[str, Any]:

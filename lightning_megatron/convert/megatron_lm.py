@@ -21,7 +21,7 @@ What is written, for tp=2 and pp=2 (with pp=1 a folder is called ``mp_rank_TT``)
 
     latest_checkpointed_iteration.txt       "release", of which Megatron-LM takes nothing but weights
     release/
-        mp_rank_00_000/model_optim_rng.pt   args, checkpoint_version, iteration, model or model0, ..., optimizer
+        mp_rank_00_000/model_optim_rng.pt   args, checkpoint_version, iteration, model or model0, ...
         mp_rank_00_001/...
 
 Megatron-LM's rules of pipelines: stages have equally many layers; where they cannot, the ends may be other than the
@@ -167,13 +167,10 @@ class RankState(NamedTuple):
 
     facts: Mapping[str, Any]
     """By name: ``args`` (not in the oldest ones), ``checkpoint_version``, ``iteration``, ``optimizer``, ..."""
+    version: float
+    """Of the checkpoint; it says how the rows of queries, keys and values are ordered."""
     chunks: tuple[Mapping[str, torch.Tensor], ...]
     """Weights of each model chunk, under flat names and in their order in the file."""
-
-    @property
-    def version(self) -> float:
-        """Of the checkpoint; it says how the rows of queries, keys and values are ordered."""
-        return float(self.facts.get("checkpoint_version", 0))
 
 
 def rank_folder(tensor: int, stage: int, pp: int) -> str:
@@ -252,13 +249,15 @@ def _read_rank(file: Path) -> RankState:
     state = state if isinstance(state, Mapping) else {}
     models = {int(name[1] or 0): value for key, value in state.items() if (name := _CHUNK.fullmatch(str(key)))}
     chunks = tuple(dict(_flat(models.get(number))) for number in range(len(models)))
-    if not chunks or not all(chunks) or type(state.get("checkpoint_version", 0)) not in (int, float):
+    version = state.get("checkpoint_version", 0)
+    if not chunks or not all(chunks) or type(version) not in (int, float):
         named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MOST_NAMED]) or "nothing"
         raise CheckpointError(
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
         )
-    return RankState({str(name): each for name, each in state.items() if not _CHUNK.fullmatch(str(name))}, chunks)
+    facts = {str(name): each for name, each in state.items() if not _CHUNK.fullmatch(str(name))}
+    return RankState(facts, float(version), chunks)
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -423,13 +422,6 @@ class MegatronLMSource(Source):
 
 _RELEASE = "release"
 _VERSION = 3.0
-_NO_OPTIMIZER: Mapping[str, Any] = {
-    "step": 0,
-    "param_groups": [
-        {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0, "correct_bias": False, "params": []}
-    ],
-}
-"""Readers of old wanted an optimizer, and this is what transformers' script wrote."""
 
 Cut = Mapping[str, range]
 """Which layers of each stack (``encoder``, ``decoder``) a model chunk holds, counted in the whole stack."""
@@ -467,12 +459,7 @@ def save_megatron_lm(
     every = itertools.product(range(layout.tp), range(layout.pp))
     with progress_bar("saving weights", sum(shard.data.nbytes for shard in mine)) as bar:
         for tensor, stage in every if rank is None else [rank]:
-            state: dict[str, Any] = {
-                "args": arguments,
-                "checkpoint_version": _VERSION,
-                "iteration": source.iteration,
-                "optimizer": dict(_NO_OPTIMIZER),
-            }
+            state: dict[str, Any] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": source.iteration}
             for number in range(stage, len(cuts), layout.pp):
                 tensors: dict[str, Any] = {}
                 for name, key in _held(shards, cuts, number, model):

@@ -6,6 +6,7 @@ written here, and what ``peft`` has written is read if nothing in it changes the
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -131,10 +132,7 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
     Raises:
         ConfigError: If a target is no linear of its layers.
     """
-    linears = {
-        name: [each.removesuffix(".weight") for each in rule.hugging_face]
-        for name, rule in linears_of(rules_of(model)).items()
-    }
+    linears = {name: rule.modules for name, rule in linears_of(rules_of(model)).items()}
     targets = [""] if lora.targets == ALL_LINEARS else list(lora.targets)
     modules = [module for each in linears.values() for module in each]
     for target in targets:
@@ -173,7 +171,8 @@ class AdapterSource(HuggingFaceSource):
                 f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it"
             )
         self._config = read_json(path / CONFIG)
-        self._set_files(WeightFiles(read_safetensors(path / WEIGHTS)))
+        self._files = WeightFiles(read_safetensors(path / WEIGHTS))
+        self.stored = self._files.tensors
         self.facts = {"adapter": self._config}
         self.base = str(self._config.get("base_model_name_or_path"))
 
@@ -278,13 +277,8 @@ def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     assert lora is not None
     rules = rules_of(replace(model, lora=None))
     linears = linears_of(rules)
-    adapted = {
-        module.removesuffix(".weight")
-        for name, parts in lora.linears
-        for module, has_one in zip(linears[name].hugging_face, parts, strict=True)
-        if has_one
-    }
-    others = {name.removesuffix(".weight") for rule in rules for name in rule.hugging_face} - adapted
+    adapted = {each for name, parts in lora.linears for each in itertools.compress(linears[name].modules, parts)}
+    others = {name for rule in rules for name in rule.modules} - adapted
     targets = set()
     for words in (module.split(".") for module in adapted):
         ends = (".".join(words[-length:]) for length in range(1, len(words)))

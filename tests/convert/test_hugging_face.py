@@ -78,7 +78,7 @@ _HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
 _DAMAGED = ("model.safetensors.index.json", "fetch it again")
 _RUNS_CODE = ("pytorch_model.bin", "it would run", "do not trust its source")
 DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
-    "no folder": (None, lambda folder: folder.rmdir(), ("does not exist",)),
+    "no folder": (None, lambda folder: folder.rmdir(), ("got none",)),
     "nothing": (None, lambda _: None, ("model.safetensors", "pytorch_model.bin", "pretrained=False")),
     "two files less": ("sharded_safetensors", _without_two_files, ("model-00001-of-", "model-00002-of-", "fetch")),
     **{f"index to {file}": (None, _index_to(file), ("lm_head.weight", "outside"))

@@ -94,6 +94,6 @@ def _losses_of_combinations(model: str, layout: Layout) -> dict[tuple[str, str],
 
 
 def _losses(model: str, layout: Layout, positions: str, heads: str) -> list[float]:
-    case = Case(layout=layout, model=model, steps=3)
+    case = Case(layout=layout, model=model, steps=2)
     module = module_of(case, position_embedding_type=positions, attention_head_type=heads)
     return train_module(module, case, loader_of(case)).losses

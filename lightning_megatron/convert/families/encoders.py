@@ -8,7 +8,7 @@ What T5's config cannot say
 Whether the output layer is the embedding. The published configs of v1.1 say ``tie_word_embeddings=False``; transformers
 5 makes that True whatever the config says, and keeps from it only that the decoder's output is not scaled. A model
 built by it from a config is tied. ``from_pretrained`` ties, too, unless the files have both ``shared.weight`` and
-``lm_head.weight`` and they differ; then it leaves them apart. The same happens here: ``is_tied_by_files``.
+``lm_head.weight`` and they differ; then it leaves them apart. The same happens here: ``hugging_face.with_weights``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _WORDS = (
 )
 _POOLER = ("pooler.dense", "bert.pooler.dense")
 _HEADS = {
-    "pretraining": (*_WORDS, _POOLER, ("binary_head", "cls.seq_relationship")),
-    "masked_lm": _WORDS,
-    "sequence_classification": (_POOLER, ("classification_head.dense", "classifier")),
-    "token_classification": (("token_head.dense", "classifier"),),
-    "question_answering": (("token_head.dense", "qa_outputs"),),
+    "pretraining": ("PreTraining", (*_WORDS, _POOLER, ("binary_head", "cls.seq_relationship"))),
+    "masked_lm": ("MaskedLM", _WORDS),
+    "sequence_classification": ("SequenceClassification", (_POOLER, ("classification_head.dense", "classifier"))),
+    "token_classification": ("TokenClassification", (("token_head.dense", "classifier"),)),
+    "question_answering": ("QuestionAnswering", (("token_head.dense", "qa_outputs"),)),
 }
-"""Task -> its modules with a weight and a bias, ours and theirs."""
+"""Task -> the end of its class, and its modules with a weight and a bias, ours and theirs."""
 
 
 def _bert(hf: Any) -> Fields:
@@ -74,7 +74,7 @@ def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
         *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
         *stack_rules(names, model, "encoder"),
-        *(rule for ours, theirs in _HEADS[model.task] for rule in linear(ours, (theirs,), has_bias=True)),
+        *(rule for ours, theirs in _HEADS[model.task][1] for rule in linear(ours, (theirs,), has_bias=True)),
     ]
     if model.task in ("pretraining", "masked_lm"):
         rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
@@ -160,18 +160,11 @@ _T5 = {
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
         *(model_type, {"seq2seq_lm": architecture}, _T5, _own, DecoderNames(base=""), _t5_rules),
-        is_tied_by_files=True,
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 
 
-_CLASSES = {
-    "pretraining": "MegatronBertForPreTraining",
-    "masked_lm": "MegatronBertForMaskedLM",
-    "sequence_classification": "MegatronBertForSequenceClassification",
-    "token_classification": "MegatronBertForTokenClassification",
-    "question_answering": "MegatronBertForQuestionAnswering",
-}
+_CLASSES = {task: f"MegatronBertFor{name}" for task, (name, _) in _HEADS.items()}
 
 FAMILIES = (
     Family(
