@@ -259,7 +259,7 @@ class _Told:
         fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.number("hidden_dropout", 0.1))
         fields["attention_dropout"] = self.number("attention_dropout", 0.1)
         fields["init_method_std"] = self.number("init_method_std", 0.02)
-        names, own = said_by(default), {"rope_parameters": self.rope()}
+        names, own = said_by(default), dict[str, Any](rope_parameters=self.rope())
         own |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
         if self.architecture == "gpt" and self.positions:
             end = min(_GPT2_VOCABULARY, fields["vocab_size"]) - 1

@@ -541,7 +541,7 @@ def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Cut], dict[str
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
     ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
     names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    cuts = [{"encoder": ours, "decoder": theirs} for ours, theirs in shares(encoder, sizes)]
+    cuts: list[Cut] = [{"encoder": ours, "decoder": theirs} for ours, theirs in shares(encoder, sizes)]
     return cuts, dict(zip(names, (split, *ends), strict=True))
 
 
