@@ -299,7 +299,7 @@ class _Rows:
     def __init__(self, request: Request, uniform: Tensor) -> None:
         prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.filling
         rows, self._width = prompts.tokens.shape
-        self._uniform = uniform if request.samples else None
+        self._uniform = uniform if request.options.samples else None
         self._processors = processors_of(request)
         self._stops = Stops(request) if request.can_end else None
         new = prompts.tokens.new_zeros(rows, request.most)
@@ -522,7 +522,7 @@ def processors_of(request: Request, copies: int = 1) -> list[LogitsProcessor]:
     if request.fewest > 0 and request.eos:
         ends = torch.tensor(request.eos, device=prompts.tokens.device)
         processors.append(MinNewTokensLengthLogitsProcessor(width, request.fewest, ends))
-    if not request.samples:
+    if not request.options.samples:
         return processors
     if options.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))

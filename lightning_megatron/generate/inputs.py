@@ -18,13 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
-from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.pipeline import NextTokens
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
-from lightning_megatron.steps.base import Batch, check_beside_tokens, check_tokens
+from lightning_megatron.steps.base import Batch, check_beside_tokens, check_numbers, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
@@ -94,8 +94,6 @@ class Request:
     """New tokens of a row before one that ends texts is chosen, or a stop sequence ends it."""
     most: int
     """New tokens of a row."""
-    samples: bool
-    """Whether tokens are drawn."""
     eos: tuple[int, ...]
     """Tokens that end a row."""
     filling: int
@@ -104,8 +102,11 @@ class Request:
     """Without padding."""
     strings: StopStringCriteria | None
     """What finds the texts that end rows."""
-    can_end: bool
-    """Whether a row can end before it is full."""
+
+    @property
+    def can_end(self) -> bool:
+        """Whether a row can end before it is full."""
+        return bool(self.eos or self.options.stop_sequences or self.strings)
 
 
 def request_of(
@@ -138,14 +139,15 @@ def request_of(
     pad = ends.pad if options.pad_token_id is None else options.pad_token_id
     if "attention_mask" not in given and isinstance(given["input_ids"], Tensor) and pad is not None and pad not in eos:
         given = {**given, "attention_mask": given["input_ids"].ne(pad).long()}
-    for name, (tokens, mask) in _rows_of(given, model).items():
-        real = tokens
+    for name, (tokens, mask) in _rows_of(given, model, to_continue=True).items():
         if mask is not None:
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
-            real = tokens[mask == 1]
-        check_in_vocabulary(name, (int(real.min()), int(real.max())), model.vocab_size)
-    strings = _stops(options, model)
+            tokens = tokens.masked_fill(mask == 0, 0)
+        check_numbers(name, tokens, model.vocab_size, "vocab_size")
+    for run in ((options.bos_token_id or 0,), *options.stop_sequences):
+        check_numbers("bos_token_id or stop_sequences", torch.tensor(run), model.vocab_size, "vocab_size")
+    strings = stop_strings(options.stop_texts, options.tokenizer, model.vocab_size) if options.stop_texts else None
     start = model.decoder_start_token_id if ends.start is None else ends.start
     before, prompts = _beginnings(given, options.bos_token_id, start, model)
     limit = model.max_position_embeddings if model.has_position_table else None
@@ -156,12 +158,10 @@ def request_of(
         options=options,
         fewest=fewest,
         most=most,
-        samples=options.samples,
         eos=eos,
         filling=next((token for token in (pad, *eos) if token is not None), 0),
         vocab_size=model.vocab_size,
         strings=strings,
-        can_end=bool(eos or options.stop_sequences or strings),
     )
 
 
@@ -173,7 +173,6 @@ def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -
     if model.architecture != "t5":
         before, mask = given["input_ids"].long(), given.get("attention_mask")
         if bos is not None:
-            check_in_vocabulary("bos_token_id", (bos,), model.vocab_size)
             before, mask = with_first_token(before, mask, bos)
         return before, aligned(before, mask)
     if bos is not None:
@@ -186,43 +185,31 @@ def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -
     return before, with_source(aligned(before, mask), given)
 
 
-def _stops(options: GenerationOptions, model: ModelConfig) -> StopStringCriteria | None:
-    """What finds the texts that end rows; refuses a tokenizer, and runs of tokens, of another vocabulary."""
-    for sequence in options.stop_sequences:
-        check_in_vocabulary("stop_sequences", sequence, model.vocab_size)
-    if not options.stop_texts:
-        return None
-    strings = stop_strings(options.stop_texts, options.tokenizer)  # its last row stands for no token
-    check_in_vocabulary("tokenizer", (len(strings.embedding_vec) - 2,), model.vocab_size)
-    return strings
-
-
 def check_rows(given: Batch, model: ModelConfig) -> None:
     """Refuse rows that a model cannot read of which logits are asked. Reads the tensors, which should be on the host.
 
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    rows = _rows_of(given, model, segments=model.architecture == "gpt")
-    if model.architecture == "t5" and "decoder_input_ids" not in given:
-        raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
-    for name, (tokens, _) in rows.items():
+    for name, (tokens, _) in _rows_of(given, model, to_continue=False).items():
         check_tokens(name, tokens, model)  # padding is looked up, too
     check_beside_tokens(given, len(given["input_ids"]), given["input_ids"].shape[1], model)
 
 
-def _rows_of(given: Batch, model: ModelConfig, *, segments: bool = False) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _rows_of(given: Batch, model: ModelConfig, *, to_continue: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Tokens by their name, with their mask or None for no padding.
 
     Raises:
         ConfigError: If the model does not read what is given, tokens are no [b, s] of integers, or a mask is no [b, s]
-            of 0 and 1, unless it has numbers of ``segments``.
+            of 0 and 1, or of numbers of segments where a GPT's rows are only read.
     """
     for name in given:
         if name not in _READ[model.architecture]:
             raise ConfigError(f"{name} are nothing that {model.family} reads; leave them out")
-    if "decoder_attention_mask" in given and "decoder_input_ids" not in given:
+    needs_decoder = "decoder_attention_mask" in given or (model.architecture == "t5" and not to_continue)
+    if needs_decoder and "decoder_input_ids" not in given:
         raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
+    has_segments = model.architecture == "gpt" and not to_continue
     rows = {}
     for name in [each for each in given if each.endswith("input_ids")]:
         tokens, mask_name = given[name], name.replace("input_ids", "attention_mask")
@@ -232,7 +219,7 @@ def _rows_of(given: Batch, model: ModelConfig, *, segments: bool = False) -> dic
         mask: Any = given.get(mask_name)
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
             raise ConfigError(f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_kind(mask)}")
-        if mask is not None and not segments and not bool(((mask == 0) | (mask == 1)).all()):
+        if mask is not None and not has_segments and not bool(((mask == 0) | (mask == 1)).all()):
             raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other numbers")
         rows[name] = (tokens, mask)
     if "decoder_input_ids" in rows:
@@ -240,17 +227,6 @@ def _rows_of(given: Batch, model: ModelConfig, *, segments: bool = False) -> dic
         if expected != got:
             raise ConfigError(f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}")
     return rows
-
-
-def check_in_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
-    """Refuse tokens outside the vocabulary.
-
-    Raises:
-        ConfigError: With the first one.
-    """
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ConfigError(f"{name}: expected tokens of the vocabulary, 0 to {vocab_size - 1}, got {token}")
 
 
 def _kind(thing: object) -> str:
@@ -438,7 +414,7 @@ def _criteria(strings: tuple[str, ...], tokenizer: Any, size: int) -> StopString
         raise ConfigError(f"stop_strings={strings!r} can be written with no token of the tokenizer") from error
 
 
-def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStringCriteria:
+def stop_strings(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStringCriteria:
     """What says of rows of tokens whether their last token completes one of the texts, however they are spelled.
 
     It works with tensors alone: the device never waits for the host. It asks about the last ``maximum_token_len``
@@ -448,9 +424,10 @@ def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStringCriteria:
     Args:
         strings: The texts.
         tokenizer: Of transformers, or the folder of one.
+        vocab_size: Of the model.
 
     Raises:
-        ConfigError: If the tokenizer is none, or knows no token that could end one of the texts.
+        ConfigError: If the tokenizer is none, is another model's, or knows no token that could end one of the texts.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -458,6 +435,7 @@ def stop_strings(strings: Sequence[str], tokenizer: Any) -> StopStringCriteria:
         tokenizer = _loaded(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"stop_strings: expected a tokenizer of transformers or its folder, got {tokenizer!r}")
+    check_vocabulary(tokenizer, tokenizer.name_or_path, vocab_size)
     return _criteria(tuple(strings), tokenizer, len(tokenizer))
 
 

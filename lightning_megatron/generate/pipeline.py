@@ -43,9 +43,6 @@ at twice as many. Each time the steps are recorded anew."""
 FEWEST_NEW_TOKENS = 8
 """Of which recording pays: it takes as long as a step or two kernel by kernel, and a replayed step a fifth of that."""
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary scalings whose frequencies the host computes from the texts' length."""
-
 _INFERRING = {
     "training": False,  # the engine recomputes only what is in training
     "sequence_parallel": False,
@@ -99,8 +96,8 @@ def uses_static_cache(asked: bool | None, new_tokens: int, model: ModelConfig, d
         reason = "its decoder also attends to a source, with biases that the host counts from the texts' length"
     elif model.experts is not None:
         reason = "the host must know how many tokens go to each expert"
-    elif model.rope_scaling is not None and (kind := model.rope_scaling.rope_type) in _LENGTH_DEPENDENT:
-        reason = f"the host computes its rotary frequencies ({kind}) from the texts' length at every token"
+    elif (scaling := model.rope_scaling) is not None and scaling.depends_on_length:
+        reason = f"the host computes its rotary frequencies ({scaling.rope_type}) from the texts' length at every token"
     if asked is None:
         return device.type == "cuda" and reason is None and new_tokens >= FEWEST_NEW_TOKENS
     if asked and reason is not None:
@@ -184,7 +181,6 @@ class _Chunk:
         *,
         every_position: bool = False,
         place: Tensor | None = None,
-        is_token: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [s, b, h] to be sent or, of the last chunk, logits of the padded vocabulary in fp32.
 
@@ -193,12 +189,13 @@ class _Chunk:
             rows: What is read, behind what the caches hold.
             group: Whose caches.
             every_position: Whether the logits are of every position, [b, s, v], instead of the last one, [b, v].
-            place: As ``TokenStep``'s, of static steps; None where the caches count.
-            is_token: As ``TokenStep``'s.
+            place: As ``TokenStep``'s, of static steps, whose mask is of all slots; None where the caches count.
         """
         model = self.model
         cuts = model.post_process and not every_position and rows.tokens.shape[1] > 1
-        step = None if place is None or is_token is None else TokenStep(place, is_token)
+        step = None
+        if place is not None and rows.mask is not None:
+            step, rows = TokenStep(place, rows.mask), replace(rows, mask=None)
         for layer, cache in zip(self.layers, self.caches[group], strict=True):
             layer.kv_cache, cache.step = cache, step
         if hidden is not None:
@@ -258,16 +255,13 @@ def _turns(
     *,
     every_position: bool = False,
     place: Tensor | None = None,
-    is_token: Tensor | None = None,
 ) -> Iterator[_Turn]:
-    """All turns of a pass over ``batch``, in order; the last three as for ``_Chunk.run``, of all rows."""
+    """All turns of a pass over ``batch``, in order; the last two as for ``_Chunk.run``."""
     for chunk in chunks:
         for group, rows in enumerate(groups):
-            read, own = batch.rows(rows), None if is_token is None else is_token[rows]
+            read = batch.rows(rows)
             received = chunk.received(read)
-            work = functools.partial(
-                chunk.run, received, read, group, every_position=every_position, place=place, is_token=own
-            )
+            work = functools.partial(chunk.run, received, read, group, every_position=every_position, place=place)
             yield _Turn(received=received, work=work, is_last=chunk.model.post_process)
 
 
@@ -402,14 +396,13 @@ class StaticSteps:
             place: Where it stands.
             slots: Of the caches.
         """
-        self._chunks, self._groups, self._slots = chunks, groups, slots
+        self._chunks, self._groups, self._batch = chunks, groups, batch.each(Tensor.clone)
         device = batch.tokens.device
         self._recorder = recorder_of(device)
         self._place = torch.full((1,), place, dtype=torch.long, device=device)
         self._is_token = torch.ones((len(batch.tokens), slots), dtype=torch.bool, device=device)
         if batch.mask is not None:
             self._is_token[:, : place + 1] = batch.mask != 0
-        self._batch = replace(batch, mask=None).each(Tensor.clone)
         self._turns: list[_Turn] = []
         self._is_recorded = False
         self._num_keys = 0
@@ -431,9 +424,10 @@ class StaticSteps:
         self._place.fill_(place)
         if place >= self._num_keys:
             # Queries see more slots now; what was recorded for fewer is given back.
-            self._num_keys, self._is_recorded = _window(place, self._slots), False
-            is_token = self._is_token[:, : self._num_keys]
-            self._turns = list(_turns(self._chunks, self._groups, self._batch, place=self._place, is_token=is_token))
+            self._is_recorded, slots = False, self._is_token.shape[1]
+            self._num_keys = min(max(SMALLEST_WINDOW, 1 << place.bit_length()), slots)
+            batch = replace(self._batch, mask=self._is_token[:, : self._num_keys])
+            self._turns = list(_turns(self._chunks, self._groups, batch, place=self._place))
             if self._recorder is not None:
                 prepared = self._recorder.prepared
                 return [replace(turn, work=functools.partial(prepared, turn.work)) for turn in self._turns]
@@ -442,14 +436,6 @@ class StaticSteps:
             self._turns = [replace(turn, work=work) for turn, work in zip(self._turns, recorded, strict=True)]
             self._is_recorded = True
         return self._turns
-
-
-def _window(place: int, slots: int) -> int:
-    """How many slots a query at ``place`` looks at."""
-    width = SMALLEST_WINDOW
-    while width <= place:
-        width *= 2
-    return min(width, slots)
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class BertChunk(Chunk):
         super().__init__(model, config, vp_stage)
         if self.pre_process and model.pad_token_id >= 0:
             self.embedding.word_embeddings.register_forward_hook(_freeze_lookups_of(model.pad_token_id))
-        self.encoder = self.create_block()
+        self.encoder = self.create_layers()
         if self.post_process:
             self._create_head(model)
         if model.has_output_layer and (self.pre_process or self.post_process):

@@ -48,6 +48,11 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
     """longrope: the same for longer sequences."""
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies are others in longer sequences."""
+        return self.rope_type in ("dynamic", "longrope")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:

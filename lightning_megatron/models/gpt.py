@@ -1,7 +1,7 @@
 """One pipeline chunk of a model: what all have (``Chunk``), and that of a GPT.
 
-GPT, BERT and T5 stand on Megatron-Core's ``LanguageModule``, which ties embeddings over pipeline stages, and (GPT and
-BERT) its ``TransformerBlock``, not on its whole models: those of megatron-core 0.16.1 have no pipeline (T5), refuse
+GPT, BERT and T5 stand on Megatron-Core's ``LanguageModule``, which ties embeddings over pipeline stages, and its
+``TransformerBlock``, not on its whole models: those of megatron-core 0.16.1 have no pipeline (T5), refuse
 sequence parallelism in the head (BERT), or ignore positions (GPT), and ``GPTModel`` is deprecated upstream.
 """
 
@@ -17,24 +17,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.kernels import Norm, soft_capped
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.layers import join_additions_and_norms, layer_spec, norm_spec
+from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.rotary import angles_at, inverse_frequencies
-
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary scalings whose frequencies are others in longer sequences."""
-_MAX_LENGTHS = 64
-"""Of rows, whose frequencies are kept."""
 
 
 class Chunk(LanguageModule):
@@ -80,23 +69,11 @@ class Chunk(LanguageModule):
             )
             self.embedding.embedding_dropout.p = model.embedding_dropout
 
-    def create_block(self) -> TransformerBlock:
+    def create_layers(self) -> LayerStack:
         """This chunk's share of an even cut of the layers and, on the last stage, the final norm."""
-        config = self.config
-        first = get_transformer_layer_offset(config, self.vp_stage)
-        numbers = range(first, first + get_num_layers_to_build(config, vp_stage=self.vp_stage))
-        block = TransformerBlock(
-            config=config,
-            spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(self.description, config, number) for number in numbers],
-                layer_norm=norm_spec(self.description),
-            ),
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            vp_stage=self.vp_stage,
-        )
-        join_additions_and_norms(block.layers, block.final_layernorm)
-        return block
+        spec = block_spec(self.description, self.config, self.vp_stage)
+        ends = {"pre_process": self.pre_process, "post_process": self.post_process}
+        return LayerStack(self.config, spec, vp_stage=self.vp_stage, **ends)
 
     def create_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
         """The layer that makes logits."""
@@ -173,11 +150,10 @@ class GPTChunk(Chunk):
         if self.pre_process and model.embedding_layernorm:
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
-            self._depends_on_length = (
-                model.rope_scaling is not None and model.rope_scaling.rope_type in _LENGTH_DEPENDENT
-            )
+            self._depends_on_length = model.rope_scaling is not None and model.rope_scaling.depends_on_length
             self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
-        self.decoder = self.create_block()
+            """By the tokens of the longest row; none is ever dropped: a recorded graph reads it where it lies."""
+        self.decoder = self.create_layers()
         if self.post_process:
             self.output_layer = self.create_output_layer()
         if self.pre_process or self.post_process:
@@ -248,14 +224,12 @@ class GPTChunk(Chunk):
             if position_ids is not None and longest is None:
                 # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
                 longest = int(position_ids.max()) + 1
-        if (frequencies := self._frequencies.get(longest)) is None:
-            frequencies = self._frequencies_at(longest)
-            if len(self._frequencies) < _MAX_LENGTHS:  # none is ever dropped: a recorded graph reads it where it lies
-                self._frequencies[longest] = frequencies
+        if longest not in self._frequencies:
+            self._frequencies[longest] = self._frequencies_at(longest)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         positions = self.own_tokens(position_ids)
-        return angles_at(positions, frequencies, interleaved=self.description.rotary_interleaved)
+        return angles_at(positions, self._frequencies[longest], interleaved=self.description.rotary_interleaved)
 
     def _frequencies_at(self, longest: int | None) -> Tensor:
         model = self.description

@@ -1,4 +1,4 @@
-"""The layers of GPT, BERT and T5: which module stands in which slot of a Megatron layer, and two layers of our own."""
+"""The layers of GPT, BERT and T5: which module stands in which slot of a Megatron layer, and those of one chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import (
     CrossAttention,
@@ -23,7 +23,16 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 from typing_extensions import override
 
@@ -157,30 +166,65 @@ def _core_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     return partial(_attention_class(config), sliding_window=window, softcap=model.attention_softcap, **options)
 
 
-def join_additions_and_norms(layers: Iterable[Any], last_norm: Norm | None) -> None:
-    """Tell each addition in a stack which norm reads its sum.
+def block_spec(
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, *, is_decoder_of_two: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk, as many as ``config`` cuts for it; arguments are those of ``layer_spec``."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    layers = [layer_spec(model, config, number, is_decoder_of_two=is_decoder_of_two) for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_spec(model))
 
-    Args:
-        layers: Of one chunk, in order; perhaps none.
-        last_norm: What follows the last layer; None where the chunk ends with it.
-    """
-    layers = list(layers)
 
-    def norm_at(slot: Any) -> Norm | None:
-        return None if isinstance(slot, IdentityOp) else slot
+class LayerStack(TransformerBlock):
+    """The layers of one chunk and, where the last one is, the norm behind it."""
 
-    following = [*(norm_at(layer.input_layernorm) for layer in layers[1:]), last_norm]
-    for layer, next_norm in zip(layers, following, strict=False):  # a chunk may have no layer
-        recompute = layer.config.recompute_granularity
-        if recompute == "selective" and layer.config.recompute_modules != ["core_attn"]:
-            continue  # the norms are recomputed from their inputs
-        if not isinstance(layer, ParallelTransformerLayer):
-            after_attention, layer_norm = layer.self_attn_bda, norm_at(layer.pre_mlp_layernorm)
-            if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
-                after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
-            after_attention.norm = layer_norm
-        if recompute != "full":  # a layer that is recomputed alone must not leave a norm to the next one
-            layer.mlp_bda.norm = next_norm
+    @override
+    def _build_layers(self) -> None:
+        """As Megatron-Core; and each addition learns which norm reads its sum."""
+        super()._build_layers()
+        recompute = self.config.recompute_granularity
+        if recompute == "selective" and self.config.recompute_modules != ["core_attn"]:
+            return  # the norms are recomputed from their inputs
+        following = [*(layer.input_layernorm for layer in self.layers[1:]), self.final_layernorm]
+        for layer, next_norm in zip(self.layers, following, strict=False):  # a chunk may have no layer
+            if not isinstance(layer, ParallelTransformerLayer):
+                after_attention = layer.self_attn_bda
+                if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
+                    after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
+                after_attention.norm = _norm_or_none(layer.pre_mlp_layernorm)
+            if recompute != "full":  # a layer that is recomputed alone must not leave a norm to the next one
+                layer.mlp_bda.norm = _norm_or_none(next_norm)
+
+    @override
+    def _checkpointed_forward(
+        self, hidden_states: Tensor, use_inner_quantization_context: bool = False, **inputs: Any
+    ) -> Tensor:
+        """Recompute in the backward pass what the config says; [s, b, h] or [s/tp, b, h], as given.
+
+        megatron-core 0.16.1, transformer/transformer_block.py, fails where the layers of a chunk are no multiple of
+        ``recompute_num_layers``; and it has the attention bias in a closure, so that the graph of a bias that learns
+        would be walked once per group, freed by the first.
+        """
+        config, is_uniform = self.config, self.config.recompute_method == "uniform"
+        size = config.recompute_num_layers if is_uniform else 1
+        num_recomputed = len(self.layers) if is_uniform else config.recompute_num_layers
+
+        def run(layers: Iterable[Any], hidden: Tensor, *values: Any) -> Tensor:
+            for layer in layers:
+                hidden, _ = layer(hidden, **dict(zip(inputs, values, strict=True)))
+            return hidden
+
+        for first in range(0, len(self.layers), size):
+            group = partial(run, self.layers[first : first + size])
+            if first < num_recomputed:
+                group = partial(checkpoint, group, config.distribute_saved_activations)
+            hidden_states = group(hidden_states, *inputs.values())
+        return hidden_states
+
+
+def _norm_or_none(slot: Any) -> Norm | None:
+    return slot if isinstance(slot, Norm) else None
 
 
 class _LinearWithBiasInProduct(ColumnParallelLinear):

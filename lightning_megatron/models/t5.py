@@ -2,14 +2,14 @@
 
 Between chunks travels one tensor, the encoder's hidden states followed by the decoder's along the sequence, so that
 Megatron-Core's schedules run unchanged with a sequence of s_enc + s_dec; what a chunk does not work on passes through.
-megatron-core 0.16.1 has no pipeline for its own T5 (pretrain_t5.py refuses it). Its ``TransformerBlock``
-(transformer/transformer_block.py) cuts layers evenly, and its recomputation walks through the graph of a trainable
-attention bias once per layer; hence ``T5Stack``.
+megatron-core 0.16.1 has no pipeline for its own T5 (pretrain_t5.py refuses it), but its blocks of layers can be cut
+anywhere: each of the two stacks has a config with its own ``pipeline_model_parallel_layout``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,29 +17,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
-from lightning_megatron.engine.fillers.kernels import Norm
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
 from lightning_megatron.engine.wrap import Replicated, mark_replica
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
-from lightning_megatron.models.layers import join_additions_and_norms, layer_spec
+from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.t5_layout import OVERRIDE, shares, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
@@ -64,11 +59,6 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
         )
     layout = t5_layout(model, settings.parallel, by_hand.pop(OVERRIDE, None))
     config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=by_hand)))
-    if config.distribute_saved_activations:
-        raise ConfigError(
-            "transformer_config_overrides: distribute_saved_activations=True cannot be used with T5, whose encoder and "
-            "decoder states arrive as views of one tensor; leave it out"
-        )
     return partial(T5Chunk, model, config, shares(model.num_layers, layout))
 
 
@@ -87,15 +77,19 @@ class T5Chunk(Chunk):
             vp_stage: Which virtual stage; None if there is only one.
         """
         super().__init__(model, config, vp_stage)
-        encoder, decoder = held[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
+        own, _ = held[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
         self._input_tensor: Tensor | None = None
-        self.encoder = T5Stack(model, config, encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in encoder)
-        self.decoder = T5Stack(model, config, decoder, is_decoder=True, has_final_norm=self.post_process)
+        stack = partial(T5Stack, model, config, vp_stage)
+        encoder, decoder = ([len(numbers) for numbers in layout] for layout in zip(*held, strict=True))
+        self.encoder = stack(encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in own)
+        self.decoder = stack(decoder, is_decoder=True, has_final_norm=self.post_process)
+        if config.recompute_method == "block":  # which counts the layers of a chunk, of whichever stack
+            self.decoder.config.recompute_num_layers -= len(self.encoder.layers)
         if len(held) > 1:
             for stack in (self.encoder, self.decoder):
                 if stack.relative_bias is not None:
-                    mark_replica(stack.relative_bias.weight, is_owner=0 in stack.numbers)
+                    mark_replica(stack.relative_bias.weight, is_owner=stack.first == 0)
         if self.post_process:
             self.output_layer = self.create_output_layer()
         if self.pre_process or self.post_process:
@@ -141,12 +135,9 @@ class T5Chunk(Chunk):
             each label, [b, s_dec] fp32, or logits, [b, s_dec, v/tp or v].
         """
         encoder, decoder = self._inputs(encoder_ids, decoder_ids)
-        # Recomputation by ``block`` counts the layers of a chunk, of whichever stack.
-        budget = self.config.recompute_num_layers or 0
         if encoder.shape[0] > 0:
-            encoder = self.encoder(encoder, encoder_mask, num_recomputed=budget)
-        budget -= len(self.encoder.layers)
-        decoder = self.decoder(decoder, decoder_mask, encoder, encoder_mask, num_recomputed=budget)
+            encoder = self.encoder(encoder, encoder_mask)
+        decoder = self.decoder(decoder, decoder_mask, encoder, encoder_mask)
         if not self.post_process:
             # A tensor of its own, no view: the schedule frees its storage once it is sent.
             return torch.cat([encoder, decoder])
@@ -167,38 +158,41 @@ class T5Chunk(Chunk):
         return encoder, decoder
 
 
-class T5Stack(MegatronModule):
+class T5Stack(LayerStack):
     """Some neighbouring layers of the encoder or of the decoder, and what belongs to them."""
 
     def __init__(
-        self, model: ModelConfig, config: TransformerConfig, numbers: range, *, is_decoder: bool, has_final_norm: bool
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        vp_stage: int | None,
+        layout: list[int],
+        *,
+        is_decoder: bool,
+        has_final_norm: bool,
     ) -> None:
         """Create the layers.
 
         Args:
             model: The description.
             config: The same in the engine's words.
-            numbers: Which layers of the whole stack, from 0; may be empty.
+            vp_stage: Which virtual stage; None if there is only one.
+            layout: How many layers of this stack each chunk holds.
             is_decoder: Which of the two stacks.
             has_final_norm: Whether the stack's last norm stands here.
         """
-        super().__init__(config=config)
-        self.numbers = numbers
-        self.num_layers_of_all_chunks = model.num_decoder_layers if is_decoder else model.num_layers
-        spec = layer_spec(model, config, is_decoder_of_two=is_decoder)
-        self.layers = torch.nn.ModuleList([_layer(spec, config, number) for number in numbers])
+        config = copy.copy(config)
+        config.num_layers = sum(layout)
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
+            [["decoder"] * count for count in layout], config.pipeline_model_parallel_size
+        )
+        spec = block_spec(model, config, vp_stage, is_decoder_of_two=is_decoder)
+        super().__init__(config, spec, post_process=has_final_norm, vp_stage=vp_stage)
+        self.first = get_transformer_layer_offset(config, vp_stage)
+        """Which layer of the whole stack is the first one here, from 0."""
         self.relative_bias: RelativeBias | None = None
-        if numbers:
-            self.relative_bias = RelativeBias(
-                config,
-                model.relative_attention_num_buckets,
-                model.relative_attention_max_distance,
-                bidirectional=not is_decoder,
-            )
-        self.final_layernorm: Norm | None = None
-        if has_final_norm:
-            self.final_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        join_additions_and_norms(self.layers, self.final_layernorm)
+        if len(self.layers) > 0:
+            self.relative_bias = RelativeBias(model, config, bidirectional=not is_decoder)
 
     def forward(
         self,
@@ -206,8 +200,6 @@ class T5Stack(MegatronModule):
         attention_mask: Tensor | None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        *,
-        num_recomputed: int = 0,
     ) -> Tensor:
         """Run the layers, and the final norm with its dropout if it is here.
 
@@ -216,70 +208,34 @@ class T5Stack(MegatronModule):
             attention_mask: [b, s], 0 where a token is padding; None if none is.
             context: What the encoder returned, [s_enc or s_enc/tp, b, h]; for the decoder.
             context_mask: [b, s_enc], as ``attention_mask``.
-            num_recomputed: For recomputation by ``block``: so many of the first layers.
         """
+        bias = None
+        if self.relative_bias is not None:
+            length = hidden.shape[0] * _parts_of_sequence(self.config)
+            bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
+        hidden = super().forward(hidden, None, context, context_mask, attention_bias=bias)
+        if self.final_layernorm is None:
+            return hidden
         # With sequence parallelism each rank drops numbers of its own, as in Megatron's TransformerBlock.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
-            if self.relative_bias is not None:
-                length = hidden.shape[0] * _parts_of_sequence(self.config)
-                bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
-                for first, last, recomputed in self._groups(num_recomputed):
-                    inputs = (hidden, bias, context, context_mask)
-                    run = self._runner(first, last)
-                    hidden = checkpoint(run, False, *inputs) if recomputed else run(*inputs)
-            if self.final_layernorm is not None:
-                hidden = F.dropout(self.final_layernorm(hidden), self.config.hidden_dropout, self.training)
-        return hidden
+            return F.dropout(hidden, self.config.hidden_dropout, self.training)
 
     def _num_cached(self) -> int:
         """How many tokens the layers have read before, whose keys and values they keep while text is generated."""
-        cache = self.layers[0].self_attention.core_attention.kv_cache  # type: ignore[union-attr]
-        return 0 if cache is None else cache.length  # type: ignore[return-value, union-attr]
-
-    def _groups(self, num_recomputed: int) -> list[tuple[int, int, bool]]:
-        """The layers in groups (first, one after the last), and whether a group is recomputed as a whole."""
-        config, count = self.config, len(self.layers)
-        if not self.training or config.recompute_granularity != "full":
-            return [(0, count, False)]
-        if config.recompute_method == "block":
-            return [(i, i + 1, i < num_recomputed) for i in range(count)]
-        size = config.recompute_num_layers
-        return [(i, min(i + size, count), True) for i in range(0, count, size)]
-
-    def _runner(self, first: int, last: int) -> Any:
-        def run(hidden: Tensor, bias: Tensor, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
-            # The bias is an argument: the graph of one in a closure would be walked once per group, freed by the first.
-            for layer in self.layers[first:last]:
-                hidden, _ = layer(hidden, context=context, context_mask=context_mask, attention_bias=bias)
-            return hidden
-
-        return run
+        cache = self.layers[0].self_attention.core_attention.kv_cache
+        return 0 if cache is None else cache.length
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Layers stacked along a new first axis by their numbers, as Megatron-Core's, and one writer of the table."""
-        state: ShardedStateDict = {}
-        for local, (number, layer) in enumerate(zip(self.numbers, self.layers, strict=True)):
-            place = f"{prefix}layers.{local}."
-            offsets = [(0, number, self.num_layers_of_all_chunks)]
-            part = layer.sharded_state_dict(place, offsets, metadata)  # type: ignore[operator]
-            replace_prefix_for_sharding(part, place, f"{prefix}layers.")
-            state.update(part)
+        """As Megatron-Core's; of the table of relative positions the first chunk's copy is written."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.relative_bias is not None:
-            table = self.relative_bias.sharded_state_dict(f"{prefix}relative_bias.", (), metadata)
-            for tensor in table.values():
-                tensor.replica_id = (0 if 0 in self.numbers else 1 + self.numbers[0], *tensor.replica_id[1:])
             # Megatron-Core's own T5 has the table beside the stack.
-            stack = prefix.removesuffix(".")
-            replace_prefix_for_sharding(
-                table, f"{prefix}relative_bias.", f"{stack}_relative_pos_emb.relative_attention_bias."
-            )
-            state.update(table)
-        if self.final_layernorm is not None:
-            norm = f"{prefix}final_layernorm."
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-            state.update(sharded_state_dict_default(self.final_layernorm, norm, (), metadata, tp_group))
+            key = f"{prefix.removesuffix('.')}_relative_pos_emb.relative_attention_bias.weight"
+            table = make_tp_sharded_tensor_for_checkpoint(self.relative_bias.weight, key, tp_axis=1)
+            table.replica_id = (self.first, *table.replica_id[1:])
+            state[f"{prefix}relative_bias.weight"] = table
         return state
 
 
@@ -287,14 +243,6 @@ def _parts_of_sequence(config: TransformerConfig) -> int:
     """Into how many equal parts the ranks of the cp and tp groups split hidden states."""
     shards: int = config.context_parallel_size
     return shards * config.tensor_model_parallel_size if config.sequence_parallel else shards
-
-
-def _layer(spec: ModuleSpec, config: TransformerConfig, number: int) -> TransformerLayer:
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    # The layer adds where an even cut would put this stage; with an interleaved schedule it must be told which.
-    vp_stage = None if config.virtual_pipeline_model_parallel_size is None else 0
-    offset = get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
-    return build_module(spec, config=config, layer_number=number + 1 - offset, pg_collection=groups, vp_stage=vp_stage)
 
 
 # ---- relative positions ----------------------------------------------------------------------------------------------
@@ -313,16 +261,16 @@ class RelativeBias(MegatronModule):
     buckets: Tensor
     """[2 * max_distance + 1], int64: the row of each distance between key and query, from -max_distance on."""
 
-    def __init__(self, config: TransformerConfig, num_buckets: int, max_distance: int, *, bidirectional: bool) -> None:
+    def __init__(self, model: ModelConfig, config: TransformerConfig, *, bidirectional: bool) -> None:
         """Create the table.
 
         Args:
-            config: The engine's config.
-            num_buckets: Rows.
-            max_distance: Distances from here on share one row.
+            model: The description.
+            config: The same in the engine's words.
             bidirectional: Whether keys to the right of the query have rows of their own (in encoders).
         """
         super().__init__(config=config)
+        num_buckets, max_distance = model.relative_attention_num_buckets, model.relative_attention_max_distance
         self.max_distance, self.bidirectional = max_distance, bidirectional
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
@@ -366,12 +314,3 @@ class RelativeBias(MegatronModule):
             # Overwritten, not added: a large bias must not make a hidden key visible.
             scores = scores.masked_fill(hidden, MASKED_SCORE)
         return scores[..., :length]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """The table with its columns split over tp, under Megatron-Core's name for it."""
-        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True), prefix, {"weight": 1}, sharded_offsets
-        )
-        return state

@@ -270,12 +270,6 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _recompute(recompute: Recompute) -> dict[str, Any]:
-    if recompute.granularity is None:
-        return {}
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": recompute.method,
-        "recompute_num_layers": recompute.num_layers,
-    }
+    return {f"recompute_{name}": value for name, value in vars(recompute).items() if recompute.granularity}

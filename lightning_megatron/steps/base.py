@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,60 @@ IGNORED_LABELS = (-100, -1)
 """Hugging Face's and Megatron's labels for "no target here"."""
 
 
-def check_trains(step: TrainStep, architecture: Architecture, model: ModelConfig) -> None:
-    """Raise unless ``model`` is of the architecture that ``step`` is for.
+class MaskedLossStep(TrainStep):
+    """An objective whose prepared batches have the weight of each target."""
 
-    Raises:
-        ConfigError: With the name of the step that is.
-    """
-    if model.architecture != architecture:
-        raise ConfigError(
-            f"{type(step).__name__} trains {architecture.upper()}s, and {model.family} is a "
-            f"{model.architecture.upper()}; use train_step={model.architecture!r}"
-        )
+    architecture: ClassVar[Architecture]
+    """Of the models that it trains."""
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
+    masks: Mapping[str, str] = {"lm_loss": "loss_mask"}
+    """Where the weights of each term's targets are."""
 
+    def bind(self, model: ModelConfig) -> None:
+        """Learn which model is trained.
 
-def has_own_batches(step: TrainStep, kind: type[TrainStep]) -> bool:
-    """Whether a subclass of ``kind`` prepares batches in its own way; it may have keys that ``kind`` cannot check."""
-    return type(step).prepare_batch is not kind.prepare_batch
+        Raises:
+            ConfigError: If it is of another architecture, with the name of the step for that.
+        """
+        if model.architecture != self.architecture:
+            raise ConfigError(
+                f"{type(self).__name__} trains {self.architecture.upper()}s, and {model.family} is a "
+                f"{model.architecture.upper()}; use train_step={model.architecture!r}"
+            )
+        super().bind(model)
+
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Repeat the last row without targets."""
+        rows = next(iter(batch.values())).shape[0]
+        padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
+        for mask in self.masks.values():
+            padded[mask][rows:] = 0
+        return padded
+
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row."""
+        return batch["tokens"].shape[1]
+
+    def counts(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The number of targets of each term, known from the masks alone."""
+        return {term: batch[mask].sum() for term, mask in self.masks.items()}
+
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """The masked sum of the per-token losses.
+
+        Args:
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s], fp32.
+        """
+        return {"lm_loss": masked_term(output, batch["loss_mask"])}
+
+    def metrics(self) -> dict[str, Metric]:
+        """``perplexity`` of the targets."""
+        return {"perplexity": Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take in the losses of one microbatch, each with its weight."""
+        metrics["perplexity"].update(output.float(), batch["loss_mask"])
 
 
 def masked_term(losses: Tensor, weights: Tensor) -> LossTerm:
@@ -46,20 +85,12 @@ def masked_term(losses: Tensor, weights: Tensor) -> LossTerm:
 
 
 def weighted(mask: Tensor, batch: Batch) -> Tensor:
-    """``mask`` [b, s] of targets, times the weights of tokens and of rows that the user's batch has: [b, s], fp32."""
+    """``mask`` of targets, [b] or [b, n], times the weights of rows and of tokens that the user's batch has; fp32."""
     mask = mask.float()
     if "sample_mask" in batch:
-        mask = mask * batch["sample_mask"].float()[:, None]
-    return mask * batch["loss_mask"].float() if "loss_mask" in batch else mask
-
-
-def without_last_rows(batch: Batch, num_rows: int, weights: tuple[str, ...]) -> Batch:
-    """A copy of ``batch`` grown to ``num_rows`` rows by copies of the last one, whose ``weights`` are 0."""
-    rows = next(iter(batch.values())).shape[0]
-    padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
-    for name in weights:
-        padded[name][rows:] = 0
-    return padded
+        rows = batch["sample_mask"].float()
+        mask = mask * (rows if mask.dim() == 1 else rows[:, None])
+    return mask * batch["loss_mask"].float() if "loss_mask" in batch and mask.dim() > 1 else mask
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -210,18 +241,9 @@ def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...
         check_shape(name, tensor, rule, *shapes)
 
 
-def check_floats(name: str, tensor: Tensor, rule: str) -> None:
-    """Raise unless ``tensor`` has a floating-point dtype and finite numbers.
-
-    Raises:
-        DataError: With the dtype and why it must be another one, or with the first number that is not finite.
-    """
-    if not tensor.is_floating_point():
-        raise DataError(f"{name} is {tensor.dtype} and must be a float type ({rule}); use {name}.float()")
-    check_all(name, tensor, tensor.isfinite(), "finite")
-
-
-def check_tokens(name: str, tokens: Tensor, model: ModelConfig, *, shortest: int = 1) -> None:
+def check_tokens(
+    name: str, tokens: Tensor, model: ModelConfig, *, shortest: int = 1, ignored: tuple[int, ...] = ()
+) -> None:
     """Raise unless ``tokens`` are rows of the vocabulary's numbers, as long as the model can read.
 
     Args:
@@ -229,11 +251,12 @@ def check_tokens(name: str, tokens: Tensor, model: ModelConfig, *, shortest: int
         tokens: What is there.
         model: Knows the vocabulary and the longest row.
         shortest: Tokens that a row must have; all but that many less one are read.
+        ignored: As for ``check_numbers``.
     """
     if tokens.dim() != 2 or tokens.shape[1] < shortest:
         raise DataError(f"{name} has the shape {list(tokens.shape)}; give [rows, tokens], at least {shortest} each")
     check_integers(name, tokens, "they number rows of the embedding")
-    check_numbers(name, tokens, model.vocab_size, "vocab_size")
+    check_numbers(name, tokens, model.vocab_size, "vocab_size", ignored)
     length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
     if model.has_position_table and length > limit:
         raise DataError(f"{name} has {length} tokens per row to read, max_position_embeddings={limit}; cut them")
@@ -250,11 +273,9 @@ def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig
             check_shape(name, batch[name], "one number for each token that the model reads", (rows, length))
     if "sample_mask" in batch:
         check_shape("sample_mask", batch["sample_mask"], "one weight per row", (rows,))
+    positions = model.max_position_embeddings if model.has_position_table else None
     limits = {
-        "position_ids": (
-            model.max_position_embeddings if model.has_position_table else None,
-            "max_position_embeddings",
-        ),
+        "position_ids": (positions, "max_position_embeddings"),
         "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
     }
     for name, (limit, rule) in limits.items():

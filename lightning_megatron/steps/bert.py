@@ -6,10 +6,9 @@ batch into rows gives the same means.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps import base
@@ -37,10 +36,45 @@ MEGATRON_NAMES = {
 }
 """What Megatron's indexed samples call what Hugging Face calls otherwise."""
 
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "sample_mask")
+_READ = ("attention_mask", "token_type_ids", "position_ids")
+"""What the model reads beside the tokens."""
 
 
-class BertTrainStep(TrainStep):
+class _Head(NamedTuple):
+    """The labels of a loss term."""
+
+    labels: str
+    """Their key in a batch."""
+    targets: str = "targets"
+    """Their key in a prepared batch."""
+    mask: str = "loss_mask"
+    """That of their weights."""
+    of_tokens: bool = False
+    """Whether each token has one, not each row."""
+
+
+_HEADS: dict[str, dict[str, _Head]] = {
+    "pretraining": {
+        "lm_loss": _Head("labels", of_tokens=True),
+        "sop_loss": _Head("next_sentence_label", "order", "order_mask"),
+    },
+    "masked_lm": {"lm_loss": _Head("labels", of_tokens=True)},
+    "sequence_classification": {"label_loss": _Head("labels")},
+    "token_classification": {"label_loss": _Head("labels", of_tokens=True)},
+    "question_answering": {
+        "start_loss": _Head("start_positions", "start", "start_mask"),
+        "end_loss": _Head("end_positions", "end", "end_mask"),
+    },
+}
+"""The loss terms of each task. All but ``lm_loss``, which the model gives, are of a softmax, or as ``problem_type``."""
+
+_OPTIONAL = {"token_classification": ("loss_mask",)} | dict.fromkeys(
+    ("pretraining", "masked_lm"), ("loss_mask", "truncated", "next_sentence_label")
+)
+"""Keys that a batch may have, by task."""
+
+
+class BertTrainStep(base.MaskedLossStep):
     """The objective of a BERT's task, each term a mean over its targets in the global batch.
 
     Inputs are Hugging Face's, [b, s] each: ``input_ids`` and, optionally, ``attention_mask`` (1 for tokens and 0 for
@@ -61,8 +95,7 @@ class BertTrainStep(TrainStep):
     Labels of -100 (and -1, Megatron's) are no targets; ``loss_mask`` [b, s] weighs those of tokens.
     """
 
-    objective: _Objective
-    """Of the model's task, from ``bind`` on."""
+    architecture = "bert"
 
     def __init__(self, binary_head: bool = True) -> None:
         """Choose what pretraining learns.
@@ -78,17 +111,29 @@ class BertTrainStep(TrainStep):
         Raises:
             ConfigError: If the model is no BERT, or its head has another width than its task needs.
         """
-        base.check_trains(self, "bert", model)
         super().bind(model)
-        if model.task == "sequence_classification":
-            self.objective = _RowLabels(model, model.problem_type)
-        elif model.task == "token_classification":
-            self.objective = _TokenLabels(model, "single_label_classification")
-        elif model.task == "question_answering":
-            self.objective = _AnswerSpan(model)
-        else:
-            self.objective = _MaskedTokens(model, self.binary_head)
-        self.loss_terms = self.objective.terms  # type: ignore[misc]
+        self._heads = {name: h for name, h in _HEADS[model.task].items() if self.binary_head or name != "sop_loss"}
+        self.loss_terms = tuple(self._heads)  # type: ignore[misc]
+        self.masks = {name: head.mask for name, head in self._heads.items()}
+        is_of_rows, n = model.task == "sequence_classification", model.num_labels
+        self._problem: ProblemType | None = model.problem_type if is_of_rows else "single_label_classification"
+        if self._problem is not None:
+            require_choice("problem_type", self._problem, get_args(ProblemType))
+        if "label_loss" in self._heads and self._problem == "single_label_classification" and n < 2:
+            raise ConfigError(
+                f"num_labels={n} leaves nothing to choose for task={model.task!r}; use num_labels=2, or "
+                "problem_type='regression' for one value"
+            )
+        if model.task == "question_answering" and n != 2:
+            raise ConfigError(f"num_labels={n} for task='question_answering'; use num_labels=2")
+
+    def _problem_of(self, labels: Tensor) -> ProblemType:
+        """Told by the config, else by the first batch, as Hugging Face's ``MegatronBertForSequenceClassification``."""
+        if self._problem is not None:
+            return self._problem
+        if self.model.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
@@ -99,19 +144,21 @@ class BertTrainStep(TrainStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if base.has_own_batches(self, BertTrainStep):
+        if type(self).prepare_batch is not BertTrainStep.prepare_batch:
             return
         named = self._named(batch)
         tokens = named["input_ids"]
         base.check_tokens("input_ids", tokens, self.model)
         base.check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
         self._check_first_tokens(named)
-        self.objective.check(named)
+        for head in self._heads.values():
+            self._check_labels(head, named)
         if "attention_mask" in named and bool((named["attention_mask"] == 1).all()):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
     def _check_first_tokens(self, named: Batch) -> None:
-        if not self.objective.reads_first_token or "attention_mask" not in named:
+        reads_first_token = self.model.task == "sequence_classification" or "sop_loss" in self._heads
+        if not reads_first_token or "attention_mask" not in named:
             return
         counted = named["sample_mask"] != 0 if "sample_mask" in named else True
         padded = (named["attention_mask"][:, 0] == 0) & counted
@@ -120,6 +167,28 @@ class BertTrainStep(TrainStep):
                 f"attention_mask[{int(padded.nonzero()[0])}, 0] is 0, and the head reads that token; pad on the right"
             )
 
+    def _check_labels(self, head: _Head, named: Batch) -> None:
+        name, labels, model = head.labels, named[head.labels], self.model
+        (rows, length), n = named["input_ids"].shape, model.num_labels
+        if (problem := self._problem_of(labels)) != "single_label_classification":
+            rule = f"num_labels={n}, problem_type={problem!r}"
+            if not labels.is_floating_point():
+                raise DataError(f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()")
+            base.check_all(name, labels, labels.isfinite(), "finite")
+            base.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
+            if problem == "multi_label_classification":
+                base.check_all(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
+            return
+        shapes = [(rows, length)] if head.of_tokens else [(rows,), (rows, 1)]
+        base.check_integers(name, labels, f"one for each {'token' if head.of_tokens else 'row'}", *shapes)
+        if name == "labels" and model.has_output_layer:
+            counted = labels.masked_fill(named["loss_mask"] == 0, base.IGNORE_INDEX) if "loss_mask" in named else labels
+            base.check_numbers(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
+        elif name == "labels":
+            base.check_numbers(name, labels, n, "num_labels", base.IGNORED_LABELS)
+        elif name == "next_sentence_label":
+            base.check_numbers(name, labels, 2, "kinds of order", base.IGNORED_LABELS)
+
     def prepare_batch(self, batch: Batch) -> Batch:
         """``tokens`` [b, s] int64, the user's mask, token types and positions, and the targets with their masks.
 
@@ -127,45 +196,40 @@ class BertTrainStep(TrainStep):
             DataError: If there are keys that it does not understand.
         """
         named = self._named(batch)
-        tokens = named["input_ids"].long()
-        rows = named.get("sample_mask", tokens.new_ones(tokens.shape[0])).float()
-        inputs: Batch = {n: named[n].long() for n in ("attention_mask", "token_type_ids", "position_ids") if n in named}
-        return {"tokens": tokens, **inputs, **self.objective.targets(named, rows)}
+        prepared = {"tokens": named["input_ids"].long(), **{n: named[n].long() for n in _READ if n in named}}
+        for head in self._heads.values():
+            labels, length = named[head.labels], named["input_ids"].shape[1]
+            self._problem = self._problem_of(labels)
+            if self._problem == "single_label_classification":
+                labels = labels.long() if head.of_tokens else labels.long().reshape(-1)
+                if self.model.task == "question_answering":
+                    # What lies before the row counts as its start, what lies after it is ignored: Hugging Face's rule.
+                    labels = labels.clamp(min=0).masked_fill(labels >= length, base.IGNORE_INDEX)
+                targets, counted = labels.clamp(min=0), labels >= 0
+            else:
+                targets = labels.float().reshape(-1, self.model.num_labels)
+                counted = torch.ones_like(targets)
+            prepared |= {head.targets: targets, head.mask: base.weighted(counted, named)}
+        return prepared
 
     def _named(self, batch: Batch) -> Batch:
         """The batch by Hugging Face's names."""
-        needed = dict.fromkeys(("input_ids", *self.objective.needed), "")
+        task = self.model.task
+        needed = dict.fromkeys(("input_ids", *(head.labels for head in self._heads.values())), "")
         if "next_sentence_label" in needed:
             needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
-        known = {*_INPUTS, *needed, *self.objective.optional}
-        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {self.model.task!r}", MEGATRON_NAMES)
-
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row without targets."""
-        return base.without_last_rows(batch, num_rows, self.objective.masks)
-
-    def seq_length(self, batch: Batch) -> int:
-        """Tokens per row."""
-        return batch["tokens"].shape[1]
-
-    def counts(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The number of targets of each term, known from the masks alone."""
-        return self.objective.counts(batch)
+        known = {*_READ, "sample_mask", *needed, *_OPTIONAL.get(task, ())}
+        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
         """What ``BertChunk.forward`` returns: losses or logits on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         mask = batch.get("attention_mask")
-        if mask is not None and self.objective.reads_padding:
-            # Segments let padding see padding. Hugging Face lets it see the tokens, and here its logits count.
+        if mask is not None and self.model.task == "question_answering":
+            # The softmax is over padding, too. Segments let it see padding, Hugging Face the tokens.
             mask = (mask == 0)[:, None, None, :]
-        output = model(
-            batch["tokens"],
-            batch.get("position_ids"),
-            mask,
-            batch.get("token_type_ids"),
-            labels=self.objective.model_labels(batch),
-        )
+        labels = batch["targets"] if self.model.has_output_layer else None
+        output = model(batch["tokens"], batch.get("position_ids"), mask, batch.get("token_type_ids"), labels=labels)
         return output, partial(self.loss_func, batch)
 
     def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
@@ -175,190 +239,43 @@ class BertTrainStep(TrainStep):
             batch: The prepared microbatch.
             output: What ``BertChunk.forward`` returned.
         """
-        return self.objective.losses(batch, output)
+        terms = {}
+        for (name, head), found in zip(self._heads.items(), self._of_heads(output), strict=False):
+            losses = found if name == "lm_loss" else self._losses(found.float(), batch[head.targets])
+            terms[name] = base.masked_term(losses, batch[head.mask])
+        if self.model.task == "pretraining" and "sop_loss" not in terms:
+            # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
+            unused = 0.0 * output[1].float().sum()
+            terms["lm_loss"] = terms["lm_loss"]._replace(sum=terms["lm_loss"].sum + unused)
+        return terms
+
+    def _of_heads(self, output: Output) -> tuple[Tensor, ...]:
+        """The losses of tokens [b, s], or logits [b, n] or [b, s, n], of each term."""
+        if self.model.task == "question_answering":
+            return output.unbind(-1)  # type: ignore[no-any-return]
+        return output if isinstance(output, tuple) else (output,)
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self._problem == "regression":
+            return (logits - targets).square()
+        if self._problem == "multi_label_classification":
+            return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+        return 0.5 * losses if self.model.task == "question_answering" else losses
 
     def metrics(self) -> dict[str, Metric]:
         """Masked tokens: ``perplexity`` and ``sop_accuracy``; labels: ``accuracy`` and ``f1`` (regression: ``mse``).
 
         For questions ``exact_match``: how often both the start and the end are right.
         """
-        return self.objective.metrics()
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take in the targets of one microbatch; what carries no loss does not count."""
-        self.objective.update_metrics(metrics, batch, output)
-
-
-# ---- what the labels of a task mean ---------------------------------------------------------------------------------
-
-
-class _Objective(ABC):
-    """What a task's labels mean; ``BertTrainStep`` does the rest."""
-
-    terms: tuple[str, ...] = ("label_loss",)
-    """Names of the loss terms."""
-    needed: tuple[str, ...] = ("labels",)
-    """Keys that a batch must have."""
-    optional: tuple[str, ...] = ()
-    """Keys that it may have."""
-    masks: tuple[str, ...] = ("loss_mask",)
-    """Prepared tensors with the weights of each term's targets."""
-    reads_padding = False
-    """Whether logits at padding are used."""
-    reads_first_token = False
-    """Whether the head reads the first token of each row."""
-
-    @abstractmethod
-    def check(self, batch: Batch) -> None:
-        """Refuse labels of a wrong kind; ``batch`` has Hugging Face's names and checked inputs."""
-
-    @abstractmethod
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        """The prepared targets and their masks; ``rows`` [b], fp32, is the weight of each row."""
-
-    def model_labels(self, batch: Batch) -> Tensor | None:
-        """The labels of which the model itself returns the losses, [b, s]; None to have its logits."""
-        del batch
-        return None
-
-    def counts(self, batch: Batch) -> dict[str, Tensor]:
-        """Each term's number of targets in a prepared batch."""
-        return {term: batch[mask].sum() for term, mask in zip(self.terms, self.masks, strict=True)}
-
-    @abstractmethod
-    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """Each term of a prepared microbatch."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, Metric]:
-        """New metrics."""
-
-    @abstractmethod
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take in one prepared microbatch."""
-
-
-class _MaskedTokens(_Objective):
-    """Which tokens stood where they were masked, and (pretraining) whether two sentences are in order.
-
-    The model's output is the pair of the tokens' losses [b, s] and the order's logits [b, 2].
-    """
-
-    def __init__(self, model: ModelConfig, learns_order: bool) -> None:
-        self._vocab_size = model.vocab_size
-        self._has_order = model.task == "pretraining"
-        self._learns_order = self.reads_first_token = self._has_order and learns_order
-        self.terms, self.optional = ("lm_loss",), ("loss_mask", "truncated", "next_sentence_label")
-        if self._learns_order:
-            self.terms, self.masks = ("lm_loss", "sop_loss"), ("loss_mask", "order_mask")
-            self.needed = ("labels", "next_sentence_label")
-
-    def check(self, batch: Batch) -> None:
-        _check_token_labels(batch)
-        labels = batch["labels"]
-        counted = labels if "loss_mask" not in batch else labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
-        base.check_numbers("labels", counted, self._vocab_size, "vocab_size", base.IGNORED_LABELS)
-        if self._learns_order:
-            order = batch["next_sentence_label"]
-            base.check_integers("next_sentence_label", order, "one per row", *_one_per_row(labels))
-            base.check_numbers("next_sentence_label", order, 2, "kinds of order", base.IGNORED_LABELS)
-
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        prepared = _token_targets(batch)
-        if self._learns_order:
-            order = batch["next_sentence_label"].long().reshape(-1)
-            prepared |= {"order": order.clamp(min=0), "order_mask": (order >= 0) * rows}
-        return prepared
-
-    def model_labels(self, batch: Batch) -> Tensor | None:
-        return batch["targets"]
-
-    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        losses, order_logits = output
-        terms = {"lm_loss": base.masked_term(losses, batch["loss_mask"])}
-        if self._learns_order:
-            order = F.cross_entropy(order_logits.float(), batch["order"], reduction="none")
-            terms["sop_loss"] = base.masked_term(order, batch["order_mask"])
-        elif self._has_order:
-            # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
-            unused = 0.0 * order_logits.float().sum()
-            terms["lm_loss"] = terms["lm_loss"]._replace(sum=terms["lm_loss"].sum + unused)
-        return terms
-
-    def metrics(self) -> dict[str, Metric]:
-        order: dict[str, Metric] = {"sop_accuracy": base.WeightedMean()} if self._learns_order else {}
-        return {"perplexity": base.Perplexity(), **order}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        losses, order_logits = output
-        metrics["perplexity"].update(losses, batch["loss_mask"])
-        if self._learns_order:
-            metrics["sop_accuracy"].update(order_logits.argmax(-1) == batch["order"], batch["order_mask"] > 0)
-
-
-class _RowLabels(_Objective):
-    """The class, the classes or the values of each row; the model's output is logits [b, num_labels]."""
-
-    reads_first_token = True
-
-    def __init__(self, model: ModelConfig, problem: ProblemType | None) -> None:
-        self._num_labels = model.num_labels
-        self.problem = problem
-        """Told by the config, else by the first batch, as Hugging Face does."""
-        if problem is not None:
-            require_choice("problem_type", problem, get_args(ProblemType))
-        if problem == "single_label_classification" and model.num_labels < 2:
-            raise ConfigError(
-                f"num_labels={model.num_labels} leaves nothing to choose for task={model.task!r}; use num_labels=2, or "
-                "problem_type='regression' for one value"
-            )
-
-    def _problem_of(self, labels: Tensor) -> ProblemType:
-        """Hugging Face's rule (modeling_megatron_bert.py:MegatronBertForSequenceClassification)."""
-        if self.problem is not None:
-            return self.problem
-        if self._num_labels == 1:
-            return "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-
-    def check(self, batch: Batch) -> None:
-        labels, n = batch["labels"], self._num_labels
-        rows = batch["input_ids"].shape[0]
-        problem = self._problem_of(labels)
-        rule = f"num_labels={n}, problem_type={problem!r}"
-        if problem == "single_label_classification":
-            base.check_integers("labels", labels, rule, *_one_per_row(batch["input_ids"]))
-            base.check_numbers("labels", labels, n, "num_labels", base.IGNORED_LABELS)
-            return
-        base.check_floats("labels", labels, rule)
-        base.check_shape("labels", labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
-        if problem == "multi_label_classification":
-            base.check_all("labels", labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
-
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        labels = batch["labels"]
-        self.problem = self._problem_of(labels)
-        if self.problem == "single_label_classification":
-            classes = labels.long().reshape(-1)
-            return {"targets": classes.clamp(min=0), "loss_mask": (classes >= 0) * rows}
-        targets = labels.float().reshape(-1, self._num_labels)
-        return {"targets": targets, "loss_mask": rows[:, None].expand_as(targets).clone()}
-
-    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        logits, targets = output.float(), batch["targets"]
-        if self.problem == "single_label_classification":
-            losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
-        elif self.problem == "regression":
-            losses = (logits - targets).square()
-        else:
-            losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        return {"label_loss": base.masked_term(losses, batch["loss_mask"])}
-
-    def metrics(self) -> dict[str, Metric]:
-        n = self._num_labels
-        if self.problem == "regression" or (self.problem is None and n == 1):
+        n, heads = self.model.num_labels, self._heads
+        if "lm_loss" in heads:
+            return {**super().metrics(), **({"sop_accuracy": base.WeightedMean()} if "sop_loss" in heads else {})}
+        if "start_loss" in heads:
+            return {"exact_match": base.WeightedMean()}
+        if self._problem == "regression" or (self._problem is None and n == 1):
             return {"mse": MeanSquaredError()}
-        if self.problem != "multi_label_classification":
+        if self._problem != "multi_label_classification":
             options: dict[str, Any] = {"num_classes": n, "ignore_index": base.IGNORE_INDEX, "validate_args": False}
             f1 = MulticlassF1Score(average="macro", **options)
             return {"accuracy": MulticlassAccuracy(average="micro", **options), "f1": f1}
@@ -367,90 +284,27 @@ class _RowLabels(_Objective):
         return {"accuracy": MultilabelAccuracy(num_labels=n), "f1": MultilabelF1Score(num_labels=n)}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take in the targets of one microbatch; what carries no loss does not count."""
+        if "lm_loss" in self._heads:
+            super().update_metrics(metrics, batch, output[0])
+            if "sop_loss" in self._heads:
+                metrics["sop_accuracy"].update(output[1].argmax(-1) == batch["order"], batch["order_mask"] > 0)
+        elif "start_loss" in self._heads:
+            places = output.argmax(1)
+            right = (places[:, 0] == batch["start"]) & (places[:, 1] == batch["end"])
+            metrics["exact_match"].update(right, (batch["start_mask"] > 0) & (batch["end_mask"] > 0))
+        else:
+            self._update_metrics_of_labels(metrics, batch, output)
+
+    def _update_metrics_of_labels(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
         targets, counted = batch["targets"], batch["loss_mask"] > 0
-        is_one = self.problem == "single_label_classification"
+        is_one = self._problem == "single_label_classification"
         for metric in metrics.values() if is_one or counted.any() else ():
             if is_one:
                 classes = targets.masked_fill(~counted, base.IGNORE_INDEX)
                 metric.update(output.flatten(0, -2).float(), classes.flatten())
-            elif self.problem == "regression":
+            elif self._problem == "regression":
                 metric.update(output[counted].float(), targets[counted])
             else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
                 rows = counted[:, 0]
                 metric.update((output[rows] > 0).long(), (targets[rows] > 0.5).long())
-
-
-class _TokenLabels(_RowLabels):
-    """The class of each token; the model's output is logits [b, s, num_labels]."""
-
-    optional = ("loss_mask",)
-    reads_first_token = False
-
-    def check(self, batch: Batch) -> None:
-        _check_token_labels(batch)
-        base.check_numbers("labels", batch["labels"], self._num_labels, "num_labels", base.IGNORED_LABELS)
-
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        return _token_targets(batch)
-
-
-class _AnswerSpan(_Objective):
-    """Where the answer starts and where it ends; the model's output is logits [b, s, 2].
-
-    The softmax is over all positions, padding included, as in Hugging Face.
-    """
-
-    terms = ("start_loss", "end_loss")
-    needed = ("start_positions", "end_positions")
-    masks = ("start_mask", "end_mask")
-    reads_padding = True
-
-    def __init__(self, model: ModelConfig) -> None:
-        if model.num_labels != 2:
-            raise ConfigError(f"num_labels={model.num_labels} for task='question_answering'; use num_labels=2")
-
-    def check(self, batch: Batch) -> None:
-        for name in self.needed:
-            base.check_integers(name, batch[name], "a place in each row", *_one_per_row(batch["input_ids"]))
-
-    def targets(self, batch: Batch, rows: Tensor) -> Batch:
-        length = batch["input_ids"].shape[1]
-        prepared = {}
-        for side in ("start", "end"):
-            # What lies before the row counts as its start, what lies after it is ignored: Hugging Face's rule.
-            place = batch[f"{side}_positions"].long().reshape(-1).clamp(0, length)
-            prepared[side] = place.clamp(max=length - 1)
-            prepared[f"{side}_mask"] = (place < length) * rows
-        return prepared
-
-    def losses(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        terms = {}
-        for column, side in enumerate(("start", "end")):
-            losses = F.cross_entropy(output[..., column].float(), batch[side], reduction="none")
-            terms[f"{side}_loss"] = base.masked_term(0.5 * losses, batch[f"{side}_mask"])
-        return terms
-
-    def metrics(self) -> dict[str, Metric]:
-        return {"exact_match": base.WeightedMean()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        places = output.argmax(1)
-        right = (places[:, 0] == batch["start"]) & (places[:, 1] == batch["end"])
-        counted = (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
-        metrics["exact_match"].update(right, counted)
-
-
-def _one_per_row(batch: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one number for each row of ``batch``."""
-    return (len(batch),), (len(batch), 1)
-
-
-def _check_token_labels(batch: Batch) -> None:
-    rule = "one token or class at each place, as input_ids"
-    base.check_integers("labels", batch["labels"], rule, tuple(batch["input_ids"].shape))
-
-
-def _token_targets(batch: Batch) -> Batch:
-    """``targets`` [b, s] and their weights ``loss_mask`` [b, s], fp32."""
-    labels = batch["labels"].long()
-    return {"targets": labels.clamp(min=0), "loss_mask": base.weighted(labels >= 0, batch)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
@@ -19,38 +19,7 @@ from lightning_megatron.steps import base
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
 
-class TokenLossStep(TrainStep):
-    """The mean of the tokens' losses; prepared batches have a ``loss_mask`` [b, s], fp32: how much each counts."""
-
-    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
-
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row with an empty loss mask."""
-        return base.without_last_rows(batch, num_rows, ("loss_mask",))
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The number of targets, known from the masks alone."""
-        return {"lm_loss": batch["loss_mask"].sum()}
-
-    def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
-        """The masked sum of the per-token losses.
-
-        Args:
-            batch: The prepared microbatch.
-            output: Per-token cross-entropy, [b, s], fp32.
-        """
-        return {"lm_loss": base.masked_term(output, batch["loss_mask"])}
-
-    def metrics(self) -> dict[str, Metric]:
-        """``perplexity`` of the targets."""
-        return {"perplexity": base.Perplexity()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: torch.Tensor) -> None:
-        """Take in the losses of one microbatch, each with its weight."""
-        cast("base.Perplexity", metrics["perplexity"]).update(output.float(), batch["loss_mask"])
-
-
-class GPTTrainStep(TokenLossStep):
+class GPTTrainStep(base.MaskedLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches, [b, s] each:
@@ -73,6 +42,7 @@ class GPTTrainStep(TokenLossStep):
         eod_mask_loss: Whether what follows an end of document is no target.
     """
 
+    architecture = "gpt"
     # Here too for subclasses whose __init__ does not call this one.
     eod_token: int | None = None
     reset_position_ids: bool = False
@@ -106,12 +76,11 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             ConfigError: If the model is no GPT, or ``eod_token`` is none of its tokens.
         """
-        base.check_trains(self, "gpt", model)
+        super().bind(model)
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
             raise ConfigError(
                 f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size); correct it"
             )
-        super().bind(model)
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
@@ -122,7 +91,7 @@ class GPTTrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if base.has_own_batches(self, GPTTrainStep):
+        if type(self).prepare_batch is not GPTTrainStep.prepare_batch:
             return
         self._check_keys(batch)
         name = "text" if "text" in batch else "input_ids"
@@ -168,10 +137,6 @@ class GPTTrainStep(TokenLossStep):
         if self.eod_token is not None and self.reset_position_ids:
             prepared["position_ids"] = document_positions(tokens, self.eod_token)
         return prepared
-
-    def seq_length(self, batch: Batch) -> int:
-        """Tokens per row."""
-        return batch["tokens"].shape[1]
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
         """Per-token losses [b, s] on the last stage, hidden states before it."""
@@ -314,4 +279,4 @@ class LastWordTrainStep(GPTTrainStep):
         super().update_metrics(metrics, batch, output.losses)
         is_target = batch["loss_mask"] > 0
         is_right = (output.is_predicted | ~is_target).all(dim=-1)
-        cast("base.WeightedMean", metrics["last_word_accuracy"]).update(is_right, is_target.any(dim=-1))
+        metrics["last_word_accuracy"].update(is_right, is_target.any(dim=-1))

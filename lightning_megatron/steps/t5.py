@@ -11,22 +11,20 @@ from lightning_megatron.engine.schedule import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base
-from lightning_megatron.steps.gpt import TokenLossStep
 
 MEGATRON_NAMES = {
     "text_enc": "input_ids",
     "text_dec": "decoder_input_ids",
     "enc_mask": "attention_mask",
     "dec_mask": "decoder_attention_mask",
-    "enc_dec_mask": "cross_mask",
 }
 """What Megatron's samples call what Hugging Face calls otherwise."""
 
-_KNOWN = (*MEGATRON_NAMES.values(), "labels", "loss_mask", "sample_mask", "truncated")
+_KNOWN = (*MEGATRON_NAMES.values(), "enc_dec_mask", "labels", "loss_mask", "sample_mask", "truncated")
 """Whether a sample was cut short (``truncated``) changes nothing."""
 
 
-class T5TrainStep(TokenLossStep):
+class T5TrainStep(base.MaskedLossStep):
     """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches:
@@ -42,14 +40,7 @@ class T5TrainStep(TokenLossStep):
     row, counts this much.
     """
 
-    def bind(self, model: ModelConfig) -> None:
-        """Learn which tokens start and pad.
-
-        Raises:
-            ConfigError: If the model is no T5.
-        """
-        base.check_trains(self, "t5", model)
-        super().bind(model)
+    architecture = "t5"
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and kinds, numbers out of range, and masks that contradict each other.
@@ -59,27 +50,32 @@ class T5TrainStep(TokenLossStep):
         Raises:
             DataError: With the key, the value and the rule.
         """
-        if base.has_own_batches(self, T5TrainStep):
+        if type(self).prepare_batch is not T5TrainStep.prepare_batch:
             return
         named = _named(batch)
         for name in ("input_ids", "decoder_input_ids"):
             if name in named:
-                base.check_tokens(_given_name(name, batch), named[name], self.model)
+                base.check_tokens(name, named[name], self.model)
         labels = named["labels"]
-        base.check_integers("labels", labels, "they are tokens")
-        if labels.dim() != 2 or labels.shape[1] < 1:
-            raise DataError(f"labels has the shape {list(labels.shape)}; give it as [rows, tokens], at least 1 each")
-        base.check_numbers("labels", labels, self.model.vocab_size, "vocab_size", base.IGNORED_LABELS)
-        _check_shapes(named)
-        for name in ("attention_mask", "decoder_attention_mask", "cross_mask"):
-            if name in named:
-                mask = named[name]
-                base.check_all(_given_name(name, batch), mask, (mask == 0) | (mask == 1), "1 to be seen or 0")
-        if "cross_mask" in named:
-            encoder = named.get("attention_mask")
-            seen = named["input_ids"].new_ones(named["input_ids"].shape) if encoder is None else visible_keys(encoder)
+        base.check_tokens("labels", labels, self.model, ignored=base.IGNORED_LABELS)
+        encoder, decoder = tuple(named["input_ids"].shape), tuple(labels.shape)
+        allowed: dict[str, tuple[tuple[int, ...], ...]] = {
+            "decoder_input_ids": (decoder,),
+            "loss_mask": (decoder,),
+            "sample_mask": (decoder[:1],),
+            "attention_mask": (encoder, (*encoder, encoder[1])),
+            "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
+            "enc_dec_mask": (encoder, (*decoder, encoder[1])),
+        }
+        for name in (each for each in allowed if each in named):
+            base.check_shape(name, named[name], "as the tokens that it is about", *allowed[name])
+            if name in ("attention_mask", "decoder_attention_mask", "enc_dec_mask"):
+                is_right = (named[name] == 0) | (named[name] == 1)
+                base.check_all(name, named[name], is_right, "1 to be seen or 0")
+        if "enc_dec_mask" in named:
+            seen = visible_keys(named.get("attention_mask", torch.ones_like(named["input_ids"])))
             # Rows of padding in the decoder may be told to see nothing.
-            if not torch.equal(visible_keys(named["cross_mask"]).bool(), seen.bool()):
+            if not torch.equal(visible_keys(named["enc_dec_mask"]).bool(), seen.bool()):
                 raise DataError("enc_dec_mask shows other tokens of the encoder than enc_mask; give both the same")
 
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -133,26 +129,6 @@ class T5TrainStep(TokenLossStep):
 def _named(batch: Batch) -> Batch:
     """The batch by Hugging Face's names."""
     return base.by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
-
-
-def _given_name(name: str, batch: Batch) -> str:
-    """What the user calls it."""
-    return next(key for key in batch if MEGATRON_NAMES.get(key, key) == name)
-
-
-def _check_shapes(named: Batch) -> None:
-    encoder, decoder = tuple(named["input_ids"].shape), tuple(named["labels"].shape)
-    allowed: dict[str, tuple[tuple[int, ...], ...]] = {
-        "decoder_input_ids": (decoder,),
-        "loss_mask": (decoder,),
-        "sample_mask": (decoder[:1],),
-        "attention_mask": (encoder, (*encoder, encoder[1])),
-        "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
-        "cross_mask": (encoder, (*decoder, encoder[1])),
-    }
-    for name, shapes in allowed.items():
-        if name in named:
-            base.check_shape(name, named[name], "as the tokens that it is about", *shapes)
 
 
 def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:

@@ -40,12 +40,15 @@ def _bare(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 RECOMPUTED = Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block")
+_PARTS = (("distribute_saved_activations", True),)
+DISTRIBUTED = Layout(tp=2, pp=2, num_microbatches=2, recompute="full", transformer_config_overrides=_PARTS)
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"t5-{layout}": (t5, layout, _pairs())
        for layout in (FOUR_RANKS, INTERLEAVED, Layout(pp=4, num_microbatches=2), RECOMPUTED)},
     "gated, untied": (t5_1_1, FOUR_RANKS, _pairs(side="left")),
     "mt5": (mt5, FOUR_RANKS, _pairs(with_decoder_mask=False)),
     "the decoder's own input": (t5, Layout(tp=2), [_given(row) for row in _pairs()]),
+    "saved in parts": (t5, DISTRIBUTED, _pairs()),
     "no masks": (t5, Layout(pp=2, num_microbatches=4), [_bare(row) for row in _pairs()]),
     "heads exchanged": (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2), _pairs(num_targets=8)),
 }  # fmt: skip
@@ -140,7 +143,6 @@ def _overridden(name: str, value: Any) -> Layout:
     ("layout", "num_labels", "message"),
     [
         (_overridden("recompute_modules", ["core_attn"]), 8, "'core_attn' cannot train T5's attention bias"),
-        (_overridden("distribute_saved_activations", True), 8, "distribute_saved_activations=True cannot be used with"),
         (Layout(pp=4, vpp=2, num_microbatches=4), 8, "8 chunks are more than the 7 layers"),
         (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
     ],

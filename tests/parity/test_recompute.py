@@ -47,7 +47,7 @@ def _callback() -> type:
         (Layout(recompute="selective"), 4, 4, 16),
         (Layout(recompute="selective", transformer_config_overrides=(("recompute_modules", ["core_attn"]),)), 4, 8, 8),
         (Layout(recompute="full"), 8, 8, 16),
-        (Layout(recompute="full", recompute_num_layers=2), 8, 8, 16),
+        (Layout(recompute="full", recompute_num_layers=3), 8, 8, 16),  # in groups of three and of one
         (Layout(recompute="full", recompute_method="block"), 5, 5, 10),
         (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), 7, 7, 14),
     ],

@@ -89,7 +89,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
         (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
         (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
-        (_ids([1, 83]), None, {}, r"expected tokens of the vocabulary, 0 to 82, got 83"),
+        (_ids([1, 83]), None, {}, r"input_ids\[0, 1\] is 83 and must be in 0..82"),
         (_ids([1] * 32), None, {"max_new_tokens": 10}, "a prompt of 32 tokens and max_new_tokens=10 .* at most 9"),
         (_ids([1] * 32), None, {"max_length": 42}, "a prompt of 32 tokens and max_length=42 .* of at most 41"),
         (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
@@ -156,8 +156,8 @@ def test_the_generation_config_comes_before_the_config(tmp_path: Path, generatio
 
 def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
-    assert stop_strings(["ab"], tmp_path)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
+    assert stop_strings(["ab"], tmp_path, 2)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
     with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) can be written with no token"):
-        stop_strings(["x"], str(tmp_path))
+        stop_strings(["x"], str(tmp_path), 2)
     with pytest.raises(ConfigError, match="stop_strings: expected a tokenizer .* got 3"):
-        stop_strings(["a"], 3)
+        stop_strings(["a"], 3, 2)
