@@ -42,7 +42,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -216,11 +216,8 @@ def staged(
     """
     partial = folder / f".{name}{PARTIAL}"
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(partial, error)
+        lock = begun(partial, error)
         try:
-            for left in partial.iterdir():
-                _delete_at_once(left)
             yield partial
             for file in partial.rglob("*"):
                 sync(file)
@@ -235,6 +232,19 @@ def staged(
         raise error(
             f"{folder / name} cannot be written ({failure}); choose a folder that can be written, with enough space"
         ) from failure
+
+
+def begun(partial: Path, error: type[ConfigError]) -> FolderLock:
+    """Make a folder to write into, lock it, and empty it of what a killed run has left there.
+
+    Raises:
+        ConfigError: ``error``, if another program is writing it.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(partial, error)
+    for left in partial.iterdir():
+        _delete_at_once(left)
+    return lock
 
 
 def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
@@ -318,7 +328,7 @@ def _remove_if_left(partial: Path) -> None:
 def wait_for_deletions() -> None:
     """Wait until the files of what was deleted in the background are gone."""
     while _deletions:
-        _deletions.pop().join()
+        _deletions.pop().result()
 
 
 def sync(path: Path) -> None:
@@ -330,7 +340,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_deletions: list[threading.Thread] = []
+_deleter = ThreadPoolExecutor(1)
+_deletions: list[Future[None]] = []
 
 
 def _delete(path: Path, *, in_background: bool = False) -> None:
@@ -343,11 +354,8 @@ def _delete(path: Path, *, in_background: bool = False) -> None:
     _delete_at_once(removed)
     path.rename(removed)
     sync(path.parent)
-    if in_background:
-        # Not a daemon: the end of the program waits for it.
-        thread = threading.Thread(target=shutil.rmtree, args=(removed,), kwargs={"ignore_errors": True})
-        thread.start()
-        _deletions.append(thread)
+    if in_background:  # the end of the program waits for it
+        _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))
     else:
         shutil.rmtree(removed)
 

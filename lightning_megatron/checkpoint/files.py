@@ -204,17 +204,6 @@ def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemR
     return reader
 
 
-def check_only_data(path: Path) -> None:
-    """Raise if loading the checkpoint could run code.
-
-    Raises:
-        CheckpointError: If a file names anything but data, or cannot be read.
-    """
-    check_backends(path)
-    load_plain(path / COMMON)
-    read_table(path)
-
-
 # ---- finding --------------------------------------------------------------------------------------------------------
 
 ENDING = ".ckpt"

@@ -328,11 +328,7 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
         return None
     partial = path.with_name(path.name + files.PARTIAL)
     files.wait_for_deletions()
-    if partial.is_dir():
-        files.FolderLock(partial, CheckpointError).release()
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    lock = files.FolderLock(partial, CheckpointError)
+    lock = files.begun(partial, CheckpointError)
     files.remove_leftovers(path.parent, "*.ckpt")
     return lock
 

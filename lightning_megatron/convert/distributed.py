@@ -27,7 +27,6 @@ from lightning_megatron.checkpoint.files import (
     META,
     check_backends,
     check_complete,
-    check_only_data,
     load_meta,
     read_table,
     table_reader,
@@ -82,6 +81,7 @@ class DistributedSource(Source):
             CheckpointError: If the table is damaged, could run code, or names files that are missing or too short.
         """
         super().__init__(path)
+        check_backends(path)
         table, sizes = read_table(path), file_sizes(path)
         try:
             ends = [(each.relative_path, each.offset + each.length) for each in table.storage_data.values()]
@@ -164,7 +164,6 @@ class StrategySource(DistributedSource):
     def __init__(self, path: Path) -> None:
         """Look at what the run said of itself, too; see ``DistributedSource``."""
         check_complete(path)
-        check_only_data(path)
         super().__init__(path)
         self._meta = meta = load_meta(path)
         try:
@@ -218,11 +217,10 @@ class CoreSource(DistributedSource):
         """Look at what is not sharded, too; see ``DistributedSource``."""
         if (path / CHECKSUMS).is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
-        check_backends(path)
+        super().__init__(path)
         common = read_pickle(path / COMMON) if (path / COMMON).is_file() else _common_state(path)
         if not isinstance(common, Mapping):
             raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
-        super().__init__(path)
         self._arguments = arguments_of(common)
         self.iteration = common["iteration"] if type(common.get("iteration")) is int else 0
         self.facts = facts_of(common)

@@ -42,6 +42,15 @@ def cut_in_half(name: str) -> Damage:
     return damage
 
 
+def flipped_bit(name: str) -> Damage:
+    def damage(path: Path) -> None:
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 16
+        (path / name).write_bytes(data)
+
+    return damage
+
+
 def malicious_torch_file(name: str) -> Damage:
     return lambda path: torch.save({"optimizer": Evil(marker_of(path))}, path / name)
 

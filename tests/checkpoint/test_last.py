@@ -21,11 +21,11 @@ Left = dict[str, Any]
 where links lead; files of other programs have no such ending."""
 
 
-def _complete(path: Path, step: int, *, has_optimizer: bool = True, **more: Any) -> None:
+def _complete(path: Path, step: int, **more: Any) -> None:
     path.mkdir(parents=True)
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
-    torch.save({"lightning": {"global_step": step}, "has_optimizer": has_optimizer, **more}, path / "meta.pt")
+    torch.save({"lightning": {"global_step": step}, **more}, path / "meta.pt")
     changed = 100 - step if "time" in more else step  # a copy has another time than what was copied
     os.utime(path / "meta.pt", (changed, changed))
 
@@ -50,52 +50,53 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def _find(
-    folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = False, **options: Any
-) -> str | Path | None:
+def _find(folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = False) -> str | Path | None:
     import lightning.pytorch as pl
     from lightning.pytorch.trainer.states import TrainerFn
 
     from lightning_megatron.checkpointing import find_checkpoint
 
-    keeper = pl.callbacks.ModelCheckpoint(folder, **{"save_last": "link", **options})
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, default_root_dir=folder.parent, callbacks=[keeper], enable_progress_bar=False
-    )
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    keeper = pl.callbacks.ModelCheckpoint(folder)
+    trainer = pl.Trainer(default_root_dir=folder.parent, callbacks=[keeper], **options)
     trainer.state.fn = TrainerFn.FITTING
     trainer.strategy.load_weights_only = load_weights_only  # type: ignore[attr-defined]
     return find_checkpoint(trainer, ckpt_path)
 
 
-FOUND: dict[str, tuple[Left, str, str]] = {
+LIKE_6: Left = {"step=4.ckpt": 4, "last.ckpt": "step=6.ckpt"}
+WEIGHTS = (4, {"has_optimizer": False, "time": 5.0})
+NEWER_WEIGHTS: Left = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
+"""As two callbacks leave them, one of which saves only weights."""
+EARLIER: Left = {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})}
+FOUND: dict[str, tuple[Left, str, str | None] | tuple[Left, str, str | None, bool]] = {
     "whole": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
     "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "last", "step=4.ckpt"),
-    "link to a save that was killed": (
-        *({"step=4.ckpt": 4, "step=6.ckpt.partial": None, "last.ckpt": "step=6.ckpt"}, "last", "step=4.ckpt"),
-    ),
-    "link to an unfinished folder": (
-        *({"step=4.ckpt": 4, "step=6.ckpt": None, "last.ckpt": "step=6.ckpt"}, "last", "step=4.ckpt"),
-    ),
-    "between two renames": (
-        *({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "last.ckpt.partial": None}, "last", "last.ckpt"),
-    ),
+    "link to a save that was killed": ({**LIKE_6, "step=6.ckpt.partial": None}, "last", "step=4.ckpt"),
+    "link to an unfinished folder": ({**LIKE_6, "step=6.ckpt": None}, "last", "step=4.ckpt"),
+    "between two renames": ({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "a.ckpt.partial": None}, "last", "last.ckpt"),
     "a removal was killed": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
     "before the last one was renewed": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
-    "more steps, of an earlier run": (
-        {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})},
-        *("last", "step=6.ckpt"),
-    ),
+    "more steps, of an earlier run": (EARLIER, "last", "step=6.ckpt"),
     "a folder means most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
+    "a newer one has only weights": (NEWER_WEIGHTS, "last", "step=4.ckpt"),
+    "a newer one of a folder has only weights": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
+    "weights will do": (NEWER_WEIGHTS, "last", "last.ckpt", True),
+    "weights of a folder will do": (NEWER_WEIGHTS, ".", "last.ckpt", True),
+    "there are only weights": ({"step=4.ckpt": None, "last.ckpt": WEIGHTS}, ".", "last.ckpt"),  # loading it tells
+    "nothing": ({}, "last", None),
+    "the first save was killed": ({"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}, "last", None),
 }
-"""What is left, what is asked for, and what is found."""
+"""What is left, what is asked for, and what is found; and whether weights are all that is wanted."""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_is_found_is_a_complete_checkpoint(folder: Path, name: str) -> None:
-    left, ckpt_path, found = FOUND[name]
+    left, ckpt_path, found, *wanted = FOUND[name]
     _leave(folder, left)
     before = sorted(folder.rglob("*"))
-    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path) == str(folder / found)
+    expected = "last" if found is None else str(folder / found)  # for Lightning, which warns
+    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *wanted) == expected
     assert sorted(folder.rglob("*")) == before
 
 
@@ -104,29 +105,6 @@ def test_weights_for_a_new_run_are_read_where_a_crash_between_two_renames_left_t
 
     _leave(folder, {"last.ckpt.replaced": 4, "last.ckpt.partial": None})
     assert LoadFrom(path=str(folder / "last.ckpt")).found() == folder / "last.ckpt.replaced"
-
-
-@pytest.mark.parametrize("save_last", [None, True])
-@pytest.mark.parametrize("load_weights_only", [False, True])
-def test_a_run_goes_on_from_a_checkpoint_with_optimizer_though_a_newer_one_has_only_weights(
-    folder: Path, load_weights_only: bool, save_last: bool | None
-) -> None:
-    """As two callbacks leave them, one of which saves only weights."""
-    _complete(folder / "step=4.ckpt", 4)
-    newer = folder / ("last.ckpt" if save_last else "weights-step=4.ckpt")
-    _complete(newer, 4, has_optimizer=False)
-    os.utime(newer / "meta.pt", (5, 5))
-    expected = str(newer if load_weights_only else folder / "step=4.ckpt")
-    for ckpt_path in ("last", folder):
-        assert _find(folder, ckpt_path, load_weights_only, save_last=save_last) == expected
-    (folder / "step=4.ckpt" / "meta.pt").unlink()
-    assert _find(folder, folder, load_weights_only) == str(newer)  # loading it says what is missing
-
-
-@pytest.mark.parametrize("left", [{}, {"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}])
-def test_a_first_run_finds_nothing_and_begins(folder: Path, left: Left) -> None:
-    _leave(folder, left)
-    assert _find(folder if left else folder / "missing", "last") == "last"  # for Lightning, which warns
 
 
 @pytest.mark.parametrize(
@@ -185,7 +163,7 @@ def test_a_requeued_job_goes_on_from_its_newest_checkpoint(
     requeued = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
     _leave(tmp_path, {**requeued, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
     given = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
-    assert _find(folder, given, save_last=True) == str(tmp_path / found)
+    assert _find(folder, given) == str(tmp_path / found)
 
 
 @pytest.mark.usefixtures("requeued")

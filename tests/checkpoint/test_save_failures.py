@@ -77,32 +77,29 @@ def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
 
 
-def test_a_last_save_that_fails_ends_the_run(tmp_path: Path) -> None:
-    run = RUN.but(strategy={"async_save": True})
-    with pytest.raises(RankError, match="step=4.ckpt is not written") as caught:
-        run_ranks(_train_on_a_full_disk, 2, run, tmp_path, 1, (4, 4))
-    assert caught.value.error_type == "CheckpointError"
-    assert [path.name for path in tmp_path.iterdir()] == ["step=3.ckpt"]
-
-
 def _train_with_state_that_is_no_data(run: Run, folder: Path) -> None:
     fit(run, callback(state_dict=lambda: {"path": object()}), checkpoints_at(folder))
 
 
-def test_a_mistake_of_the_users_ends_the_run_at_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="its state must be plain data") as caught:
-        run_ranks(_train_with_state_that_is_no_data, 2, RUN.but(strategy={"async_save": True}), tmp_path)
-    assert caught.value.error_type == "CheckpointError"
-    assert list(tmp_path.iterdir()) == []
+def _train_below_a_file(run: Run, folder: Path) -> None:
+    (folder / "file").touch()
+    train_and_keep(run, folder / "file" / "below")
 
 
-def test_a_folder_that_cannot_be_made_from_the_start_is_noticed_before_the_first_step(tmp_path: Path) -> None:
-    folder = tmp_path / "a_file"
-    folder.touch()
-    with pytest.raises(RankError, match=f"cannot be saved in {folder}/below: {folder} is no folder; give") as caught:
-        run_ranks(train_and_keep, 2, RUN, folder / "below")
+@pytest.mark.parametrize(
+    ("train", "given", "message", "left"),
+    [
+        (_train_on_a_full_disk, (1, (4, 4)), "step=4.ckpt is not written", ["step=3.ckpt"]),
+        (_train_with_state_that_is_no_data, (), "its state must be plain data", []),
+        (_train_below_a_file, (), r"cannot be saved in \S+file/below: \S+file is no folder; give", ["file"]),
+    ],
+    ids=["a last save fails", "a user's mistake", "a folder that cannot be made, before the first step"],
+)
+def test_what_ends_a_run(tmp_path: Path, train: Any, given: tuple[Any, ...], message: str, left: list[str]) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(train, 2, RUN.but(strategy={"async_save": True}), tmp_path, *given)
     assert caught.value.error_type == "CheckpointError"
-    assert "step=1.ckpt" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == left
 
 
 def _fails(error: Exception, rank: int | None = None) -> Any:
