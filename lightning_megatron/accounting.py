@@ -118,15 +118,12 @@ def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
 
 def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1) -> int:
     start, end = sum(layout[:chunk]), sum(layout[: chunk + 1])
-    encoder = min(end, model.num_layers) - min(start, model.num_layers)
-    decoder = end - start - encoder
     is_first, is_last = chunk == 0, chunk == len(layout) - 1
     embedding = vocab_size // tp * model.hidden_size
-    count = encoder * _layer(model, tp) + decoder * _layer(model, tp, has_cross_attention=True)
-    count += sum(_more_of_experts(model, layer, tp, ep) for layer in range(start, end))
+    count = sum(_layer(model, layer, tp, ep) for layer in range(start, end))
     if model.position_embedding_type == "relative":  # a table for each stack of which there are layers here
         buckets = model.relative_attention_num_buckets * model.num_attention_heads // tp
-        count += ((encoder > 0) + (decoder > 0)) * buckets
+        count += ((start < model.num_layers) + (end > model.num_layers)) * buckets
     if model.architecture == "t5" and start < model.num_layers <= end:
         count += _norm(model)
     if is_first:
@@ -159,12 +156,17 @@ def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     }
 
 
-def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) -> int:
-    """One layer on one of ``tp`` ranks: the linears are split, norms and biases of row-parallel linears are not."""
-    h, linears, num_attentions = model.hidden_size, _linears(model), 2 if has_cross_attention else 1
+def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
+    """One layer (from 0, a T5's decoder behind its encoder) on one rank.
+
+    Linears are split over tp; norms, routers and biases of row-parallel linears are not.
+    """
+    h, linears, num_attentions = model.hidden_size, _linears(model), 2 if layer >= model.num_layers else 1
     qkv, up = (sum(linears[name][1]) for name in ("linear_qkv", "linear_fc1"))
+    experts = model.experts if model.has_experts(layer) else None
+    width = model.ffn_hidden_size if experts is None else experts.shared_ffn_hidden_size
     # Fewer key/value heads than ranks are split, too: each rank keeps a part of their rows.
-    split = num_attentions * _projections(model) + _matrices(model) * h * model.ffn_hidden_size
+    split = num_attentions * _projections(model) + _matrices(model) * h * width
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
     whole = norms * _norm(model)
     if model.qk_layernorm:
@@ -177,16 +179,9 @@ def _layer(model: ModelConfig, tp: int, *, has_cross_attention: bool = False) ->
     if model.add_bias_linear:
         split += up
         whole += h
-    return split // tp + whole
-
-
-def _more_of_experts(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
-    """How many more parameters than with an MLP a layer has on one rank; 0 if it has no experts."""
-    if model.experts is None or not model.has_experts(layer):
-        return 0
-    h, shared = model.hidden_size, model.experts.shared_ffn_hidden_size
-    router = model.experts.num_experts * h + (h if shared else 0)
-    return layer_experts(model, layer) // ep + _matrices(model) * h * (shared - model.ffn_hidden_size) // tp + router
+    if experts is not None:  # the router, and the gate of the shared MLP
+        whole += experts.num_experts * h + (h if width else 0)
+    return split // tp + whole + layer_experts(model, layer) // ep
 
 
 def _projections(model: ModelConfig) -> int:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning_megatron import accounting
-from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
@@ -98,13 +99,13 @@ class Run:
     """What a step computes and how it is split."""
 
     model: ModelConfig
-    parallel: ParallelConfig
-    micro_batch_size: int
-    """Rows of a microbatch."""
     lengths: tuple[int, ...]
     """Tokens of a row; of a T5 those of the encoder and of the decoder."""
     world_size: int
     """GPUs."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: int = 1
+    """Rows of a microbatch."""
     distributed_optimizer: bool = True
     """Whether data-parallel ranks share the optimizer's state."""
     recompute: Literal["selective", "full"] | None = None
@@ -129,30 +130,23 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens of a step over all ranks, padding included."""
-        return self.tokens_per_microbatch * self.parallel.num_microbatches * self.dp
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        """Tokens, padding included."""
-        return self.micro_batch_size * sum(self.lengths)
+        return self.micro_batch_size * sum(self.lengths) * self.parallel.num_microbatches * self.dp
 
     @property
     def tokens_of_rank(self) -> float:
-        """Those of a microbatch that a rank of the cp group computes."""
-        return self.tokens_per_microbatch / self.parallel.cp
+        """Those of a microbatch that a rank of the cp group computes, padding included."""
+        return self.micro_batch_size * sum(self.lengths) / self.parallel.cp
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """Layers of each chunk in the order of the pipeline."""
         return self.layout or accounting.chunk_layout(self.model, self.parallel)
 
-    def chunks_of(self, pp_rank: int) -> range:
-        """Which of ``chunks`` one stage holds."""
-        return range(pp_rank, self.parallel.pp * self.parallel.num_model_chunks, self.parallel.pp)
-
-    def layers_of(self, chunk: int) -> range:
-        """Layers of a chunk, counted from 0 in the whole model, a T5's decoder after its encoder."""
-        return range(sum(self.chunks[:chunk]), sum(self.chunks[: chunk + 1]))
+    def layers(self, pp_rank: int) -> list[int]:
+        """Those of a stage, counted from 0 in the whole model, a T5's decoder after its encoder."""
+        ends = list(itertools.accumulate(self.chunks, initial=0))
+        mine = range(pp_rank, len(self.chunks), self.parallel.pp)
+        return [layer for chunk in mine for layer in range(ends[chunk], ends[chunk + 1])]
 
     def parameters(self, pp_rank: int) -> dict[int, int]:
         """On one rank of a stage, by how many ranks of it hold the same ones and reduce their gradients."""
@@ -160,17 +154,14 @@ class Run:
         count = accounting.rank_parameters(
             model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
         )
-        layers = [layer for chunk in self.chunks_of(pp_rank) for layer in self.layers_of(chunk)]
-        experts = sum(accounting.layer_experts(model, layer) for layer in layers) // parallel.ep
+        experts = sum(accounting.layer_experts(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
         copies = self.dp * parallel.cp
-        found = {copies: count - experts}
-        copies = copies * parallel.tp // parallel.ep
-        return found | {copies: found.get(copies, 0) + experts}
+        return Counter({copies: count - experts}) + Counter({copies * parallel.tp // parallel.ep: experts})
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """Those of ``parameters`` that have gradients; adapters are taken to be spread evenly."""
         adapters = accounting.adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
-        return {self.dp * self.parallel.cp: adapters} if adapters else dict(self.parameters(pp_rank))
+        return {self.dp * self.parallel.cp: adapters} if adapters else {**self.parameters(pp_rank)}
 
     def optimizer_parameters(self, pp_rank: int) -> float:
         """Those whose optimizer's state one rank of a stage holds."""
@@ -181,8 +172,17 @@ class Run:
         return accounting.peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
 
 
+class _Parts:
+    """What adds up from the fields of a dataclass."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(vars(self).values()))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(_Parts):
     """Bytes of the fullest rank, by what holds them."""
 
     weights: float
@@ -191,32 +191,22 @@ class Memory:
     activations: float
     logits: float
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return float(sum(astuple(self)))
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(_Parts):
     """Seconds of one optimizer step on the slowest stage, by what takes them."""
 
     products: float
     attention: float
     other: float
     """Norms, activations, residuals, cross-entropy."""
-    optimizer: float
+    optimizer: float = 0.0
     communication: float
     """What compute does not hide."""
-    bubble: float
+    bubble: float = 0.0
     """Waiting for other stages."""
-    idle: float
+    idle: float = 0.0
     """Waiting for the host: data, the Trainer, and Python where kernels are shorter than their launches."""
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return float(sum(astuple(self)))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -265,15 +255,16 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
 
 def _kept_layers(run: Run, pp_rank: int) -> float:
     """Bytes of activations at the moment when most microbatches are under way on a stage."""
-    parallel, mine = run.parallel, run.chunks_of(pp_rank)
-    under_way = min(_warm_up(parallel, pp_rank) + 1, parallel.num_microbatches * len(mine)) / len(mine)
-    kept = sum(_chunk_bytes(run, chunk, remakes=run.recompute == "selective") for chunk in mine)
+    parallel, layers = run.parallel, run.layers(pp_rank)
+    chunks = parallel.num_model_chunks
+    under_way = min(_warm_up(parallel, pp_rank) + 1, parallel.num_microbatches * chunks) / chunks
+    kept = sum(_layer_bytes(run, layer, remakes=run.recompute == "selective") for layer in layers)
     if run.recompute != "full":
         return under_way * kept
-    layers = sum(run.chunks[chunk] for chunk in mine)  # of which one is made again, when the logits are gone
-    inputs = run.bytes_per_number * run.tokens_of_rank * run.model.hidden_size * layers
+    # One layer is made again at a time, when the logits are gone.
+    inputs = run.bytes_per_number * run.tokens_of_rank * run.model.hidden_size * len(layers)
     inputs *= under_way / (parallel.tp if parallel.uses_sequence_parallel else 1)
-    return inputs + max(0.0, kept / layers - _logits_bytes(run, pp_rank))
+    return inputs + max(0.0, kept / len(layers) - _logits_bytes(run, pp_rank))
 
 
 def _logits(run: Run, pp_rank: int) -> float:
@@ -296,28 +287,20 @@ def _ranks_of_a_token(run: Run) -> float:
     return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
 
 
-def _chunk_bytes(run: Run, chunk: int, *, remakes: bool = False) -> float:
-    """What a chunk keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
-    model, whole = run.model, 0.0
-    h = 2.0 * model.hidden_size
-    for layer in run.layers_of(chunk):
-        f = 2.0 * model.mlp_width(layer)
-        is_decoder = layer >= model.num_layers
-        tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
-        size = activation_bytes(
-            model, layer, cross_attention_ratio=run.lengths[0] / run.lengths[-1] if is_decoder else None
-        )
-        norms = 3 if is_decoder else 2
-        again = f
-        if model.experts is not None and model.has_experts(layer):  # the rows that experts read, but not what arrives
-            again += h * (model.experts.topk - (_ranks_of_a_token(run) if run.parallel.ep > 1 else 0))
-        split, stream = size - 2 * norms * h - remakes * again, norms * h * (1 if remakes else 2)
-        whole += tokens * (
-            split / run.parallel.tp + stream / (run.parallel.tp if run.parallel.sequence_parallel else 1)
-        )
-        if run.parallel.cp > 1 and run.parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
-            whole += tokens * (run.parallel.cp - 1) * 4.0 * model.num_query_groups * model.kv_channels / run.parallel.tp
-    return whole * run.bytes_per_number / 2 / run.parallel.cp
+def _layer_bytes(run: Run, layer: int, *, remakes: bool = False) -> float:
+    """What a layer keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
+    model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
+    h, again = 2.0 * model.hidden_size, 2.0 * model.mlp_width(layer)
+    if model.experts is not None and model.has_experts(layer):  # the rows that experts read, but not what arrives
+        again += h * (model.experts.topk - (_ranks_of_a_token(run) if parallel.ep > 1 else 0))
+    norms, ratio = (3, run.lengths[0] / run.lengths[-1]) if is_decoder else (2, None)
+    size = activation_bytes(model, layer, cross_attention_ratio=ratio)
+    split, stream = size - 2 * norms * h - remakes * again, norms * h * (1 if remakes else 2)
+    of_token = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
+    if parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
+        of_token += (parallel.cp - 1) * 4.0 * model.num_query_groups * model.kv_channels / parallel.tp
+    tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
+    return tokens * of_token * run.bytes_per_number / 2 / parallel.cp
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -364,8 +347,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         raise ConfigError(
             f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; use another"
         )
-    mine = run.chunks_of(pp_rank)
-    layers = [layer for chunk in mine for layer in run.layers_of(chunk)]
+    layers = run.layers(pp_rank)
     flops = [accounting.layer_flops(model, run.lengths, layer) for layer in layers]
     passes = 3.0 if model.lora is None else 2.0  # frozen weights have no gradients
     products, scores = passes * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
@@ -377,7 +359,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     rate = _PRODUCTS_SHARE * peak
     for size in (model.hidden_size, run.tokens_of_rank):
         rate *= size / (size + _PRODUCTS_LOSS)
-    traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_chunk_bytes(run, chunk) for chunk in mine)
+    traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_layer_bytes(run, layer) for layer in layers)
     shards = parallel.tp * parallel.cp
     traffic += _LOSS_TRAFFIC * _logits(run, pp_rank)
     if model.experts is not None:
@@ -400,13 +382,10 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         products=rows * products / shards / rate,
         attention=rows * scores / shards / (share * peak),
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
-        optimizer=0.0,
         communication=sent
         + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
         + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
-        bubble=0.0,
-        idle=0.0,
     )
     launches = sum(_HOST_DECODER if layer >= model.num_layers else 1.0 for layer in layers)
     host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0)
@@ -501,49 +480,41 @@ class Plan:
         return self.run.tokens / self.time.total / self.run.world_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What one step trains on, and where."""
-
-    world_size: int
-    """GPUs."""
-    global_batch_size: int
-    """Rows of a step over all GPUs."""
-    lengths: tuple[int, ...]
-    """Tokens of a row; of a T5 those of the encoder and of the decoder."""
-    precision: str = "bf16-mixed"
-    """Of the Trainer."""
-
-
 def plan(run: Run, device: Device) -> Plan:
     """The estimates of one run."""
     return Plan(run=run, memory=memory(run), time=step_time(run, device))
 
 
-def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
+def _seconds(found: Plan) -> float:
+    return found.time.total
+
+
+def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
     """The layouts that fit, the fastest first: for each tp, pp and cp the best of all others, with vpp and without.
 
     Tensor and context parallelism stay within a host of eight; the former comes with sequence parallelism wherever it
     can, the latter is for rows of 8,192 tokens on.
+
+    Args:
+        run: The model, its rows, the precision and the GPUs; all else is what is looked for.
+        global_batch_size: Rows of a step over all GPUs.
+        device: Of which the GPUs are.
 
     Raises:
         ConfigError: If none fits; it says what the smallest needs.
     """
     best: dict[tuple[int, int, int, bool], Plan] = {}
     smallest: Plan | None = None
-    for run in _runs(model, batch):
-        found = plan(run, device)
-        if smallest is None or found.memory.total < smallest.memory.total:
-            smallest = found
-        key = (run.parallel.tp, run.parallel.pp, run.parallel.cp, run.parallel.vpp is None)
-        if found.memory.total <= (1 - _RESERVED) * device.memory and (
-            key not in best or found.time.total < best[key].time.total
-        ):
-            best[key] = found
+    room = (1 - _RESERVED) * device.memory
+    for found in (plan(each, device) for each in _runs(run, global_batch_size)):
+        smallest, parallel = min(smallest or found, found, key=lambda each: each.memory.total), found.run.parallel
+        if found.memory.total <= room:
+            key = parallel.tp, parallel.pp, parallel.cp, parallel.vpp is None
+            best[key] = min(best.get(key, found), found, key=_seconds)
     if smallest is None:
         raise ConfigError(
-            f"global_batch_size={batch.global_batch_size}: expected one that {batch.world_size} GPUs can share by a "
-            "layout of this model, got none; choose a multiple of the number of GPUs"
+            f"global_batch_size={global_batch_size}: expected one that {run.world_size} GPUs can share by a layout of "
+            "this model, got none; choose a multiple of the number of GPUs"
         )
     if not best:
         needed, parallel = smallest.memory.total / (1 - _RESERVED) / GIB, smallest.run.parallel
@@ -552,66 +523,52 @@ def plans(model: ModelConfig, batch: Batch, device: Device) -> list[Plan]:
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
             f"{how}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
-    balanced = [_balanced(each, device) for each in best.values()]
-    return sorted(balanced, key=lambda each: each.time.total)
+    return sorted((_balanced(each, device) for each in best.values()), key=_seconds)
 
 
 def _balanced(even: Plan, device: Device) -> Plan:
     """The same with fewer layers on the stages that have the embedding and the output layer, if that is faster."""
-    run, found = even.run, even
-    parallel, layers, chunks = run.parallel, run.model.num_layers, run.parallel.num_model_chunks
-    share = layers // parallel.pp
+    run, found, parallel = even.run, even, even.run.parallel
+    layers, chunks, share = run.model.num_layers, parallel.num_model_chunks, run.model.num_layers // parallel.pp
     if parallel.pp == 1 or run.model.architecture == "t5":
         return even
     for last in range(max(chunks, share - _MOVED * chunks), share, chunks):
         for first in range(last, share + _MOVED * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
-            uneven = replace(parallel, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last)
-            if _is_allowed(run.model, uneven, run.lengths):
-                moved = plan(replace(run, parallel=uneven), device)
-                if moved.memory.total <= (1 - _RESERVED) * device.memory and moved.time.total < found.time.total:
-                    found = moved
+            ends = dict(zip(UNEVEN, (first, last), strict=True))
+            uneven = replace(run, parallel=replace(parallel, **ends))
+            if _is_allowed(uneven) and (moved := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
+                found = min(found, moved, key=_seconds)
     return found
 
 
-def _runs(model: ModelConfig, batch: Batch) -> Iterator[Run]:
+def _runs(run: Run, global_batch_size: int) -> Iterator[Run]:
     """Every layout and microbatch that the model and the batch allow."""
-    most = max(1, min(batch.lengths) // _FEWEST_TOKENS)
-    within_host = [each for each in divisors(batch.world_size) if each <= _RANKS_OF_A_HOST]
+    model, lengths = run.model, run.lengths
+    most, layers = max(1, min(lengths) // _FEWEST_TOKENS), model.num_layers + model.num_decoder_layers
+    within_host = [each for each in divisors(run.world_size) if each <= _RANKS_OF_A_HOST]
     pairs = [(tp, cp) for tp in within_host for cp in within_host if cp <= most and tp * cp in within_host]
-    for tp, cp in pairs:
-        for pp in divisors(batch.world_size // (tp * cp)):
-            dp = batch.world_size // (tp * cp * pp)
-            if batch.global_batch_size % dp != 0:
-                continue
-            rows = batch.global_batch_size // dp
-            for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE):
-                can_interleave = pp > 1 and rows // size % pp == 0
-                layers = model.num_layers + model.num_decoder_layers
-                vpps = (None, *(range(2, layers // pp + 1) if can_interleave else ()))
-                eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
-                for vpp, ep in itertools.product(vpps, (each for each in eps if each <= _RANKS_OF_A_HOST)):
-                    parallel = ParallelConfig(
-                        tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, num_microbatches=rows // size,
-                        sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in batch.lengths),
-                    )  # fmt: skip
-                    if _is_allowed(model, parallel, batch.lengths):
-                        run = Run(
-                            model=model,
-                            parallel=parallel,
-                            micro_batch_size=size,
-                            lengths=batch.lengths,
-                            world_size=batch.world_size,
-                            precision=batch.precision,
-                        )
-                        yield from (run, replace(run, recompute="selective"), replace(run, recompute="full"))
+    for (tp, cp), pp in ((pair, pp) for pair in pairs for pp in divisors(run.world_size // math.prod(pair))):
+        rows, rest = divmod(global_batch_size, dp := run.world_size // (tp * cp * pp))
+        eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
+        for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE and rest == 0):
+            can_interleave = pp > 1 and rows // size % pp == 0
+            vpps = (None, *(range(2, layers // pp + 1) if can_interleave else ()))
+            for vpp, ep in itertools.product(vpps, (each for each in eps if each <= _RANKS_OF_A_HOST)):
+                parallel = ParallelConfig(
+                    tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, num_microbatches=rows // size,
+                    sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in lengths),
+                )  # fmt: skip
+                found = replace(run, parallel=parallel, micro_batch_size=size)
+                if _is_allowed(found):
+                    yield from (found, replace(found, recompute="selective"), replace(found, recompute="full"))
 
 
-def _is_allowed(model: ModelConfig, parallel: ParallelConfig, lengths: tuple[int, ...]) -> bool:
+def _is_allowed(run: Run) -> bool:
     try:
-        parallel.check_model(model)
-        for length in lengths:
-            parallel.check_sequence(length)
-        parallel.check_function(model, "fit")
+        run.parallel.check_model(run.model)
+        for length in run.lengths:
+            run.parallel.check_sequence(length)
+        run.parallel.check_function(run.model, "fit")
     except ConfigError:
         return False
     return True
@@ -620,8 +577,7 @@ def _is_allowed(model: ModelConfig, parallel: ParallelConfig, lengths: tuple[int
 # ---- the timeline of a pipeline -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
+class Slot(NamedTuple):
     """A stage's work on one microbatch in one direction."""
 
     chunk: int
@@ -655,9 +611,7 @@ def timeline(run: Run, device: Device) -> list[list[Slot]]:
                     break
                 free = slots[rank][-1].start + slots[rank][-1].seconds if slots[rank] else 0.0
                 start, takes = max(free, ends.get(needed, 0.0)), seconds[rank] * (1 if is_forward else 2) / 3
-                slots[rank].append(
-                    Slot(chunk=chunk, microbatch=microbatch, is_forward=is_forward, start=start, seconds=takes)
-                )
+                slots[rank].append(Slot(chunk, microbatch, is_forward, start, takes))
                 ends[place, microbatch, is_forward] = start + takes
     return slots
 

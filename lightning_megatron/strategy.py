@@ -491,7 +491,7 @@ class MegatronStrategy(DDPStrategy):
         return RunState(
             chunks=self._chunks,
             optimizer=self.megatron_optimizer,
-            rng=ready(ready(self._runtime, "setup_environment").rng, "setup_environment"),
+            runtime=ready(self._runtime, "setup_environment"),
             topology=self.topology,
             model_description=description,
             hugging_face_config=getattr(module, "hugging_face_config", None),

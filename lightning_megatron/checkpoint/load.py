@@ -101,9 +101,9 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
         random_states = {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
     _load(_as_stored(run, meta), path)
     if run.optimizer is not None and there == here:
-        run.rng.load_state_dict(random_states)
+        run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
-        run.rng.load_users_state(random_states)
+        run.runtime.load_users_state(random_states)
         rank_zero_warn(
             f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: all goes on but the random "
             "states, so dropout draws other numbers; resume at the same sizes to go on exactly"

@@ -63,7 +63,7 @@ from lightning_megatron.engine.collectives import alike_on_all_ranks
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.optimizer import MegatronOptimizer
-from lightning_megatron.engine.runtime import EngineRng
+from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import FileChecksums, more_than_data, readable_size
@@ -87,7 +87,7 @@ class RunState:
     chunks: list[Any]
     optimizer: MegatronOptimizer | None
     """None when only weights count."""
-    rng: EngineRng
+    runtime: Runtime
     topology: Topology
     model_description: Mapping[str, Any]
     """Plain data that identifies the model; loading into another model is refused."""
@@ -199,7 +199,7 @@ class Save:
             with _alike(self._refusal):
                 self._partial.mkdir(parents=True, exist_ok=True)
                 contents: dict[str, bytes | Shards] = {**_staged(plan, planner, memory)}
-                contents[rng_file(dist.get_rank())] = torch_bytes(self._run.rng.state_dict())
+                contents[rng_file(dist.get_rank())] = torch_bytes(self._run.runtime.state_dict())
                 if dist.get_rank() == 0:
                     contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
             without_checksums = partial(torch.serialization.set_crc32_options, False)

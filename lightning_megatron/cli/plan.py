@@ -78,13 +78,13 @@ def plan(options: PlanOptions) -> None:
     is_t5 = model.architecture == "t5"
     if model.has_position_table:
         ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
-    batch = planner.Batch(
-        world_size=options.gpus,
-        global_batch_size=options.global_batch_size,
+    run = planner.Run(
+        model=model,
         lengths=(options.seq_length, options.decoder_seq_length) if is_t5 else (options.seq_length,),
+        world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
     )
-    found = planner.plans(model, batch, device)[: options.top]
+    found = planner.plans(run, options.global_batch_size, device)[: options.top]
     print("\n".join(_table(found, device)))
     if options.output is not None:
         options.output.write_text(_yaml(found[0], given, options), encoding="utf-8")
@@ -122,7 +122,7 @@ def _cells(each: Plan, device: Device) -> dict[str, str]:
     flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
     return {
         **{"tp": str(parallel.tp), "pp": _pp(run), "vpp": str(parallel.vpp or "-"), "cp": str(parallel.cp)},
-        **({"dp": str(run.dp)} if run.model.experts is None else {"dp": str(run.dp), "ep": str(parallel.ep)}),
+        **{"dp": str(run.dp), **({"ep": str(parallel.ep)} if run.model.experts else {})},
         "mb x m": f"{run.micro_batch_size} x {parallel.num_microbatches}",
         "recompute": run.recompute or "-",
         "GiB": f"{memory.total / GIB:.1f}",
@@ -143,16 +143,12 @@ def _pp(run: Run) -> str:
 
 def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     """A configuration for ``fit`` with the best layout; data are a placeholder."""
-    from lightning_megatron.engine.parallel import UNEVEN
+    from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
 
     run, parallel = best.run, best.run.parallel
-    names = ("tp", "pp", "sequence_parallel", "num_microbatches")
+    always, optional = ("tp", "pp", "sequence_parallel", "num_microbatches"), ("vpp", "cp", "ep", *UNEVEN)
+    names = (*always, *(name for name in optional if getattr(parallel, name) != getattr(ParallelConfig(), name)))
     strategy = {**{name: getattr(parallel, name) for name in names}, "recompute": run.recompute}
-    # Lines of the configuration that are there only where they say something.
-    optional = {name: getattr(parallel, name) for name in ("vpp", "cp", "ep", *UNEVEN)}
-    strategy |= {
-        name: number for name, number in optional.items() if number is not None and (number > 1 or name in UNEVEN)
-    }
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
     settings |= {"trainer.precision": run.precision, "model.model": given}

@@ -303,11 +303,10 @@ def _save_megatron(
 ) -> None:
     """Write a ``*.ckpt`` without an optimizer: a run begins with these weights, and does not go on."""
     model = source.model
-    assert runtime.rng is not None
     run = RunState(
         chunks=chunks,
         optimizer=None,
-        rng=runtime.rng,
+        runtime=runtime,
         topology=topology,
         model_description=model.to_dict(),
         hugging_face_config=json.loads(config_of_task(source.hf_config, model).to_json_string()),

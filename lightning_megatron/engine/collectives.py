@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,9 +23,6 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 
 T = TypeVar("T")
-
-_GLANCE = 0.05
-"""Seconds between two looks at who has come."""
 
 
 def on_all_ranks_alike(check: Callable[[], T]) -> T:
@@ -71,14 +67,14 @@ def wait_for_all_ranks(patience: timedelta) -> bool:
 
     Unlike a collective, it leaves ranks that are in the middle of one alone.
     """
-    place = f"lightning_megatron/wait_for_all_ranks/{next(_meetings)}"
     store = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + patience.total_seconds()
-    store.add(place, 1)
-    while store.add(place, 0) < dist.get_world_size():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_GLANCE)
+    place = f"lightning_megatron/wait_for_all_ranks/{next(_meetings)}"
+    names = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(names[dist.get_rank()], "")
+    try:
+        store.wait(names, patience)
+    except dist.DistStoreError:
+        return False
     return True
 
 

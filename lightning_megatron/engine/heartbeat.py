@@ -63,10 +63,9 @@ _LEAST, _MEDIANS, _MEDIANS_OF_GRACE = 60.0, 10, 3
 _LAST_WORDS = 3.0
 """Seconds that a rank stays for the others to hear the verdict, at their next beat, and to leave their stacks."""
 _JUDGES = 8
-_PERIOD = 60.0
-"""Seconds between two looks for a rank that is slow."""
-_STRAGGLER_SAMPLES, _STRAGGLER_STEPS, _STRAGGLER_SHARE = 30, 20, 0.5
-"""A rank is slow if, seen that often and over that many steps, it waited for that much less of its time than others."""
+_LOOKS, _MOST_LOOKS, _STEPS_OF_LOOKS, _LESS_WAITING = 60, 600, 20, 0.5
+"""A rank is slow if, seen at least that often in steps, of which the newest count, and over that many of them, it
+waited for that much less of its time than others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +124,11 @@ _MEGATRON = os.path.join("megatron", "core", "")
 _OWN = os.path.join("lightning_megatron", "")
 _SAVING = (os.path.join(_OWN, "checkpointing.py"), ("save", "finish"))
 _WAITING = (os.path.join("torch", "distributed", ""), os.path.join(_OWN, "engine", "collectives.py"), "filelock")
-_NOBODYS = tuple(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities"))
+_NOBODYS = (
+    *(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities")),
+    os.path.join(_OWN, "engine", "cpu.py"),  # around every call of torch
+)
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_EMULATION = os.path.join(_OWN, "engine", "cpu.py")  # around every call of torch
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 _WAITS = re.compile(r"\.wait\(|run_backward")
 _WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\(")
@@ -144,17 +145,13 @@ class Place(NamedTuple):
     """Whether for other ranks, in a collective or for work that it began."""
     is_users: bool
     """Whether Lightning called something that is neither of this package nor of Megatron."""
-    stack: int
-    """The same for the same place."""
-    is_debugged: bool
 
 
-def place_of(innermost: FrameType) -> Place:
-    """Where a thread is whose innermost frame is given."""
-    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+def place_of(frames: Sequence[FrameType]) -> Place:
+    """Where a thread is whose frames are given, the innermost first."""
     codes = [each.f_code for each in frames]
     hook, waits = next(filter(None, map(_hook, frames)), ""), _waits(frames)
-    own = next((each for each in frames if _is_told(each.f_code.co_filename)), innermost)
+    own = next((each for each in frames if _is_told(each.f_code.co_filename)), frames[0])
     file = os.sep.join(own.f_code.co_filename.split(os.sep)[-2:])
     where = ", ".join(f"in {each}" for each in (waits, hook) if each)
     inside = itertools.takewhile(lambda code: _LIGHTNING not in code.co_filename, codes)
@@ -170,8 +167,6 @@ def place_of(innermost: FrameType) -> Place:
         kind=kind,
         waits=bool(waits),
         is_users=any(_OWN not in each and _MEGATRON not in each for each in called),
-        stack=hash(tuple((id(each.f_code), each.f_lasti) for each in frames)),
-        is_debugged=any(code.co_filename.endswith(_DEBUGGERS) for code in codes),
     )
 
 
@@ -179,17 +174,14 @@ def _hook(frame: FrameType) -> str:
     """Lightning's hook that a frame calls, with the callback's class if it is one's; empty if it calls none."""
     if not frame.f_code.co_filename.endswith(_LIGHTNINGS_CALLS):
         return ""
-    name, callback = frame.f_locals.get("hook_name"), frame.f_locals.get("callback")
-    name = name or frame.f_code.co_name.removeprefix("_call_callbacks_")
-    if name.startswith("_call_"):
-        return ""
-    return f"{type(callback).__name__}.{name}" if callback is not None else str(name)
+    callback = frame.f_locals.get("callback")
+    name = str(frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_"))
+    of_whom = "" if callback is None else f"{type(callback).__name__}."
+    return "" if name.startswith("_call_") else of_whom + name
 
 
 def _is_told(file: str) -> bool:
-    is_pythons = (
-        file.startswith("<") or file.endswith(_EMULATION) or (file.startswith(_STDLIB) and "site-packages" not in file)
-    )
+    is_pythons = file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file)
     return not is_pythons and not any(name in file for name in _NOBODYS)
 
 
@@ -219,10 +211,11 @@ class Beat(NamedTuple):
     """Seconds since it made progress."""
     limit: float = 0.0
     """How many it may take where it is."""
-    samples: int = 0
-    """In how many seconds of steps it was looked at, and in how many of them it waited for others."""
-    waited: int = 0
     steps: int = 0
+    paced: int = 0
+    """Over how many of them it was looked at; 0 if too seldom to tell."""
+    waited: float = 0.0
+    """In which share of these looks it waited for others."""
     busy: str = ""
     """Where it mostly was when it did not wait."""
 
@@ -237,7 +230,7 @@ class Verdict(NamedTuple):
     """With which the others end."""
 
 
-def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
+def verdict(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
     """Who hangs; None if some rank makes progress.
 
     Args:
@@ -246,7 +239,7 @@ def verdict(beats: Mapping[int, Beat], silent: Sequence[int], mine: Beat, most: 
         mine: Of the rank that judges.
         most: Seconds that no rank may take, whatever its own limit says.
     """
-    awake = {rank: beat for rank, beat in beats.items() if rank not in silent}
+    awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
     if any(beat.stale < min(beat.limit, most) for beat in awake.values()):
         return None
     hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.waits] or _outsiders(awake)
@@ -272,22 +265,15 @@ def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
     return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 
-def straggler(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> tuple[int, str] | None:
+def straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
     """Which rank the others nearly always wait for, and a line about it; None if none, or if too little was seen."""
-    waited = {}
-    for rank, beat in now.items():
-        samples = beat.samples - before[rank].samples
-        if samples < _STRAGGLER_SAMPLES or beat.steps - before[rank].steps < _STRAGGLER_STEPS:
-            return None
-        waited[rank] = (beat.waited - before[rank].waited) / samples
-    slowest = min(waited, key=lambda rank: waited[rank])
-    others = statistics.median([share for rank, share in waited.items() if rank != slowest])
-    if others - waited[slowest] < _STRAGGLER_SHARE:
+    slowest, beat = min(enumerate(beats), key=lambda each: each[1].waited)
+    others = statistics.median(each.waited for rank, each in enumerate(beats) if rank != slowest)
+    if min(each.paced for each in beats) < _STEPS_OF_LOOKS or others - beat.waited < _LESS_WAITING:
         return None
     return slowest, (
-        f"rank {slowest} is slower than the others: over the last {now[slowest].steps - before[slowest].steps} steps "
-        f"they waited for other ranks {others:.0%} of the time, and it {waited[slowest]:.0%}; mostly it is "
-        f"{now[slowest].busy}"
+        f"rank {slowest} is slower than the others: over the last {beat.paced} steps they waited for other ranks "
+        f"{others:.0%} of the time, and it {beat.waited:.0%}; mostly it is {beat.busy}"
     )
 
 
@@ -353,22 +339,22 @@ class Watch:
         self._store = dist.distributed_c10d.PrefixStore(prefix, store.clone())
         self._names = [f"beat/{rank}" for rank in range(self._world_size)]
         self._is_judge = self._rank % max(1, self._world_size // _JUDGES) == 0
-        self._beats: dict[int, Beat] = {}
-        self._heard: dict[int, float] = {}
+        self._beats: list[Beat] = []
+        self._heard: list[float] = []
         """When each rank was last heard to tell something new."""
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
         self._asked: tuple[float, int] | None = None
         """When a signal asked the run to end, and which."""
-        now = self._answered = self._progressed = self._looked = time.monotonic()
-        self._last_period: tuple[float, dict[int, Beat]] = (now, {})
+        self._answered = self._progressed = self._looked = time.monotonic()
         self._named: set[int] = set()
         """Ranks that were said to be slow."""
         self._ticks, self._computed, self._places = -1, 0.0, set[int]()
         self._stepped: tuple[int, float | None] = (progress.steps, None)
         self._steps: deque[float] = deque(maxlen=101)
         """Seconds of each."""
-        self._busy: Counter[str] = Counter()
+        self._looks: deque[tuple[int, str]] = deque(maxlen=_MOST_LOOKS)
+        """Of those in steps: which step, and where the rank was, "" if it waited for others."""
         self._beat = Beat(limit=self._limit("setup"))
         self._store.set(self._names[self._rank], json.dumps(self._beat))
         self._signals = os.pipe2(os.O_NONBLOCK)
@@ -408,49 +394,40 @@ class Watch:
                 self._judge(now)
             if self._verdict is not None:
                 self._end(self._verdict)
-            if self._rank == 0:
-                self._name_straggler(now)
-
-    def _name_straggler(self, now: float) -> None:
-        (since, before), beats = self._last_period, self._beats
-        steps = beats[0].steps - before[0].steps if beats and before else math.inf
-        if now - since < _PERIOD or not beats or steps < _STRAGGLER_STEPS:
-            return
-        found = straggler(before, beats) if before else None
-        if found is not None and found[0] not in self._named:
-            self._named.add(found[0])
-            warnings.warn(found[1], stacklevel=2)
-        self._last_period = (now, beats)
+            if self._rank == 0 and self._beats and (found := straggler(self._beats)) and found[0] not in self._named:
+                self._named.add(found[0])
+                warnings.warn(found[1], stacklevel=2)
 
     def _sample(self, now: float) -> None:
         """Note where the main thread is, and whether that is progress."""
-        place, steps = place_of(sys._current_frames()[self._thread]), progress.steps
-        ticks = progress.ticks + steps
-        computed = time.process_time()
+        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
+        place, steps, computed = place_of(frames), progress.steps, time.process_time()
+        ticks, stack = progress.ticks + steps, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
         computes = place.kind == "setup" and not place.waits and computed - self._computed > _BEAT / 10
+        is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
         if ticks != self._ticks:
             self._places.clear()
-        if ticks != self._ticks or computes or place.is_debugged or place.stack not in self._places:
+        if ticks != self._ticks or computes or is_debugged or stack not in self._places:
             self._progressed = now
-        self._places.add(place.stack)
+        self._places.add(stack)
         self._ticks, self._computed = ticks, computed
         before, since = self._stepped
         if steps != before:
             if since is not None:
                 self._steps.append((now - since) / (steps - before))
             self._stepped = (steps, now)
-        is_step = place.kind == "step"
-        if is_step and not place.waits:
-            self._busy[place.text] += 1
+        if place.kind == "step":
+            self._looks.append((steps, "" if place.waits else place.text))
+        busy = Counter(text for _, text in self._looks if text)
         self._beat = Beat(
-            *place[:4],
+            *place,
             number=self._beat.number + 1,
             stale=now - self._progressed,
             limit=self._limit(place.kind),
-            samples=self._beat.samples + is_step,
-            waited=self._beat.waited + (is_step and place.waits),
             steps=steps,
-            busy=self._busy.most_common(1)[0][0] if self._busy else "",
+            paced=steps - self._looks[0][0] if len(self._looks) >= _LOOKS else 0,
+            waited=1 - busy.total() / max(1, len(self._looks)),
+            busy=max(busy, key=busy.__getitem__, default=""),
         )
 
     def _limit(self, kind: Kind) -> float:
@@ -465,7 +442,7 @@ class Watch:
     def _judge(self, now: float) -> None:
         """Propose a verdict if no rank makes progress."""
         most = math.inf
-        is_saved = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats.values()))
+        is_saved = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats))
         if self._asked is not None and not is_saved:  # a save that all ranks have come to may go on
             most = max(self._options.grace, _MEDIANS_OF_GRACE * statistics.median(self._steps or [0.0]))
         mine = self._beat
@@ -476,8 +453,8 @@ class Watch:
             server = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
             told = f"{server} hangs, whose store has not answered for {now - self._answered:.0f} s (stopped or dead)"
             found = Verdict(text=f"{told}: rank {self._rank} waits {mine.place}", silent=[0])
-        elif len(self._beats) == self._world_size:
-            silent = [rank for rank, heard in self._heard.items() if now - heard > _SILENCE]
+        elif self._beats:
+            silent = [rank for rank, heard in enumerate(self._heard) if now - heard > _SILENCE]
             found = verdict(self._beats, silent, mine, most)
         if found is None:
             return
@@ -531,17 +508,11 @@ class Watch:
             told = self._store.get("verdict")
         if told:
             self._verdict = Verdict(*json.loads(told))
-        is_reader = self._is_judge or self._asked is not None
-        if not is_reader or not self._store.check(self._names):
-            self._beats, self._heard = {}, {}
-            return
-        beats = {rank: Beat(*json.loads(text)) for rank, text in enumerate(self._store.multi_get(self._names))}
-        now, before, heard = time.monotonic(), self._beats, self._heard
-        self._heard = {
-            rank: heard[rank] if rank in before and beat.number == before[rank].number else now
-            for rank, beat in beats.items()
-        }
-        self._beats = beats
+        if (self._is_judge or self._asked is not None) and self._store.check(self._names):
+            now, beats = time.monotonic(), [Beat(*json.loads(told)) for told in self._store.multi_get(self._names)]
+            times = zip(beats, self._beats or beats, self._heard or [now] * len(beats), strict=True)
+            self._heard = [heard if beat.number == before.number else now for beat, before, heard in times]
+            self._beats = beats
 
 
 def _forget_signals() -> None:

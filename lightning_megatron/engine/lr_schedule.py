@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
+from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -23,12 +23,6 @@ _STYLES = {
     "wsd_decay_style": get_args(WSDDecayStyle),
     "weight_decay_incr_style": get_args(WeightDecayStyle),
 }
-_LEAST = {
-    **dict.fromkeys(("warmup_steps", "warmup_fraction", "init_lr", "min_lr"), 0),
-    **dict.fromkeys(("start_weight_decay", "end_weight_decay"), 0),
-    **dict.fromkeys(("decay_steps", "wsd_decay_steps"), 1),
-}
-"""The smallest number that a field may be, if it is set."""
 
 
 @explains_options
@@ -78,11 +72,11 @@ class LRSchedule:
         Raises:
             ConfigError: If a style is unknown, a value is negative, or two settings exclude each other.
         """
-        for name, choices in _STYLES.items():
-            require_choice(name, getattr(self, name), choices)
-        for name, least in _LEAST.items():
-            if (value := getattr(self, name)) is not None:
-                require_number(name, value, least)
+        for name, value in vars(self).items():
+            if name in _STYLES:
+                require_choice(name, value, _STYLES[name])
+            elif value is not None:
+                require_number(name, value, at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0)
         if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} differ; leave one out"
@@ -196,14 +190,6 @@ class MegatronLRScheduler(OptimizerParamScheduler):
         return {"last_epoch": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the saved number of steps, and write the values of the coming step.
-
-        Raises:
-            CheckpointError: If the state is not that of a learning-rate scheduler.
-        """
-        if "last_epoch" not in state_dict:
-            raise CheckpointError(
-                f"the state of a scheduler has the keys {sorted(state_dict)} and no 'last_epoch'; use the same kind"
-            )
+        """Continue after the saved number of steps, and write the values of the coming step."""
         self.num_steps = int(state_dict["last_epoch"])
         self.step(0)

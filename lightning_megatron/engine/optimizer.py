@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -183,14 +183,6 @@ class OptimizerContext:
     """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
 
 
-class _Outcome(NamedTuple):
-    """Of a step, not known to the host yet."""
-
-    squared_norm: HostCopy
-    judge: Callable[[float], None]
-    """Of the same step."""
-
-
 class MegatronOptimizer(torch.optim.Optimizer):
     """Megatron's optimizer as Lightning and torch's schedulers see it.
 
@@ -214,7 +206,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
         self._report: OptimizerReport | None = None
-        self._outcome: _Outcome | None = None
+        self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
+        """Of a step that the host does not know yet: the squared norm, and ``judge`` of then."""
         self.skipped_steps = 0
 
     @classmethod
@@ -288,7 +281,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 self.grad_norm = torch.tensor(math.nan)
                 self._finish(math.nan, self.judge, overflow=True)
             else:
-                self._outcome = self._masked_update()
+                self._masked_update()
                 if not self._settles_late:
                     self.settle()
         return loss
@@ -298,7 +291,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """What the last step did, None before the first. Waits for the device, and never communicates."""
         if self._outcome is None:
             return self._report
-        return self._reported(self._outcome.squared_norm.read() ** 0.5)
+        return self._reported(self._outcome[0].read() ** 0.5)
 
     @property
     def has_skipped(self) -> bool:
@@ -313,14 +306,14 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         if self._outcome is None:
             return
-        outcome, self._outcome = self._outcome, None
-        norm = outcome.squared_norm.read() ** 0.5
+        (squared, judge), self._outcome = self._outcome, None
+        norm = squared.read() ** 0.5
         if not math.isfinite(norm):
             for optimizer in self._masters:
                 optimizer.uncount_step()
-        self._finish(norm, outcome.judge)
+        self._finish(norm, judge)
 
-    def _masked_update(self) -> _Outcome:
+    def _masked_update(self) -> None:
         """Queue the update, which the device leaves out if the gradient norm is not finite."""
         squared = self._squared_norm()
         self.grad_norm = squared.sqrt().squeeze()
@@ -329,9 +322,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             optimizer.found_inf = found_inf
             optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
         # Copied before the update, behind which the host then need not wait.
-        outcome = _Outcome(HostCopy(squared), self.judge)
+        self._outcome = HostCopy(squared), self.judge
         self.inner.step_with_ready_grads()
-        return outcome
 
     def _squared_norm(self) -> torch.Tensor:
         """[1], fp32, over all ranks; NaN or infinite also if the loss is, which so travels with what is read anyway.
@@ -340,7 +332,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         of_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self.parts:  # experts have an optimizer of their own, and without sharding other ranks hold them
-            of_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
+            has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
+            gradients = (part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm)()
+            of_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
         total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
         for group, gradients in of_group.items():
             norms = torch._foreach_norm([*gradients, 0.0 * self.loss], 2, dtype=torch.float32)
@@ -468,10 +462,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
                     tensors={"param": master.detach().view(-1), **moments},
                 )
 
-    def __repr__(self) -> str:
-        """Name the optimizer inside."""
-        return f"MegatronOptimizer({type(self.parts[0]).__name__}, {len(self.param_groups)} groups)"
-
 
 # ---- which part of which parameter a rank holds -------------------------------------------------------------------
 
@@ -546,30 +536,24 @@ def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, pref
         assert data.is_contiguous(), "parts of a parameter are whole rows of it"
         begin = data.storage_offset() - held.parameter.storage_offset()
         start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
+        # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
+        replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
+        prepended = placement.prepend_axis_num
         for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
+            shape, inside = (1,) * prepended + size, (0,) * prepended + offset
             count = math.prod(size)
-            yield _piece(placement, (offset, size), flat[start - held.start :][:count], held, prefix)
+            yield ShardedTensor(
+                key=f"{prefix}.{placement.key}",
+                data=flat[start - held.start :][:count].view(shape),
+                dtype=flat.dtype,
+                local_shape=shape,
+                global_shape=placement.global_shape,
+                global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
+                axis_fragmentations=None,
+                replica_id=replica,
+                allow_shape_mismatch=placement.allow_shape_mismatch,
+            )
             start += count
-
-
-def _piece(placement: ShardedTensor, box: Box, numbers: Tensor, held: _Held, prefix: str) -> ShardedTensor:
-    offset, size = box
-    prepended = placement.prepend_axis_num
-    shape = (1,) * prepended + size
-    inside = (0,) * prepended + offset
-    # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
-    replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
-    return ShardedTensor(
-        key=f"{prefix}.{placement.key}",
-        data=numbers.view(shape),
-        dtype=numbers.dtype,
-        local_shape=shape,
-        global_shape=placement.global_shape,
-        global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
-        axis_fragmentations=None,
-        replica_id=replica,
-        allow_shape_mismatch=placement.allow_shape_mismatch,
-    )
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -17,6 +17,7 @@ import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
 from typing import Any, Self, TypeVar, get_type_hints
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -53,12 +54,6 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff moe_shared_expert_intermediate_size "
         "moe_shared_expert_gate",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
-        _UNREAD: "moe_shared_expert_overlap moe_enable_routing_replay moe_router_topk_limited_devices "
-        "moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk "
-        "moe_router_topk_scaling_factor moe_grouped_gemm moe_use_legacy_grouped_gemm moe_z_loss_coeff "
-        "moe_token_dropping moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging moe_permute_fusion "
-        "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_fusion "
-        "moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms",
         "use MegatronStrategy(tp=)": "tensor_model_parallel_size",
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
         "use MegatronStrategy(vpp=)": "virtual_pipeline_model_parallel_size",
@@ -69,14 +64,15 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "num_layers_in_last_pipeline_stage",
         "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers "
         "moe_layer_recompute",
-        "use MegatronStrategy(cuda_graphs=)": "enable_cuda_graph cuda_graph_impl cuda_graph_scope",
+        "use MegatronStrategy(cuda_graphs=)": "*cuda_graph*",
         "leave it out: it is for attention of Transformer Engine and norms of Apex": "window_size softmax_type "
         "persist_layer_norm memory_efficient_layer_norm",
-        _FP8: "fp8 fp8_recipe fp8_param",
+        _FP8: "fp8*",
         _PRECISION: "params_dtype pipeline_dtype bf16 fp16",
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "
         "output_layer_init_method embedding_init_method deallocate_pipeline_outputs expert_tensor_parallel_size "
         "moe_router_dtype moe_router_load_balancing_type defer_embedding_wgrad_compute wgrad_deferral_limit",
+        _UNREAD: "moe_*",
     },
     OptimizerConfig: {
         "use MegatronModule(lr=)": "lr",
@@ -89,12 +85,10 @@ _INSTEAD: dict[type, dict[str, str]] = {
         _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
         _SHARDED: "use_distributed_optimizer",
         _OVERLAP: "overlap_param_gather overlap_param_gather_with_optimizer_step",
-        _OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
-        "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
-        "leave it out: it is Transformer Engine's Adam, and moments and masters are fp32 here": "main_grads_dtype "
-        "use_precision_aware_optimizer store_param_remainders main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
-        _UNREAD: "log_num_zeros_in_grad muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode "
-        "muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor",
+        _OFFLOAD: "*offload* *cpu*",
+        "leave it out: it is Transformer Engine's Adam, and moments and masters are fp32 here": "exp_avg_* "
+        "main_*_dtype use_precision_aware_optimizer store_param_remainders",
+        _UNREAD: "log_num_zeros_in_grad muon_*",
     },
     DistributedDataParallelConfig: {
         _SHARDED: "use_distributed_optimizer",
@@ -102,14 +96,18 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "use MegatronStrategy(on_nan=)": "check_for_nan_in_grad",
         "leave it out: losses are divided by the targets of the global batch": "average_in_collective",
         "leave it out: the optimizer's state is split over all copies": "num_distributed_optimizer_instances",
-        _FP8: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
-        _SHARDED_WEIGHTS: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy preserve_fp32_weights "
-        "suggested_communication_unit_size fsdp_double_buffer outer_dp_sharding_strategy fsdp_manual_registration "
+        _FP8: "*fp8*",
+        _SHARDED_WEIGHTS: "*fsdp* *sharding_strategy preserve_fp32_weights suggested_communication_unit_size "
         "gradient_reduce_div_fusion",
         _UNREAD: "align_param_gather delay_wgrad_compute",
     },
 }
-"""Fields that are refused, by what to do instead."""
+"""Globs over the fields that are refused, by what to do instead; the first match tells."""
+_OF_EXPERTS = (
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dispatcher_type"),
+)
+"""Those of ``moe_*`` that are read."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ class Overrides:
         Raises:
             ConfigError: If there is no such field, its value is of another type, or something else says it here.
         """
-        for kind, given in ((TransformerConfig, self.transformer), (OptimizerConfig, self.optimizer),
-                            (DistributedDataParallelConfig, self.ddp)):  # fmt: skip
+        for kind, given in zip(_OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True):
             for name, value in given.items():
                 _check(kind, name, value)
 
@@ -147,7 +144,7 @@ def _check(kind: type, name: str, value: object) -> None:
         fix = f"did you mean {close[0]!r}?" if close else "remove it"
         raise ConfigError(f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}")
     for instead, refused in _INSTEAD[kind].items():
-        if name in refused.split():
+        if name not in _OF_EXPERTS and any(fnmatch(name, glob) for glob in refused.split()):
             raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {instead}")
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])

@@ -62,23 +62,21 @@ class ParallelConfig:
         require_kind("vpp", self.vpp, "int | None")
         require_choice("cp_comm_type", self.cp_comm_type, ("auto", "a2a", "all_gather"))
         if self.vpp is not None:
-            self._check_interleaving(self.vpp)
+            require_number("vpp", self.vpp, at_least=2)
+            if self.pp < 2:
+                raise ConfigError(
+                    f"vpp={self.vpp} interleaves pipeline stages, but pp={self.pp}; raise pp, or omit vpp"
+                )
+            # megatron-core 0.16.1, pipeline_parallel/schedules.py: it runs groups of pp microbatches.
+            if self.num_microbatches % self.pp != 0:
+                raise ConfigError(
+                    f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={self.vpp} "
+                    f"needs; choose num_microbatches from {self.pp}, {2 * self.pp}, {3 * self.pp}, ..."
+                )
         for name in UNEVEN:
             require_kind(name, getattr(self, name), "int | None")
             if getattr(self, name) is not None and self.pp < 2:
                 raise ConfigError(f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp")
-
-    def _check_interleaving(self, vpp: int) -> None:
-        if vpp < 2:
-            raise ConfigError(f"vpp={vpp} must be at least 2 model chunks per stage; leave vpp out for one chunk")
-        if self.pp < 2:
-            raise ConfigError(f"vpp={vpp} interleaves pipeline stages, but pp={self.pp}; raise pp or leave vpp out")
-        # megatron-core 0.16.1, pipeline_parallel/schedules.py: the interleaved schedule runs groups of pp microbatches.
-        if self.num_microbatches % self.pp != 0:
-            raise ConfigError(
-                f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={vpp} needs; "
-                f"choose num_microbatches from {self.pp}, {2 * self.pp}, {3 * self.pp}, ..."
-            )
 
     @property
     def model_parallel_size(self) -> int:

@@ -12,9 +12,8 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.requirements import Requirement
@@ -25,8 +24,7 @@ from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
 from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, AllToAllDispatcher, dispatcher
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patch:
+class Patch(NamedTuple):
     """One attribute of one upstream object that is replaced while the patch is active."""
 
     module: str
@@ -74,10 +72,6 @@ def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
     return lambda original: lambda *args, **kwargs: value()
 
 
-def _row(module: str, attribute: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
-    return Patch(module=module, attribute=attribute, replacement=replacement, reason=reason)
-
-
 _FACTORY = "megatron.core.optimizer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
@@ -86,40 +80,33 @@ _PRODUCT = "LinearWithGradAccumulationAndAsyncCommunication"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 MEGATRON: tuple[Patch, ...] = (
-    _row(
+    Patch(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
         kernels.loss_method,
         "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
     ),
-    _row(_FACTORY, "Adam", _being(adam.FusedAdam), "torch's is unfused; Apex's clips and copies in passes apart"),
-    _row(_FACTORY, "SGD", _being(adam.FusedSGD), "it is unfused, and cannot leave a step out without the host"),
-    _row(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
+    Patch(_FACTORY, "Adam", _being(adam.FusedAdam), "torch's is unfused; Apex's clips and copies in passes apart"),
+    Patch(_FACTORY, "SGD", _being(adam.FusedSGD), "it is unfused, and cannot leave a step out without the host"),
+    Patch(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
     # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
-    _row(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer), "it asserts that it shards an Adam"),
-    _row(
+    Patch(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer), "it asserts that it shards an Adam"),
+    Patch(
         _DISTRIBUTED,
         "DistributedOptimizer._build_model_and_main_param_groups",
         adam.with_leaf_shards,
         "float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad",
     ),
     Patch(
-        module=_OPTIMIZER,
-        attribute="MegatronOptimizer.get_grads_for_grad_norm",
-        replacement=lambda _: lambda self: self.get_main_grads_for_grad_norm(),
-        reason="its name from 0.19 on",
-        engine="megatron-core<0.19",
-    ),
-    _row(
         _OPTIMIZER, "_multi_tensor_copy_this_to_that", _being(kernels.copy), "a loop with one kernel per bf16 parameter"
     ),
-    _row(
+    Patch(
         _DISTRIBUTED,
         "DistributedOptimizer._copy_main_params_to_model_params",
         kernels.copies_shards,
         "a loop with one kernel per parameter, for fp32 parameters onto themselves",
     ),
-    _row(
+    Patch(
         "megatron.core.tensor_parallel",
         "CheckpointWithoutOutput",
         _being(kernels.WithoutOutput),
@@ -132,19 +119,19 @@ MEGATRON: tuple[Patch, ...] = (
         reason="the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
         engine="megatron-core<0.19",
     ),
-    _row(
+    Patch(
         "megatron.core.transformer.moe.moe_layer",
         "MoEAlltoAllTokenDispatcher",
         _being(dispatcher(AllToAllDispatcher)),
         "the host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16",
     ),
-    _row(
+    Patch(
         "megatron.core.transformer.moe.moe_layer",
         "MoEAllGatherTokenDispatcher",
         _being(dispatcher(AllGatherDispatcher)),
         "it gathers all probabilities of all experts, and needs as many rows on all ranks",
     ),
-    _row(
+    Patch(
         "megatron.core.transformer.mlp",
         "MLP.forward",
         kernels.recomputes_activation,
@@ -164,19 +151,19 @@ LIGHTNING: tuple[Patch, ...] = (
 )
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
-    _row(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
-    _row(_LAYERS, "_grad_accum_fusion_available", _being(True), "linears refuse to fuse without Apex's extension"),
-    _row(_LAYERS, f"{_PRODUCT}.forward", kernels.with_bias_in_product, "the bias is added in a pass of its own"),
-    _row(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding)), "dense gradients, added to the buffer"),
+    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
+    Patch(_LAYERS, "_grad_accum_fusion_available", _being(True), "linears refuse to fuse without Apex's extension"),
+    Patch(_LAYERS, f"{_PRODUCT}.forward", kernels.with_bias_in_product, "the bias is added in a pass of its own"),
+    Patch(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding)), "dense gradients, added to the buffer"),
 )
 """For ``gradient_accumulation_fusion=True``."""
 
 _ATTENTION = "megatron.core.transformer.attention"
 
 ROPE: tuple[Patch, ...] = (
-    _row(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True), "fused_single_qkv_rope asserts without Transformer Engine"),
-    _row(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn, "it is Transformer Engine's"),
-    _row(
+    Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True), "fused_single_qkv_rope asserts without Transformer Engine"),
+    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn, "it is Transformer Engine's"),
+    Patch(
         "megatron.core.models.common.embeddings.rope_utils",
         "_apply_rotary_pos_emb_bshd",
         lambda original: _rope().turns(original),
@@ -191,7 +178,7 @@ def _rope() -> Any:
 
 
 SWIGLU: tuple[Patch, ...] = (
-    _row(
+    Patch(
         "megatron.core.fusions.fused_bias_swiglu",
         "SwiGLUFunction",
         kernels.liger_swiglu,
@@ -215,8 +202,8 @@ _CUDA: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
 )
 
 CPU: tuple[Patch, ...] = (
-    *(_row("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
-    _row(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
-    _row(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
+    *(Patch("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
+    Patch(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
+    Patch(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
 )
 """Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""

@@ -37,13 +37,6 @@ _FOREIGN = re.compile(
     r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\._reconstruct)"
 )
 """Names of other programs whose objects nobody needs."""
-_PLAIN = re.compile(
-    r"torch\.((cuda\.|storage\.)?\w*Storage|Size|device|Tensor|nn\.parameter\.Parameter|serialization\._get_layout"
-    r"|_utils\._rebuild_(tensor(_v[23])?|parameter(_with_state)?)|_tensor\._rebuild_from_type_v2"
-    r"|(b?float|u?int|complex)\d\w*|bool)"
-    r"|collections\.OrderedDict|_codecs\.encode|builtins\.(set|complex)"
-)
-"""Names that torch itself takes for data."""
 _SCALAR = re.compile(r"[fiubcSU]\d+|\?")
 """NumPy's names of the types that its scalars have."""
 _ZIP = b"PK\x03\x04"
@@ -108,16 +101,16 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
     name = name or str(file)
     try:
         with file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getvalue()) as opened:
-            size, is_zip = opened.seek(0, io.SEEK_END), _is_zip(opened)
+            is_zip, size = opened.read(len(_ZIP)) == _ZIP, opened.seek(0, io.SEEK_END)
+            opened.seek(0)
             pickled = _pickle_of_archive(opened, size) if is_zip else opened
             known = _meanings_of_names(pickled, 1 if is_zip else _PICKLES_BEFORE_ZIP, foreign)
             num_bytes = pickled.tell()
             opened.seek(0)
             with _only_safe(known) if foreign else nullcontext():
-                if foreign and is_zip and isinstance(file, Path):
-                    value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                else:
-                    value = torch.load(opened, map_location="cpu", weights_only=True)
+                is_mapped = foreign and is_zip and isinstance(file, Path)
+                source = file if is_mapped else opened
+                value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
         _check_containers(value, _MOST_ITEMS + _MOST_ITEMS_OF_A_BYTE * num_bytes, size if foreign else None)
         return value
     except CheckpointError as error:
@@ -131,14 +124,6 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
         raise CheckpointError(
             f"{name} is damaged, or no file of torch.save ({type(error).__name__}: {reason}); use another copy"
         ) from None
-
-
-def _is_zip(opened: BinaryIO) -> bool:
-    """Whether torch will read it as a zip archive; the stream is at its beginning then."""
-    opened.seek(0)
-    is_zip = opened.read(len(_ZIP)) == _ZIP
-    opened.seek(0)
-    return is_zip
 
 
 def _pickle_of_archive(opened: BinaryIO, size: int) -> io.BytesIO:
@@ -171,8 +156,6 @@ def _meanings_of_names(pickled: BinaryIO, num_pickles: int, foreign: bool) -> li
                 meanings.setdefault(name, _MEANINGS.get(name) or stand_in(name))
             elif name == "builtins.bytearray":
                 raise CheckpointError("it would reserve memory for a bytearray, of whatever length it says")
-            elif foreign and not _PLAIN.fullmatch(name):
-                raise CheckpointError(f"it would run {name} when loaded")
     return [(meaning, name) for name, meaning in meanings.items()]
 
 

@@ -38,104 +38,70 @@ def seed_of_run() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
 
-class EngineRng:
-    """The engine's random streams on one rank."""
-
-    def __init__(self, seed: int, pp_rank: int, cp_rank: int, device: torch.device) -> None:
-        """Seed both streams; every rank must call, after the process groups exist.
-
-        Args:
-            seed: The run's seed, the same on all ranks.
-            pp_rank: This rank's stage; stages draw different masks.
-            cp_rank: Of which tokens of a row; other tokens, other masks.
-            device: Where the engine computes.
-        """
-        self._on_cpu = device.type == "cpu"
-        self._is_active = False
-        outside = torch.get_rng_state()
-        model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True)
-        # On a CPU: of the engine's default stream and the user's, the one that torch does not hold at the moment.
-        self._parked = torch.get_rng_state()
-        torch.set_rng_state(outside)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Draw from the engine's default stream inside, and leave the user's stream untouched."""
-        if not self._on_cpu:
-            yield
-            return
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        held = torch.get_rng_state()
-        torch.set_rng_state(self._parked)
-        self._parked = held
-        self._is_active = not self._is_active
-
-    def state_dict(self) -> dict[str, Any]:
-        """All random states of this rank as tensors and plain numbers, whether the engine is active or not."""
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        words = np.asarray(keys).astype(np.int64)
-        version, internal, gauss = random.getstate()
-        device = torch.get_rng_state() if self._is_active else self._parked
-        if not self._on_cpu:
-            device = torch.cuda.get_rng_state()
-        return {
-            "python": [version, list(internal), gauss],
-            "numpy": [
-                str(kind),
-                torch.from_numpy(words),
-                int(position),
-                int(has_gauss),
-                float(cached),
-            ],
-            "torch": self._parked if self._is_active else torch.get_rng_state(),
-            "device": device,
-            "tracker": dict(get_cuda_rng_tracker().get_states()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue every stream where ``state_dict`` was taken."""
-        self.load_users_state(state)
-        get_cuda_rng_tracker().set_states(state["tracker"])
-        if not self._on_cpu:
-            torch.cuda.set_rng_state(state["device"])
-        elif self._is_active:
-            torch.set_rng_state(state["device"])
-        else:
-            self._parked = state["device"]
-
-    def load_users_state(self, state: dict[str, Any]) -> None:
-        """Continue only the streams that user code draws from; they mean the same on any layout."""
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        if self._is_active:
-            self._parked = state["torch"]
-        else:
-            torch.set_rng_state(state["torch"])
-
-
 class Runtime:
     """The surroundings of one strategy; may be entered again while they are active."""
 
     def __init__(self, device: torch.device) -> None:
         """Prepare for ``device``; nothing changes before ``hold`` or ``active``."""
         self._on_cpu = device.type == "cpu"
-        self._device = device
         self._patched = contextlib.ExitStack()
         self._is_held = self._is_active = False
-        self.rng: EngineRng | None = None
+        self._parked: torch.Tensor | None = None
+        """On a CPU: of the engine's default stream and the user's, the one that torch does not hold at the moment."""
 
     def seed(self, seed: int, pp_rank: int, cp_rank: int = 0) -> None:
-        """Start the engine's random streams; call after the process groups exist."""
+        """Start the engine's random streams on this rank; every rank must call, after the process groups exist.
+
+        Args:
+            seed: The run's seed, the same on all ranks.
+            pp_rank: This rank's stage; stages draw different masks.
+            cp_rank: Of which tokens of a row; other tokens, other masks.
+        """
+        self._parked = None
         with self.active():
-            self.rng = EngineRng(seed, pp_rank, cp_rank, self._device)
+            outside = torch.get_rng_state()
+            model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True)
+            started = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        self._parked = started
+
+    def _swap(self) -> None:
+        if self._on_cpu and self._parked is not None:
+            held = torch.get_rng_state()
+            torch.set_rng_state(self._parked)
+            self._parked = held
+
+    def state_dict(self) -> dict[str, Any]:
+        """All random states of this rank as tensors and plain numbers."""
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        version, internal, gauss = random.getstate()
+        with self.active():
+            return {
+                "python": [version, list(internal), gauss],
+                "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+                "torch": self._parked if self._on_cpu else torch.get_rng_state(),
+                "device": torch.cuda.get_rng_state(),
+                "tracker": dict(get_cuda_rng_tracker().get_states()),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue every stream where ``state_dict`` was taken."""
+        self.load_users_state(state)
+        with self.active():
+            get_cuda_rng_tracker().set_states(state["tracker"])
+            torch.cuda.set_rng_state(state["device"])
+
+    def load_users_state(self, state: dict[str, Any]) -> None:
+        """Continue only the streams that user code draws from; they mean the same on any layout."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        with self.active():
+            if self._on_cpu:
+                self._parked = state["torch"]
+            else:
+                torch.set_rng_state(state["torch"])
 
     def hold(self) -> None:
         """Patch Megatron until ``release``."""
@@ -157,10 +123,11 @@ class Runtime:
         was_held, self._is_active = self._is_held, True
         try:
             self.hold()
-            with (
-                emulated_cuda() if self._on_cpu else contextlib.nullcontext(),
-                self.rng.active() if self.rng is not None else contextlib.nullcontext(),
-            ):
+            with contextlib.ExitStack() as around:
+                if self._on_cpu:
+                    around.enter_context(emulated_cuda())
+                self._swap()
+                around.callback(self._swap)
                 yield
         finally:
             self._is_active = False

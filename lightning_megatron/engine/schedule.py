@@ -225,12 +225,6 @@ class StepOutput:
         return {"load_balancing_loss": load.loss, **loads}
 
 
-def split_rows(batch: Batch, num_microbatches: int) -> list[Batch]:
-    """The batch in ``num_microbatches`` equal parts along the first axis, without copies."""
-    size = _num_rows(batch) // num_microbatches
-    return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_microbatches)]
-
-
 class Schedule:
     """Runs batches through this rank's model chunks; every rank must call with its part of the same batch."""
 
@@ -393,7 +387,8 @@ class Schedule:
         balance = None if forward_only else self._balance
         self._denominators = self._global_counts(batch, balance)
         self._targets_seen = []
-        microbatches = split_rows(batch, num_microbatches)
+        rows_of = (tensor.chunk(num_microbatches) for tensor in batch.values())
+        microbatches = [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
             return self._reduce(reports, shape, next(iter(batch.values())).device)
         iterators = [iter(microbatches) for _ in self._chunks]

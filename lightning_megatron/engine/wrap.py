@@ -9,9 +9,8 @@ are wherever layers of their stack are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -117,24 +116,21 @@ def finish_parameter_gathers(chunks: list[Any]) -> None:
 # ---- copies of one weight on several stages --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replicated:
-    """One weight that several chunks of a pipeline hold."""
+class Replicas(NamedTuple):
+    """Weights that several chunks of a pipeline hold."""
 
-    name: str
-    """The same in every chunk."""
     shape: tuple[int, ...]
-    """Of this tensor-parallel rank's shard."""
-    parameter: torch.nn.Parameter | None
-    """This chunk's copy; None if it has none."""
+    """Of this tensor-parallel rank's shard of each."""
+    weights: Mapping[str, torch.nn.Parameter | None]
+    """All of the model by name, on every chunk in the same order: this chunk's copy; None if it has none."""
 
 
 @runtime_checkable
 class HasReplicas(Protocol):
     """A model chunk with weights that other chunks hold too."""
 
-    def replicated(self) -> Sequence[Replicated]:
-        """All such weights of the model, on every chunk in the same order."""
+    def replicas(self) -> Replicas:
+        """Those weights."""
         ...
 
 
@@ -161,7 +157,7 @@ def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
     copies: list[tuple[str, torch.nn.Parameter]] = []
     for model in models:
         if isinstance(model, HasReplicas):
-            copies += [(weight.name, weight.parameter) for weight in model.replicated() if weight.parameter is not None]
+            copies += [(name, weight) for name, weight in model.replicas().weights.items() if weight is not None]
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
@@ -185,23 +181,15 @@ def add_replicas(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    models = [unwrap(chunk) for chunk in chunks]
-    if dist.get_world_size(pp_group) == 1 or not isinstance(models[0], HasReplicas):
+    held = [model.replicas() for model in map(unwrap, chunks) if isinstance(model, HasReplicas)]
+    if dist.get_world_size(pp_group) == 1 or not held:
         return
-    by_name: dict[str, list[torch.Tensor]] = {}
-    totals: dict[str, torch.Tensor] = {}
-    device = next(chunks[0].parameters()).device
-    for weight in (weight for model in models for weight in model.replicated()):
-        total = totals.setdefault(weight.name, torch.zeros(weight.shape, dtype=torch.float32, device=device))
-        gradient = getattr(weight.parameter, "main_grad", None)  # a frozen weight has none
-        if gradient is not None:
-            by_name.setdefault(weight.name, []).append(gradient)
-            total += gradient
-    if not totals:
-        return
-    packed = torch.cat([total.flatten() for total in totals.values()])
-    dist.all_reduce(packed, group=pp_group)
-    sums = packed.split([total.numel() for total in totals.values()])
-    for (name, total), summed in zip(totals.items(), sums, strict=True):
-        for gradient in by_name.get(name, []):
-            gradient.copy_(summed.view_as(total))
+    sums = torch.zeros(len(held[0].weights), *held[0].shape, device=next(chunks[0].parameters()).device)
+    of_chunks = (zip(sums, replicas.weights.values(), strict=True) for replicas in held)
+    # A frozen weight has no gradient.
+    copies = [(total, weight.main_grad) for each in of_chunks for total, weight in each if hasattr(weight, "main_grad")]
+    for total, gradient in copies:
+        total += gradient
+    dist.all_reduce(sums, group=pp_group)
+    for total, gradient in copies:
+        gradient.copy_(total)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
-from lightning_megatron.engine.wrap import Replicated, mark_replica
+from lightning_megatron.engine.wrap import Replicas, mark_replica
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
@@ -95,15 +95,14 @@ class T5Chunk(Chunk):
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
-    def replicated(self) -> list[Replicated]:
+    def replicas(self) -> Replicas:
         """The tables of relative positions, which every chunk with layers of their stack has."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        shape = (self.description.relative_attention_num_buckets, heads)
         tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
-        return [
-            Replicated(name=name, shape=shape, parameter=None if table is None else table.weight)
-            for name, table in tables.items()
-        ]
+        return Replicas(
+            shape=(self.description.relative_attention_num_buckets, heads),
+            weights={name: None if table is None else table.weight for name, table in tables.items()},
+        )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take what the chunk before sent: [(s_enc + s_dec) or a part, b, h]."""

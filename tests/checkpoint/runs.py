@@ -227,7 +227,7 @@ def live_state(trainer: Any) -> dict[str, Any]:
         _flatten(f"optimizer.{index}", part.optimizer.state_dict(), flat)
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
             _flatten(f"masters.{index}.{name}", getattr(part, name, None) or [], flat)
-    _flatten("rng", strategy._runtime.rng.state_dict(), flat)
+    _flatten("rng", strategy._runtime.state_dict(), flat)
     flat["global_step"] = trainer.global_step
     return flat
 

@@ -52,41 +52,44 @@ def _stopped(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any])
     return code, sorted(path.name for path in folder.glob("*.ckpt"))
 
 
-def _goes_on_exactly(expected: list[Trace], found: list[Trace], first: int) -> None:
+def _goes_on_exactly(expected: list[Trace], found: list[Trace], *firsts: int) -> None:
     for whole, rest in zip(expected, found, strict=True):
-        assert min(rest.steps) == first
+        assert min(rest.steps) in firsts
         assert all(rest.steps[step] == whole.steps[step] for step in rest.steps)
         assert max(rest.steps) == max(whole.steps)
         assert differences(whole.state, rest.state) == []
 
 
-NEVER = {"every_n_train_steps": 100}
+_LINKED = {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 2}
+_NEVER = {"every_n_train_steps": 100}
+_WITH_VALIDATION = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None})
 
 
 @pytest.mark.parametrize(
-    ("sent", "keep", "left"),
+    ("run", "sent", "keep", "left", "firsts"),
     [
-        pytest.param({"ranks": (1,)}, NEVER, ["last.ckpt"], id="rank 1, without save_last"),
+        # Noted in step 1, agreed on in step 2, and step 3 is the last.
+        pytest.param(SIX_STEPS, {"ranks": (1,), "step": 1}, _NEVER, ["last.ckpt"], (4,), id="without save_last"),
         pytest.param(
-            {"ranks": (0, 1), "times": 2},
-            {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 2},
-            ["last.ckpt", "preempted.ckpt", "step=2.ckpt"],
-            id="both, twice, link",
+            *(SIX_STEPS, {"ranks": (0, 1), "times": 2, "step": 1}, _LINKED),
+            *(["last.ckpt", "preempted.ckpt", "step=2.ckpt"], (4,)),
+            id="both ranks, twice, link",
+        ),
+        pytest.param(
+            *(_WITH_VALIDATION, {"ranks": (1,), "step": -1}, {"save_last": True, **_NEVER}, ["last.ckpt"], (5, 6)),
+            id="while validating",
         ),
     ],
 )
 def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
-    tmp_path: Path, sent: dict[str, Any], keep: dict[str, Any], left: list[str]
+    tmp_path: Path, run: Run, sent: dict[str, Any], keep: dict[str, Any], left: list[str], firsts: tuple[int, ...]
 ) -> None:
-    expected = run_ranks(train, 2, SIX_STEPS)
+    expected = run_ranks(train, 2, run)
 
-    run = SIX_STEPS.but(strategy={"async_save": True})
-    stopped = run_ranks(_stopped, 2, run, tmp_path, keep, {"step": 1, **sent})
+    stopped = run_ranks(_stopped, 2, run.but(strategy={"async_save": True}), tmp_path, keep, sent)
 
     assert stopped == [(143, left)] * 2
-    rest = run_ranks(train_and_keep, 2, SIX_STEPS.but(ckpt_path="last"), tmp_path, keep)
-    # Noted in step 1, agreed on in step 2, and step 3 is the last.
-    _goes_on_exactly(expected, rest, first=4)
+    _goes_on_exactly(expected, run_ranks(train_and_keep, 2, run.but(ckpt_path="last"), tmp_path, keep), *firsts)
 
 
 def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
@@ -99,49 +102,22 @@ def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
     return fit(run, *([_signals_itself(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
 
 
-def _fake_scontrol(folder: Path) -> Path:
-    folder.mkdir()
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/called.txt\n')
-    scontrol.chmod(0o700)
-    return folder
-
-
 def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(tmp_path: Path) -> None:
-    run = SIX_STEPS.but(strategy={"async_save": True}, indexed=make_corpus(tmp_path))
-    root = _fake_scontrol(tmp_path / "job")
-
-    expected = run_ranks(_in_slurm, 2, run, root, True, 0)
-
-    assert (root / "called.txt").read_text() == "requeue 7070\n"
-    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # of a save that was killed, which Lightning takes for the newest
-    rest = run_ranks(_in_slurm, 2, run, root, False, 1)
-    _goes_on_exactly(expected, rest, first=4)
-
-
-def test_a_requeued_run_does_not_begin_anew_from_the_weights_it_was_given(tmp_path: Path) -> None:
-    root = _fake_scontrol(tmp_path / "job")
-    pretrained = tmp_path / "pretrained.ckpt"
-    run_ranks(train_and_save, 2, SIX_STEPS.but(trainer={"max_steps": 2}), pretrained)
-    run = SIX_STEPS.but(strategy={"load_weights_only": True}, ckpt_path=str(pretrained))
+    """It does not begin anew from the weights that it was given."""
+    pretrained, root = tmp_path / "pretrained.ckpt", tmp_path / "job"
+    root.mkdir()
+    (root / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {root}/called.txt\n')
+    (root / "scontrol").chmod(0o700)
+    run = SIX_STEPS.but(indexed=make_corpus(tmp_path))
+    run_ranks(train_and_save, 2, run.but(trainer={"max_steps": 2}), pretrained)
+    run = run.but(strategy={"async_save": True, "load_weights_only": True}, ckpt_path=str(pretrained))
 
     expected = run_ranks(_in_slurm, 2, run, root, True, 0)
 
     assert [min(trace.steps) for trace in expected] == [1, 1]
-    _goes_on_exactly(expected, run_ranks(_in_slurm, 2, run, root, False, 1), first=4)
-
-
-def test_sigterm_while_validating_saves_the_step_before(tmp_path: Path) -> None:
-    run = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None})
-    expected = run_ranks(train, 2, run)
-
-    stopped = run_ranks(_stopped, 2, run, tmp_path, {"save_last": True, **NEVER}, {"ranks": (1,), "step": -1})
-
-    assert stopped == [(143, ["last.ckpt"])] * 2
-    rest = run_ranks(train_and_keep, 2, run.but(ckpt_path="last"), tmp_path, {"save_last": True, **NEVER})
-    first = min(rest[0].steps)
-    assert first in (5, 6)
-    _goes_on_exactly(expected, rest, first=first)
+    assert (root / "called.txt").read_text() == "requeue 7070\n"
+    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # of a save that was killed, which Lightning takes for the newest
+    _goes_on_exactly(expected, run_ranks(_in_slurm, 2, run, root, False, 1), 4)
 
 
 def _wait_for(what: Callable[[], bool], seconds: float = 120) -> None:

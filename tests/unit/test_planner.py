@@ -17,7 +17,7 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.transformer_config import EngineSettings
-from lightning_megatron.planner import DEVICES, GIB, Batch, Run, plan, plans, timeline
+from lightning_megatron.planner import DEVICES, GIB, Run, plan, plans, timeline
 
 H200 = DEVICES["h200"]
 # Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB (None: not noted down), whether fitted.
@@ -74,21 +74,19 @@ def test_estimates_are_near_what_was_measured(row: tuple[Any, ...]) -> None:
 
 def test_layouts_fit_and_the_fastest_is_first() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    batch = Batch(world_size=8, global_batch_size=64, lengths=(4096,))
-    small = replace(H200, memory=60 * GIB)
-    found = plans(model, batch, small)
+    run, small = Run(model=model, world_size=8, lengths=(4096,)), replace(H200, memory=60 * GIB)
+    found = plans(run, 64, small)
     assert [each.time.total for each in found] == sorted(each.time.total for each in found)
     assert all(each.memory.total < small.memory for each in found)
     assert all(each.run.tokens == 64 * 4096 for each in found)
     # Where memory is no matter, one copy a GPU needs neither collectives nor a pipeline, and recomputes nothing.
-    best = plans(model, batch, H200)[0].run
+    best = plans(run, 64, H200)[0].run
     assert (best.parallel.tp, best.parallel.pp, best.recompute) == (1, 1, None)
 
 
 def test_stages_with_an_embedding_or_an_output_layer_may_have_fewer_layers() -> None:
     even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
-    batch = Batch(world_size=4, global_batch_size=16, lengths=(4096,))
-    found = plans(even.run.model, batch, H200)
+    found = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
     best = next(each for each in found if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
     first, *_, last = best.run.chunks
     # The output layer is 525 million numbers, a layer 218 million.
@@ -98,11 +96,11 @@ def test_stages_with_an_embedding_or_an_output_layer_may_have_fewer_layers() -> 
 
 def test_long_rows_are_split_between_ranks() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    long = Batch(world_size=8, global_batch_size=2, lengths=(65536,))
-    layouts = [each.run.parallel for each in plans(model, long, H200)]
+    long = Run(model=model, world_size=8, lengths=(65536,))
+    layouts = [each.run.parallel for each in plans(long, 2, H200)]
     assert max(each.cp for each in layouts) == 8
     assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
-    assert {each.run.parallel.cp for each in plans(model, replace(long, lengths=(4096,)), H200)} == {1}
+    assert {each.run.parallel.cp for each in plans(replace(long, lengths=(4096,)), 2, H200)} == {1}
     # Half of a row costs its exchanged heads, and more where keys and values of all are kept.
     run = _run("llama-8b-dp4-s8192", 2, 4, 4, {})
     whole, heads, keys = (
@@ -118,12 +116,12 @@ def test_long_rows_are_split_between_ranks() -> None:
 
 def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    batch = Batch(world_size=2, global_batch_size=4, lengths=(4096,))
+    run = Run(model=model, world_size=2, lengths=(4096,))
     says = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
     with pytest.raises(ConfigError, match=says):
-        plans(model, batch, replace(H200, memory=40 * GIB))
+        plans(run, 4, replace(H200, memory=40 * GIB))
     with pytest.raises(ConfigError, match="global_batch_size=1: expected one that 7 GPUs can share"):
-        plans(model, replace(batch, world_size=7, global_batch_size=1), H200)
+        plans(replace(run, world_size=7), 1, H200)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 4, "vpp": 2}])

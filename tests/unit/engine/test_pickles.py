@@ -107,7 +107,7 @@ HOSTILE = {
     "a call": (_SHELL + b".", "posix.system"),
     "in a dictionary": (b"}X\x05\x00\x00\x00model" + _SHELL + b"s.", "posix.system"),
     "as state": (b"cargparse\nNamespace\n)\x81}X\x01\x00\x00\x00a" + _SHELL + b"sb.", "posix.system"),
-    "eval of Python 2": (b"c__builtin__\neval\n.", "builtins.eval"),
+    "eval of Python 2": (b"c__builtin__\neval\n.", "(eval)"),
     "an attribute of an allowed module": (b"cargparse\n_os.system\n.", "argparse._os.system"),
     "tests of NumPy, which run commands": (b"cnumpy.testing\nrundocs\n.", "numpy.testing.rundocs"),
     "torch's loader": (b"ctorch.storage\n_load_from_bytes\n.", "torch.storage._load_from_bytes"),
