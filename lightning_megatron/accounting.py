@@ -320,24 +320,17 @@ def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
-_HOPPER_SXM, _HOPPER_NVL = (989.0, 989.0, 494.0, 67.0), (835.0, 835.0, 417.0, 60.0)
-_AMPERE = (312.0, 312.0, 156.0, 19.5)
 DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
     # Blackwell architecture technical brief, HGX B200; its tf32 and fp32 figures vary by edition.
     "NVIDIA B200": (2250.0, 2250.0, None, None),
     # Datasheets of H200 and H100, sparse figures halved.
-    "NVIDIA H200": _HOPPER_SXM,
-    "NVIDIA H200 NVL": _HOPPER_NVL,
-    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
-    "NVIDIA H800": _HOPPER_SXM,
-    "NVIDIA H100 NVL": _HOPPER_NVL,
+    **dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H800"), (989.0, 989.0, 494.0, 67.0)),
+    **dict.fromkeys(("NVIDIA H200 NVL", "NVIDIA H100 NVL"), (835.0, 835.0, 417.0, 60.0)),
     "NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
     # Datasheet of the A100.
-    "NVIDIA A100-SXM4-40GB": _AMPERE,
-    "NVIDIA A100-SXM4-80GB": _AMPERE,
-    "NVIDIA A100-PCIE-40GB": _AMPERE,
-    "NVIDIA A100 80GB PCIe": _AMPERE,
-    "NVIDIA A800-SXM4-80GB": _AMPERE,
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), (312.0, 312.0, 156.0, 19.5)),
+    **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), (312.0, 312.0, 156.0, 19.5)),
+    "NVIDIA A800-SXM4-80GB": (312.0, 312.0, 156.0, 19.5),
     # Each its own datasheet; the L4's sparse figures are halved.
     "NVIDIA L40S": (362.0, 362.0, 183.0, 91.6),
     "NVIDIA L40": (181.0, 181.0, 90.5, 90.5),
@@ -345,8 +338,7 @@ DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | 
     "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
     "NVIDIA A30": (165.0, 165.0, 82.0, 10.3),
     "NVIDIA A10": (125.0, 125.0, 62.5, 31.2),
-    "Tesla V100-SXM2-16GB": (None, 125.0, None, 15.7),
-    "Tesla V100-SXM2-32GB": (None, 125.0, None, 15.7),
+    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (None, 125.0, None, 15.7)),
     "Tesla T4": (None, 65.0, None, 8.1),
 }
 """Peak dense TFLOP/s (1e12) by ``torch.cuda.get_device_name``: of bf16, fp16 and tf32 on tensor cores, and of fp32.

@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_megatron import accounting
 from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Device:
     """What a layout is planned for; bandwidths by datasheet."""
 
@@ -51,14 +51,11 @@ class Device:
 
 
 DEVICES = {
-    word: Device(name=name, memory=gib * GIB, memory_bandwidth=memory, link_bandwidth=link, network_bandwidth=network)
-    for word, name, gib, memory, link, network in (
-        ("b200", "NVIDIA B200", 178, 8.0e12, 900e9, 50e9),
-        ("h200", "NVIDIA H200", 139, 4.8e12, 450e9, 50e9),
-        ("h100", "NVIDIA H100 80GB HBM3", 79, 3.35e12, 450e9, 50e9),
-        ("a100", "NVIDIA A100-SXM4-80GB", 79, 2.04e12, 300e9, 25e9),
-        ("a100-40gb", "NVIDIA A100-SXM4-40GB", 39, 1.56e12, 300e9, 25e9),
-    )
+    "b200": Device("NVIDIA B200", 178 * GIB, 8.0e12, 900e9, 50e9),
+    "h200": Device("NVIDIA H200", 139 * GIB, 4.8e12, 450e9, 50e9),
+    "h100": Device("NVIDIA H100 80GB HBM3", 79 * GIB, 3.35e12, 450e9, 50e9),
+    "a100": Device("NVIDIA A100-SXM4-80GB", 79 * GIB, 2.04e12, 300e9, 25e9),
+    "a100-40gb": Device("NVIDIA A100-SXM4-40GB", 39 * GIB, 1.56e12, 300e9, 25e9),
 }
 """Devices by the word of ``plan --device``."""
 
@@ -212,30 +209,6 @@ class StepTime(_Parts):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(model: ModelConfig, layer: int = 0, *, cross_attention_ratio: float | None = None) -> float:
-    """Bytes that one layer keeps for one token, in bf16, before any split over tp.
-
-    Residual stream and norms 8 h, projections 2 (q + k + v), the rotated queries or T5's copy 2 q, the attention's
-    output 2 q, the MLP 4 f or gated 6 f, and a byte for each element that may be dropped.
-
-    Args:
-        model: Its shape.
-        layer: Which, from 0; where it has experts, each copy of the token that goes to one keeps 2 h more.
-        cross_attention_ratio: Of a T5's decoder: tokens of the encoder for each of its own.
-    """
-    h, f, q = model.hidden_size, model.mlp_width(layer), model.num_attention_heads * model.kv_channels
-    kv = 2 * model.num_query_groups * model.kv_channels
-    size = 8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f
-    if model.position_embedding_type == "rope":
-        size += 2 * q
-    if model.experts is not None and model.has_experts(layer):
-        size += 2.0 * h * model.experts.topk
-    size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
-    if cross_attention_ratio is not None:
-        size += 4.0 * h + 4 * q + 2 * kv * cross_attention_ratio + h * (model.hidden_dropout > 0)
-    return size
-
-
 def memory(run: Run) -> Memory:
     """Peak bytes of the rank that holds most, without what CUDA and NCCL take for themselves."""
     return max((_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda each: each.total)
@@ -288,19 +261,30 @@ def _ranks_of_a_token(run: Run) -> float:
 
 
 def _layer_bytes(run: Run, layer: int, *, remakes: bool = False) -> float:
-    """What a layer keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them."""
+    """What a layer keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them.
+
+    For a token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), the
+    rotated queries or T5's copy 2 q, the attention's output 2 q, the MLP 4 f or gated 6 f, 2 h for each copy of it that
+    goes to an expert, and a byte for each element that may be dropped.
+    """
     model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
-    h, again = 2.0 * model.hidden_size, 2.0 * model.mlp_width(layer)
-    if model.experts is not None and model.has_experts(layer):  # the rows that experts read, but not what arrives
-        again += h * (model.experts.topk - (_ranks_of_a_token(run) if parallel.ep > 1 else 0))
-    norms, ratio = (3, run.lengths[0] / run.lengths[-1]) if is_decoder else (2, None)
-    size = activation_bytes(model, layer, cross_attention_ratio=ratio)
-    split, stream = size - 2 * norms * h - remakes * again, norms * h * (1 if remakes else 2)
-    of_token = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
+    h, f, q = model.hidden_size, model.mlp_width(layer), model.num_attention_heads * model.kv_channels
+    kv, norms = 2 * model.num_query_groups * model.kv_channels, 2
+    topk = model.experts.topk if model.experts is not None and model.has_experts(layer) else 0
+    size = 8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f + 2.0 * h * topk
+    size += 2 * q * (model.position_embedding_type == "rope")
+    size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
+    if is_decoder:
+        norms, tokens_of_encoder = 3, run.lengths[0] / run.lengths[-1]
+        size += 4.0 * h + 4 * q + 2 * kv * tokens_of_encoder + h * (model.hidden_dropout > 0)
+    # Of the rows that experts read not what arrives from other ranks.
+    again = 2.0 * f + 2.0 * h * (topk - (_ranks_of_a_token(run) if topk and parallel.ep > 1 else 0))
+    split, stream = size - 4.0 * norms * h - remakes * again, 2.0 * norms * h * (1 if remakes else 2)
+    size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
     if parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
-        of_token += (parallel.cp - 1) * 4.0 * model.num_query_groups * model.kv_channels / parallel.tp
+        size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
-    return tokens * of_token * run.bytes_per_number / 2 / parallel.cp
+    return tokens * size * run.bytes_per_number / 2 / parallel.cp
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -534,7 +518,7 @@ def _balanced(even: Plan, device: Device) -> Plan:
         return even
     for last in range(max(chunks, share - _MOVED * chunks), share, chunks):
         for first in range(last, share + _MOVED * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
-            ends = dict(zip(UNEVEN, (first, last), strict=True))
+            ends: dict[str, Any] = dict(zip(UNEVEN, (first, last), strict=True))
             uneven = replace(run, parallel=replace(parallel, **ends))
             if _is_allowed(uneven) and (moved := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
                 found = min(found, moved, key=_seconds)

@@ -118,7 +118,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     group = data_parallel_group()
     leaves, structure = pytree.tree_flatten(tensor)
     rows = [None if leaf is None else _as_rows(leaf) for leaf in leaves]
-    kinds = [None if each is None else f"{each.dtype} of the shape [rows{_lengths(each)}]" for each in rows]
+    kinds = [None if each is None else _kind(each) for each in rows]
     described = str(pytree.tree_unflatten(kinds, structure))
     counts = [0 if each is None else len(each) for each in rows]
     answers: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size(group)
@@ -139,8 +139,8 @@ def _as_rows(leaf: Any) -> torch.Tensor:
     return leaf.detach()[None] if leaf.dim() == 0 else leaf.detach()
 
 
-def _lengths(rows: torch.Tensor) -> str:
-    return "".join(f", {length}" for length in rows.shape[1:])
+def _kind(rows: torch.Tensor) -> str:
+    return f"{rows.dtype} of the shape [{', '.join(['rows', *map(str, rows.shape[1:])])}]"
 
 
 def gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

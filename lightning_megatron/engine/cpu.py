@@ -45,28 +45,11 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """A CUDA stream on a device that runs one operation after the other."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing can be behind."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing can be behind."""
-
-    def record_event(self) -> Stream:
-        """What can be waited for by ``synchronize``."""
-        return self
-
-    def synchronize(self) -> None:
-        """Nothing can be behind."""
-
-
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The state of the one generator, whatever the device."""
-    return torch.get_rng_state()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
 
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:

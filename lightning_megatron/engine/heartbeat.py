@@ -162,12 +162,9 @@ def place_of(frames: Sequence[FrameType]) -> Place:
         kind = "step" if any(word in hook for word in ("batch", "step", "backward")) else "setup"
     else:
         kind = "step" if any(_LIGHTNINGS_LOOPS in code.co_filename for code in codes) else "setup"
-    return Place(
-        text=f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})",
-        kind=kind,
-        waits=bool(waits),
-        is_users=any(_OWN not in each and _MEGATRON not in each for each in called),
-    )
+    text = f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})"
+    is_users = any(_OWN not in each and _MEGATRON not in each for each in called)
+    return Place(text, kind, bool(waits), is_users)
 
 
 def _hook(frame: FrameType) -> str:

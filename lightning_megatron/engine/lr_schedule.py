@@ -87,9 +87,6 @@ class LRSchedule:
             raise ConfigError("style='WSD' needs the length of its final decay; set wsd_decay_steps")
         if self.style != "WSD" and self.wsd_decay_steps is not None:
             raise ConfigError(f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it")
-        self._check_ramp()
-
-    def _check_ramp(self) -> None:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         has_ends = start is not None or end is not None
         if style == "constant" and has_ends:
@@ -123,7 +120,13 @@ def scheduler_settings(
     # A fraction need not be whole steps, as in Megatron.
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
     if decay is not None:
-        _check_lengths(schedule, warmup, decay)
+        source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
+        if warmup >= decay:
+            raise ConfigError(f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it")
+        if schedule.wsd_decay_steps is not None and schedule.wsd_decay_steps > decay - warmup:
+            raise ConfigError(
+                f"wsd_decay_steps={schedule.wsd_decay_steps}: expected at most {decay - warmup:g}, what warm-up leaves"
+            )
     if schedule.style != "constant" and schedule.min_lr > lr:
         raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
     if warmup and schedule.init_lr > lr:
@@ -149,16 +152,6 @@ def scheduler_settings(
         "wsd_decay_steps": schedule.wsd_decay_steps,
         "lr_wsd_decay_style": schedule.wsd_decay_style,
     }
-
-
-def _check_lengths(schedule: LRSchedule, warmup: float, decay: int) -> None:
-    source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
-    if warmup >= decay:
-        raise ConfigError(f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it")
-    if schedule.wsd_decay_steps is not None and schedule.wsd_decay_steps > decay - warmup:
-        raise ConfigError(
-            f"wsd_decay_steps={schedule.wsd_decay_steps}: expected at most {decay - warmup:g}, what the warm-up leaves"
-        )
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):

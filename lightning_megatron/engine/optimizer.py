@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -455,12 +455,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             for parameter, master, start in _mastered(part):
                 moments = {name: part.optimizer.state[master][name].view(-1) for name in part.optimizer.state_names}
-                yield _Held(
-                    parameter=parameter,
-                    start=start,
-                    is_sharded=isinstance(part, DistributedOptimizer),
-                    tensors={"param": master.detach().view(-1), **moments},
-                )
+                tensors = {"param": master.detach().view(-1), **moments}
+                yield _Held(parameter, start, isinstance(part, DistributedOptimizer), tensors)
 
 
 # ---- which part of which parameter a rank holds -------------------------------------------------------------------
@@ -475,8 +471,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First index along each axis, and size along each axis."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Held:
+class _Held(NamedTuple):
     """What this rank's optimizer holds of one parameter."""
 
     parameter: Tensor

@@ -1,7 +1,7 @@
 """The one table of functions of Megatron-Core, Lightning and torch that are replaced in a run, and how it is applied.
 
-Each row names the upstream versions, file and function and the reason, so that the list of all patches can be read and
-tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
+Each row names the upstream versions, file and function, and the reason above it, so that the list of all patches can be
+read and tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
 (``SDPAttention``, ``Norm``) need no row. What changes around saves and loads is a table of its own, beside them.
 """
 
@@ -33,8 +33,6 @@ class Patch(NamedTuple):
     """Dotted path below the module, e.g. ``Adam`` or ``DistributedOptimizer._set_main_param_and_optimizer_states``."""
     replacement: Callable[[Any], Any]
     """Gets the original (None if absent) and returns what stands in for it."""
-    reason: str
-    """Why the engine needs it, in a sentence."""
     engine: str = "megatron-core>=0.16.1,<0.20"
     """The versions that need it, all of which were read."""
 
@@ -73,137 +71,112 @@ def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
 
 
 _FACTORY = "megatron.core.optimizer"
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_PRODUCT = "LinearWithGradAccumulationAndAsyncCommunication"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_MOE = "megatron.core.transformer.moe.moe_layer"
 
 MEGATRON: tuple[Patch, ...] = (
+    # It reads the logits often, its fused gradient is always bfloat16, and ignored labels have a gradient.
     Patch(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
         kernels.loss_method,
-        "it reads the logits often, its fused gradient is always bfloat16, ignored labels have a gradient",
     ),
-    Patch(_FACTORY, "Adam", _being(adam.FusedAdam), "torch's is unfused; Apex's clips and copies in passes apart"),
-    Patch(_FACTORY, "SGD", _being(adam.FusedSGD), "it is unfused, and cannot leave a step out without the host"),
-    Patch(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False), "if set, torch.optim.AdamW is taken whatever Adam is"),
-    # The engine uses this name for nothing but an isinstance() check, which takes a tuple as well.
-    Patch(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer), "it asserts that it shards an Adam"),
+    # Torch's is unfused; Apex's clips and copies in passes apart.
+    Patch(_FACTORY, "Adam", _being(adam.FusedAdam)),
+    # It is unfused, and cannot leave a step out without the host.
+    Patch(_FACTORY, "SGD", _being(adam.FusedSGD)),
+    # If set, torch.optim.AdamW is taken whatever Adam is.
+    Patch(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False)),
+    # It asserts that it shards an Adam, and uses the name for nothing but isinstance(), which takes a tuple as well.
+    Patch(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer)),
+    # Float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad.
+    Patch(_DISTRIBUTED, "DistributedOptimizer._build_model_and_main_param_groups", adam.with_leaf_shards),
+    # A loop with one kernel per bf16 parameter.
+    Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _being(kernels.copy)),
+    # A loop with one kernel per parameter, for fp32 parameters onto themselves.
+    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", kernels.copies_shards),
+    # It needs Transformer Engine, and saves and restores random streams that norms do not draw from.
+    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _being(kernels.WithoutOutput)),
+    # The router asks whether it is None, and without Transformer Engine there is no such name: NameError.
     Patch(
-        _DISTRIBUTED,
-        "DistributedOptimizer._build_model_and_main_param_groups",
-        adam.with_leaf_shards,
-        "float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad",
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original, "megatron-core<0.19"
     ),
-    Patch(
-        _OPTIMIZER, "_multi_tensor_copy_this_to_that", _being(kernels.copy), "a loop with one kernel per bf16 parameter"
-    ),
-    Patch(
-        _DISTRIBUTED,
-        "DistributedOptimizer._copy_main_params_to_model_params",
-        kernels.copies_shards,
-        "a loop with one kernel per parameter, for fp32 parameters onto themselves",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel",
-        "CheckpointWithoutOutput",
-        _being(kernels.WithoutOutput),
-        "it needs Transformer Engine, and saves and restores random streams that norms do not draw from",
-    ),
-    Patch(
-        module="megatron.core.transformer.moe.moe_utils",
-        attribute="te_general_gemm",
-        replacement=lambda original: original,
-        reason="the router asks whether it is None, and without Transformer Engine there is no such name: NameError",
-        engine="megatron-core<0.19",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoEAlltoAllTokenDispatcher",
-        _being(dispatcher(AllToAllDispatcher)),
-        "the host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16",
-    ),
-    Patch(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoEAllGatherTokenDispatcher",
-        _being(dispatcher(AllGatherDispatcher)),
-        "it gathers all probabilities of all experts, and needs as many rows on all ranks",
-    ),
-    Patch(
-        "megatron.core.transformer.mlp",
-        "MLP.forward",
-        kernels.recomputes_activation,
-        "it recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec)",
-    ),
+    # The host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16.
+    Patch(_MOE, "MoEAlltoAllTokenDispatcher", _being(dispatcher(AllToAllDispatcher))),
+    # It gathers all probabilities of all experts, and needs as many rows on all ranks.
+    Patch(_MOE, "MoEAllGatherTokenDispatcher", _being(dispatcher(AllGatherDispatcher))),
+    # It recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec).
+    Patch("megatron.core.transformer.mlp", "MLP.forward", kernels.recomputes_activation),
 )
 
 LIGHTNING: tuple[Patch, ...] = (
+    # Before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there;
+    # checkpointing.py has asked every rank by then, beside the step (there is no hook around it).
     Patch(
-        module="lightning.pytorch.loops.training_epoch_loop",
-        attribute="_TrainingEpochLoop._broadcast_sigterm_tensor",
-        replacement=_returning(lambda: None),
-        reason="before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there; "
-        "checkpointing.py has asked every rank by then, beside the step (there is no hook around it)",
-        engine="lightning>=2.6.6,<2.7",
+        "lightning.pytorch.loops.training_epoch_loop",
+        "_TrainingEpochLoop._broadcast_sigterm_tensor",
+        _returning(lambda: None),
+        "lightning>=2.6.6,<2.7",
     ),
 )
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
-    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient), "Apex's name, which linears call"),
-    Patch(_LAYERS, "_grad_accum_fusion_available", _being(True), "linears refuse to fuse without Apex's extension"),
-    Patch(_LAYERS, f"{_PRODUCT}.forward", kernels.with_bias_in_product, "the bias is added in a pass of its own"),
-    Patch(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding)), "dense gradients, added to the buffer"),
+    # Apex's name, which linears call.
+    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient)),
+    # Linears refuse to fuse without Apex's extension.
+    Patch(_LAYERS, "_grad_accum_fusion_available", _being(True)),
+    # The bias is added in a pass of its own.
+    Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.with_bias_in_product),
+    # Dense gradients, added to the buffer.
+    Patch(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding))),
 )
 """For ``gradient_accumulation_fusion=True``."""
 
 _ATTENTION = "megatron.core.transformer.attention"
-
-ROPE: tuple[Patch, ...] = (
-    Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True), "fused_single_qkv_rope asserts without Transformer Engine"),
-    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn, "it is Transformer Engine's"),
-    Patch(
-        "megatron.core.models.common.embeddings.rope_utils",
-        "_apply_rotary_pos_emb_bshd",
-        lambda original: _rope().turns(original),
-        "eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine",
-    ),
-)
-"""On CUDA."""
 
 
 def _rope() -> Any:
     return importlib.import_module("lightning_megatron.engine.fillers.triton_kernels")
 
 
-SWIGLU: tuple[Patch, ...] = (
+ROPE: tuple[Patch, ...] = (
+    # fused_single_qkv_rope asserts without Transformer Engine, whose function it is.
+    Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True)),
+    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn),
+    # Eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine.
     Patch(
-        "megatron.core.fusions.fused_bias_swiglu",
-        "SwiGLUFunction",
-        kernels.liger_swiglu,
-        "one Triton kernel that recomputes silu in the backward is faster and keeps less than torch.compile's",
+        "megatron.core.models.common.embeddings.rope_utils",
+        "_apply_rotary_pos_emb_bshd",
+        lambda original: _rope().turns(original),
     ),
+)
+"""On CUDA."""
+
+SWIGLU: tuple[Patch, ...] = (
+    # One Triton kernel that recomputes silu in the backward is faster and keeps less than torch.compile's.
+    Patch("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction", kernels.liger_swiglu),
 )
 """Where liger-kernel is installed; needs ``bias_activation_fusion=True`` and a MLP without biases."""
 
-_CUDA: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
-    ("current_device", _returning(lambda: cpu.DEVICE), "every buffer is created on torch.cuda.current_device()"),
-    ("current_stream", _returning(cpu.Stream), "distributed/param_and_grad_buffer.py orders its communication"),
-    ("default_stream", _returning(cpu.Stream), "pipeline_parallel/schedules.py returns to the default stream"),
-    ("stream", _returning(contextlib.nullcontext), "overlapped communication runs on a side stream"),
-    ("Stream", _being(cpu.Stream), "side streams are created in constructors"),
-    ("synchronize", _returning(lambda: None), "a CPU operation is finished when it returns"),
-    ("empty_cache", _returning(lambda: None), "dist_checkpointing frees the GPU cache around saves"),
-    ("manual_seed", _being(torch.manual_seed), "tensor_parallel/random.py seeds the device generator"),
-    ("get_rng_state", _being(cpu.get_rng_state), "tensor_parallel/random.py reads the device generator"),
-    ("set_rng_state", _being(cpu.set_rng_state), "tensor_parallel/random.py sets the device generator"),
-    ("FloatTensor", _being(torch.FloatTensor), "optimizer/optimizer.py builds loss scales with it"),
-)
+_CUDA: dict[str, Callable[[Any], Any]] = {
+    "current_device": _returning(lambda: cpu.DEVICE),  # every buffer is created there
+    "current_stream": _returning(cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
+    "default_stream": _returning(cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
+    "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
+    "Stream": _being(cpu.Stream),  # side streams are created in constructors
+    "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
+    "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
+    "manual_seed": _being(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
+    "get_rng_state": _returning(torch.get_rng_state),  # tensor_parallel/random.py reads the device generator
+    "set_rng_state": _being(cpu.set_rng_state),  # tensor_parallel/random.py sets the device generator
+    "FloatTensor": _being(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
+}
 
 CPU: tuple[Patch, ...] = (
-    *(Patch("torch.cuda", attribute, replacement, reason) for attribute, replacement, reason in _CUDA),
-    Patch(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state), "reads torch.cuda.random directly"),
-    Patch(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state), "sets torch.cuda.default_generators"),
+    *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
+    Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),  # reads torch.cuda.random directly
+    Patch(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state)),  # sets torch.cuda.default_generators
 )
 """Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""

@@ -229,6 +229,7 @@ class Schedule:
     """Runs batches through this rank's model chunks; every rank must call with its part of the same batch."""
 
     _step: TrainStep
+    _observe: Observer | None
 
     def __init__(self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None) -> None:
         """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made.
@@ -250,7 +251,6 @@ class Schedule:
         self._denominators: dict[str, torch.Tensor] | None = None
         self._counted: dict[tuple[str, ...], torch.Tensor] = {}
         self._targets_seen: list[torch.Tensor] = []
-        self._observe: Observer | None = None
         self._graphs = graphs
         has_experts = self._configs[0].num_moe_experts is not None
         self._balance = LoadBalance(self._configs[0], chunks) if has_experts else None
@@ -276,7 +276,7 @@ class Schedule:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         optimizer.inner.zero_grad()
-        self._step = train_step
+        self._step, self._observe = train_step, None
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
         if micro_batch_size is not None:
@@ -296,11 +296,8 @@ class Schedule:
             observe: Called on the last stage with each microbatch and what the model returned for it.
         """
         self._step, self._observe = train_step, observe
-        try:
-            prepared = self._filled_up(train_step.prepare_batch(batch))
-            return self._run(prepared, self._num_microbatches, forward_only=True)
-        finally:
-            self._observe = None
+        prepared = self._filled_up(train_step.prepare_batch(batch))
+        return self._run(prepared, self._num_microbatches, forward_only=True)
 
     def check_frozen(self) -> None:
         """Raise if weights of this rank were frozen or unfrozen after their optimizer was made.

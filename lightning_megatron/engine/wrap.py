@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,21 +117,12 @@ def finish_parameter_gathers(chunks: list[Any]) -> None:
 
 
 class Replicas(NamedTuple):
-    """Weights that several chunks of a pipeline hold."""
+    """Weights that several chunks of a pipeline hold; what ``replicas`` of a chunk's model returns, if it has any."""
 
     shape: tuple[int, ...]
     """Of this tensor-parallel rank's shard of each."""
     weights: Mapping[str, torch.nn.Parameter | None]
     """All of the model by name, on every chunk in the same order: this chunk's copy; None if it has none."""
-
-
-@runtime_checkable
-class HasReplicas(Protocol):
-    """A model chunk with weights that other chunks hold too."""
-
-    def replicas(self) -> Replicas:
-        """Those weights."""
-        ...
 
 
 def mark_replica(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
@@ -156,7 +147,7 @@ def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
     models = [unwrap(chunk) for chunk in chunks]
     copies: list[tuple[str, torch.nn.Parameter]] = []
     for model in models:
-        if isinstance(model, HasReplicas):
+        if hasattr(model, "replicas"):
             copies += [(name, weight) for name, weight in model.replicas().weights.items() if weight is not None]
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
@@ -181,13 +172,13 @@ def add_replicas(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    held = [model.replicas() for model in map(unwrap, chunks) if isinstance(model, HasReplicas)]
+    held = [model.replicas() for model in map(unwrap, chunks) if hasattr(model, "replicas")]
     if dist.get_world_size(pp_group) == 1 or not held:
         return
     sums = torch.zeros(len(held[0].weights), *held[0].shape, device=next(chunks[0].parameters()).device)
     of_chunks = (zip(sums, replicas.weights.values(), strict=True) for replicas in held)
-    # A frozen weight has no gradient.
-    copies = [(total, weight.main_grad) for each in of_chunks for total, weight in each if hasattr(weight, "main_grad")]
+    found = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
+    copies = [(total, gradient) for total, gradient in found if gradient is not None]  # a frozen weight has none
     for total, gradient in copies:
         total += gradient
     dist.all_reduce(sums, group=pp_group)
