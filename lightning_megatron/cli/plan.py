@@ -94,16 +94,15 @@ def plan(options: PlanOptions) -> None:
         print(f"\n{options.picture} is drawn")
 
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "logits")
+_GIB = 2**30
 
 
 def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
     from lightning_megatron.cli.inspect import columns
-    from lightning_megatron.planner import GIB
 
     first = found[0].run
     yield (
-        f"{first.model.family} on {first.world_size} x {device.name} of {device.memory / GIB:.1f} GiB: "
+        f"{first.model.family} on {first.world_size} x {device.name} of {device.memory / _GIB:.1f} GiB: "
         f"{first.tokens // sum(first.lengths):,} rows of {' + '.join(map(str, first.lengths))} tokens a step, "
         f"{first.precision}; GiB are of the fullest GPU"
     )
@@ -115,7 +114,6 @@ def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
 def _cells(each: Plan, device: Device) -> dict[str, str]:
     """A row of the table, by columns."""
     from lightning_megatron.accounting import model_flops
-    from lightning_megatron.planner import GIB
 
     run, time, memory, parallel = each.run, each.time, each.memory, each.run.parallel
     row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
@@ -125,8 +123,8 @@ def _cells(each: Plan, device: Device) -> dict[str, str]:
         **{"dp": str(run.dp), **({"ep": str(parallel.ep)} if run.model.experts else {})},
         "mb x m": f"{run.micro_batch_size} x {parallel.num_microbatches}",
         "recompute": run.recompute or "-",
-        "GiB": f"{memory.total / GIB:.1f}",
-        **{part: f"{getattr(memory, part) / GIB:.1f}" for part in _PARTS},
+        "GiB": f"{memory.total / _GIB:.1f}",
+        **{part: f"{size / _GIB:.1f}" for part, size in vars(memory).items()},
         "s/step": f"{time.total:.3f}",
         "bubble": f"{time.bubble / time.total:.1%}",
         "comm.": f"{time.communication / time.total:.1%}",
@@ -153,7 +151,7 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
     settings |= {"trainer.precision": run.precision, "model.model": given}
     settings |= {"data.seq_length": options.seq_length, "data.micro_batch_size": run.micro_batch_size}
-    told = f"{best.memory.total / 2**30:.1f} GiB of each GPU and {best.time.total:.3f} s a step are estimated"
+    told = f"{best.memory.total / _GIB:.1f} GiB of each GPU and {best.time.total:.3f} s a step are estimated"
     title = f"# For {options.gpus} x {options.device}; {told}.\n#\n"
     return f"{title}#   lightning-megatron fit --config {options.output}\n{as_yaml(settings)}"
 
@@ -163,21 +161,21 @@ def _draw(found: Sequence[Plan], device: Device) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from lightning_megatron.planner import GIB, timeline
+    from lightning_megatron.planner import timeline
 
     figure = Figure(figsize=(10.0, 8.0), dpi=130, layout="constrained")
     bars, stages = figure.subplots(2, 1, height_ratios=(len(found) + 3, found[0].run.parallel.pp + 3))
     names = [_name(each) for each in found]
     left = [0.0] * len(found)
-    for part in _PARTS:
-        sizes = [getattr(each.memory, part) / GIB for each in found]
+    for part in vars(found[0].memory):
+        sizes = [getattr(each.memory, part) / _GIB for each in found]
         bars.barh(names, sizes, left=left, label=part)
         left = [before + size for before, size in zip(left, sizes, strict=True)]
-    bars.axvline(device.memory / GIB, color="black", linestyle="--", label=f"a GPU's {device.memory / GIB:.0f} GiB")
+    bars.axvline(device.memory / _GIB, color="black", linestyle="--", label=f"a GPU's {device.memory / _GIB:.0f} GiB")
     for index, each in enumerate(found):
         bars.text(left[index], index, f" {each.tokens_per_s_per_device:,.0f} tok/s/GPU", va="center", fontsize=8)
     bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, the fastest first")
-    bars.set_xlim(0, max(device.memory / GIB, *left) * 1.15)
+    bars.set_xlim(0, max(device.memory / _GIB, *left) * 1.15)
     bars.invert_yaxis()
     for rank, slots in enumerate(timeline(found[0].run, device)):
         for slot in slots:

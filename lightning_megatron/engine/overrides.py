@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
+from lightning_megatron.engine.parallel import UNEVEN
 from lightning_megatron.errors import ConfigError, require_choice, require_kind, require_number
 
 _Config = TypeVar("_Config", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
@@ -34,6 +35,13 @@ _OPTIONS = {
     OptimizerConfig: "optimizer_config_overrides",
     DistributedDataParallelConfig: "ddp_config_overrides",
 }
+OF_THE_SAME_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
+)
+"""What Megatron calls as a ``ModelConfig`` does."""
+_SAME = "use the option of MegatronStrategy of this name"
 _OURS = "leave it out: it is set as this package's layers and schedules need it"
 _FP8 = "use MegatronStrategy(fp8=)"
 _MODEL = "set it in the model's config"
@@ -48,20 +56,15 @@ _OFFLOAD = (
 )
 _INSTEAD: dict[type, dict[str, str]] = {
     TransformerConfig: {
-        _MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-        "layernorm_epsilon activation_func gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm softmax_scale "
-        "hidden_dropout attention_dropout init_method_std num_moe_experts moe_layer_freq moe_router_topk "
-        "moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff moe_shared_expert_intermediate_size "
-        "moe_shared_expert_gate",
+        _MODEL: f"{' '.join(OF_THE_SAME_NAME)} activation_func softmax_scale init_method_std num_moe_experts "
+        "moe_layer_freq moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff "
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
         "use MegatronStrategy(tp=)": "tensor_model_parallel_size",
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
         "use MegatronStrategy(vpp=)": "virtual_pipeline_model_parallel_size",
         "use MegatronStrategy(cp=)": "context_parallel_size",
-        "use MegatronStrategy(cp_comm_type=)": "cp_comm_type",
-        "use MegatronStrategy(sequence_parallel=)": "sequence_parallel",
-        "use the option of MegatronStrategy of this name": "num_layers_in_first_pipeline_stage "
-        "num_layers_in_last_pipeline_stage",
+        _SAME: f"cp_comm_type sequence_parallel {' '.join(UNEVEN)}",
         "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers "
         "moe_layer_recompute",
         "use MegatronStrategy(cuda_graphs=)": "*cuda_graph*",

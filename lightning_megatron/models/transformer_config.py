@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
-from lightning_megatron.engine.overrides import Overrides, configured
+from lightning_megatron.engine.overrides import OF_THE_SAME_NAME, Overrides, configured
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.models.config import Activation, ModelConfig
@@ -156,18 +156,10 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     return configured(TransformerConfig, chosen, settings.overrides.transformer)
 
 
-_OF_THE_SAME_NAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
-    *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
-)
-"""What Megatron calls as a ``ModelConfig`` does."""
-
-
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
     return {
-        **{name: getattr(model, name) for name in _OF_THE_SAME_NAME},
+        **{name: getattr(model, name) for name in OF_THE_SAME_NAME},
         "activation_func": activation_function(model.activation),
         "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
