@@ -52,6 +52,11 @@ class Stream(torch.cpu.Stream):
         super().__init__()
 
 
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The state of the one generator, whatever the device."""
+    return torch.get_rng_state()
+
+
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Set the one generator, whatever the device."""
     torch.set_rng_state(state)

@@ -169,14 +169,14 @@ _CUDA: dict[str, Callable[[Any], Any]] = {
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _being(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
-    "get_rng_state": _returning(torch.get_rng_state),  # tensor_parallel/random.py reads the device generator
+    "get_rng_state": _being(cpu.get_rng_state),  # tensor_parallel/random.py reads the device generator
     "set_rng_state": _being(cpu.set_rng_state),  # tensor_parallel/random.py sets the device generator
     "FloatTensor": _being(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
 }
 
 CPU: tuple[Patch, ...] = (
     *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
-    Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),  # reads torch.cuda.random directly
+    Patch(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state)),  # reads torch.cuda.random directly
     Patch(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state)),  # sets torch.cuda.default_generators
 )
 """Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""
