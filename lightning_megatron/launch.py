@@ -70,10 +70,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"accumulate_grad_batches={steps} does not work, a batch is a whole step; use "
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
         )
-    if trainer.val_check_interval == 0:
-        raise ConfigError(
-            "val_check_interval=0: expected steps or a share of an epoch; use limit_val_batches=0 for no validation"
-        )
+    for name, unit in (("val_check_interval", "steps or a share of an epoch"), ("check_val_every_n_epoch", "epochs")):
+        if getattr(trainer, name) == 0:
+            raise ConfigError(f"{name}=0: expected {unit}; use limit_val_batches=0 for no validation")
     require_number("gradient_clip_val", trainer.gradient_clip_val or 0)
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm not in (None, "norm"):

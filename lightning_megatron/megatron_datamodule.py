@@ -125,15 +125,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         Raises:
             ConfigError: If strategy, Trainer settings or source do not allow what is asked.
         """
-        strategy, trainer = self._strategy(), self._trainer()
-        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
-            raise ConfigError(
-                f"{type(self).__name__} has no {_NEEDED[stage]} split for trainer.{TrainerFn(stage).value}; give it one"
-            )
-        if trainer.overfit_batches:
-            raise ConfigError(
-                f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
-            )
+        strategy = self._strategy()
+        self._check_trainer(stage)
         if stage == "fit":
             # Not in teardown(): a checkpoint may be saved after the run.
             self._train_loader = None
@@ -216,6 +209,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         Raises:
             ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
         """
+        trainer = self._trainer()
+        if trainer.state.fn is not None:
+            self._check_trainer(trainer.state.fn.value)
         run, limit = self.run(), None
         for num_microbatches in run.shape.stages:
             replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
@@ -277,6 +273,18 @@ class MegatronDataModule(LightningDataModule, ABC):
         told = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
         others = opened(strategy.is_data_source and strategy.global_rank != 0)
         return *told, others if samples is None else samples
+
+    def _check_trainer(self, stage: str) -> None:
+        trainer = self._trainer()
+        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
+            split, call = _NEEDED[stage], TrainerFn(stage).value
+            raise ConfigError(
+                f"{type(self).__name__} has no {split} split for trainer.{call}; give it data or a weight"
+            )
+        if trainer.overfit_batches:
+            raise ConfigError(
+                f"overfit_batches={trainer.overfit_batches} cannot repeat batches of {type(self).__name__}; set it to 0"
+            )
 
     def _check_validation_interval(self, num_steps: int) -> None:
         """Lightning's own refusal is an error like any other, which ends a run with a traceback."""

@@ -61,13 +61,13 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
     from transformers import AutoModelForCausalLM
 
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(500)))
+    text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(250)))
     given = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
     first = _run("pretrain_clm.py", 4, *given, "--epochs", 2, "--with-tracking", "--report-to", "csv")
     second = _run("pretrain_clm.py", 4, *given, "--epochs", 3, "--resume")
     examples, steps = (int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
     assert steps == 2 * (examples // 8)
-    _check_losses(tmp_path / "out", 0.5)
+    _check_losses(tmp_path / "out", 0.7)
     assert f"Optimization steps = {3 * (examples // 8)}" in second
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", device_map="auto")
     assert torch.isfinite(model(torch.arange(32)[None]).logits).all()
@@ -124,7 +124,7 @@ def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_pa
 
     sentences = make_sentences(tmp_path, "t5", Path(sysconfig.get_path("stdlib")) / "asyncio")
     common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path)
-    _run("pretrain_t5.py", 4, *common, "--max-steps", 20)
+    _run("pretrain_t5.py", 4, *common, "--max-steps", 10)
     _check_losses(tmp_path)
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "model")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 512

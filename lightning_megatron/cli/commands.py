@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from docstring_parser import Docstring, DocstringStyle, parse, parse_from_object
+from docstring_parser import DocstringStyle, parse, parse_from_object
 
 from lightning_megatron import __version__, errors
 from lightning_megatron.cli import data_commands
@@ -170,18 +170,20 @@ def _add_command(
     )
     hints: dict[str, Any] = get_type_hints(function)
     kinds: dict[str, Any] = {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    options: dict[str, list[inspect.Parameter]] = {}
-    for key, owner in (kinds or {"": function}).items():
-        documented: Docstring = parse_from_object(owner) if kinds else doc
-        texts, hints = {each.arg_name: each.description for each in documented.params}, get_type_hints(owner)
-        flags = {each.name: each.metadata.get("flag") for each in dataclasses.fields(owner)} if kinds else {}
-        options[key] = [each for each in inspect.signature(owner).parameters.values() if flags.get(each.name) != ""]
-        for each in options[key]:
-            _add_argument(parser, each, flags.get(each.name), hints[each.name], texts.get(each.name) or "")
+    options: dict[Any, list[str]] = {}
+    owners: Any = kinds.values() or (function,)
+    for owner in owners:
+        texts = {each.arg_name: each.description for each in parse_from_object(owner, DocstringStyle.GOOGLE).params}
+        flags = {each.name: each.metadata.get("flag") for each in getattr(owner, "__dataclass_fields__", {}).values()}
+        hints = get_type_hints(owner)
+        options[owner] = [name for name in inspect.signature(owner).parameters if flags.get(name) != ""]
+        for name in options[owner]:
+            parameter = inspect.signature(owner).parameters[name]
+            _add_argument(parser, parameter, flags.get(name), hints[name], texts.get(name) or "")
 
     def run(parsed: argparse.Namespace) -> None:
-        given = {key: {each.name: getattr(parsed, each.name) for each in own} for key, own in options.items()}
-        function(**({key: kind(**given[key]) for key, kind in kinds.items()} if kinds else given[""]))
+        given = {owner: {name: getattr(parsed, name) for name in names} for owner, names in options.items()}
+        function(**({key: kind(**given[kind]) for key, kind in kinds.items()} if kinds else given[function]))
 
     parser.set_defaults(run=run)
 

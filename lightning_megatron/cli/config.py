@@ -21,6 +21,7 @@ import yaml
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.files import failures_as_errors
 from lightning_megatron.foreign_names import advice, foreign_names
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def config(
             told = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
         text += as_yaml(settings)
-    output.write_text(text, encoding="utf-8")
+    with failures_as_errors(f"--output {output} cannot be written"):
+        output.write_text(text, encoding="utf-8")
     print(f"{output} is written{': ' if template else '. '}{told}")
 
 
@@ -124,20 +126,18 @@ def _template(name: str, output: Path) -> str:
 
 def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
     """Command lines, by Accelerate's words for how processes meet."""
-    fit = ["fit", "--config", str(output)]
-    nodes = settings["trainer.num_nodes"]
-    torchrun = ["torchrun", f"--nproc-per-node={settings['trainer.devices']}"]
-    if nodes > 1:
-        address = f"{launch.get('main_process_ip', 'FIRST_MACHINE')}:{launch.get('main_process_port', 29500)}"
-        torchrun += [f"--nnodes={nodes}", f"--node-rank={launch.get('machine_rank', 0)}"]
-        torchrun += [f"--rdzv-backend={launch.get('rdzv_backend', 'static')}", f"--rdzv-endpoint={address}"]
-    elif "main_process_port" in launch:
-        torchrun.append(f"--master-port={launch['main_process_port']}")
-    commands = [torchrun + ["-m", "lightning_megatron", *fit], *([["lightning-megatron", *fit]] * (nodes == 1))]
-    gpus = launch.get("gpu_ids", "all")
-    environment = "" if gpus == "all" else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
-    lines = "\n  or\n".join(f"  {environment}{shlex.join(command)}" for command in reversed(commands))
-    return lines if nodes == 1 else f"{lines}\n\non this machine, and on the others with their own --node-rank"
+    fit, nodes = f"fit --config {shlex.quote(str(output))}", settings["trainer.num_nodes"]
+    gpus, port = launch.get("gpu_ids", "all"), launch.get("main_process_port")
+    torchrun = "  " if gpus == "all" else f"  CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
+    alone = f"{torchrun}lightning-megatron {fit}\n  or\n"
+    torchrun += f"torchrun --nproc-per-node={settings['trainer.devices']}"
+    module = f" -m lightning_megatron {fit}"
+    if nodes == 1:
+        return alone + torchrun + (f" --master-port={port}" if port else "") + module
+    torchrun += f" --nnodes={nodes} --node-rank={launch.get('machine_rank', 0)}"
+    torchrun += f" --rdzv-backend={launch.get('rdzv_backend', 'static')}"
+    torchrun += f" --rdzv-endpoint={launch.get('main_process_ip', 'FIRST_MACHINE')}:{port or 29500}"
+    return f"{torchrun}{module}\n\non this machine, and on the others with their own --node-rank"
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -13,26 +12,35 @@ import torch
 import lightning_megatron
 from lightning_megatron.cli.inspect import columns
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
+from lightning_megatron.errors import ConfigError
 
 _NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
-_OPTIONAL: dict[str, tuple[str, Callable[[], object], str, str]] = {
-    # Module, whether it works, what it gives, how to install it.
-    "liger-kernel": ("liger_kernel", has_liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"),
-    **{
-        name: (name, partial(find_spec, name), "for preprocess", "pip install 'lightning-megatron[data]'")
-        for name in ("pyarrow", "zstandard", "sentencex", "orjson")
-    },
-}
+_ABSENT = "not installed"
+_FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
+
+
+def check_accelerator(accelerator: object) -> None:
+    """Raise if ``Trainer(accelerator=...)`` names a GPU, and torch finds none.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"accelerator={accelerator}: expected a GPU that torch can use, got none; give accelerator=cpu, or see "
+            "lightning-megatron doctor"
+        )
 
 
 def report_installation() -> str:
     """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     # A half-installed CUDA extension is there only.
-    optional = [
-        (name, "usable" if works() else "installed, but not usable" if find_spec(module) else "not installed", *advice)
-        for name, (module, works, *advice) in _OPTIONAL.items()
-    ]
+    liger = "usable" if has_liger() else "installed, but not usable" if find_spec("liger_kernel") else _ABSENT
+    optional = [("liger-kernel", liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'")]
+    for name in _FOR_PREPROCESS:
+        state = "usable" if find_spec(name) else _ABSENT
+        optional.append((name, state, "for preprocess", "pip install 'lightning-megatron[data]'"))
     return "\n\n".join(
         (
             _table("Versions", ("what", "version"), _versions()),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """What tokenizers give for bytes that are no whole character (yet)."""
-_PRECISIONS = {"torch.bfloat16": "bf16-true", "torch.float16": "16-mixed"}
-"""Of the Trainer, for weights that are not in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +116,7 @@ def _predict(
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
+    from lightning_megatron.cli.doctor import check_accelerator
     from lightning_megatron.convert.shards import Loading
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
@@ -139,6 +138,7 @@ def _predict(
             if self.trainer.is_global_zero:
                 show.end(batch, written)
 
+    check_accelerator(options.accelerator)
     module = WritingModule(model=stored.hf_config, generation=how)
     module.model_config = stored.model  # its config describes no variant
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -161,8 +161,8 @@ def _own_precision(stored: Source, accelerator: str) -> Any:
     """What computes with weights as they are stored; a CPU computes in float32, in which most are faster."""
     import torch
 
-    is_on_cpu = accelerator == "cpu" or not torch.cuda.is_available()
-    return "32-true" if is_on_cpu else _PRECISIONS.get(str(stored.dtype), "32-true")
+    on_gpu = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"} if torch.cuda.is_available() else {}
+    return "32-true" if accelerator == "cpu" else on_gpu.get(stored.dtype, "32-true")
 
 
 def _opened(options: GenerateOptions) -> Source:

@@ -63,9 +63,13 @@ def inspect_path(
 def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool) -> str | None:
     from lightning_megatron.data.indexed import as_text, dataset_prefix, describe_dataset
 
-    prefix = dataset_prefix(path)
-    if prefix is None or (path.endswith(".bin") and not os.path.exists(f"{prefix}.idx") and _is_weights(Path(path))):
+    if (prefix := dataset_prefix(path)) is None:
         return None
+    if path.endswith(".bin") and not os.path.exists(f"{prefix}.idx"):
+        from lightning_megatron.convert.hugging_face import directory_of
+
+        if directory_of(Path(path)) is not None:  # weights of a model
+            return None
     tokenizer = None
     if tokenizer_folder is not None:
         from lightning_megatron.data.tokenizer import load_tokenizer
@@ -74,13 +78,6 @@ def _dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as
     count = documents if documents is not None else 0 if tokenizer is None else 3
     described = describe_dataset(prefix, count, tokenizer)
     return json.dumps(described, indent=2) if as_json else as_text(described)
-
-
-def _is_weights(path: Path) -> bool:
-    """Whether a file that ends in .bin as a dataset's does is of a model directory."""
-    from lightning_megatron.convert.hugging_face import directory_of
-
-    return directory_of(path) is not None
 
 
 def _unknown(path: str) -> str:

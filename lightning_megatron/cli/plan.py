@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, check_output, described_model
-from lightning_megatron.errors import ConfigError, require_number
+from lightning_megatron.errors import ConfigError, require_choice, require_number
+from lightning_megatron.files import failures_as_errors
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run
@@ -69,6 +70,10 @@ def plan(options: PlanOptions) -> None:
     for option, path in (("--output", options.output), ("--picture", options.picture)):
         if path is not None:
             check_output(option, path, options.overwrite)
+    if options.picture is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        require_choice("picture", options.picture.suffix[1:] or "png", FigureCanvasBase.filetypes)
     device: Device = planner.DEVICES[options.device]
     if options.memory is not None:
         if options.memory.isdecimal():
@@ -87,7 +92,8 @@ def plan(options: PlanOptions) -> None:
     found = planner.plans(run, options.global_batch_size, device)[: options.top]
     print("\n".join(_table(found, device)))
     if options.output is not None:
-        options.output.write_text(_yaml(found[0], given, options), encoding="utf-8")
+        with failures_as_errors(f"--output {options.output} cannot be written"):
+            options.output.write_text(_yaml(found[0], given, options), encoding="utf-8")
         print(f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}")
     if options.picture is not None:
         _draw(found, device).savefig(options.picture)

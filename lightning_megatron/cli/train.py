@@ -7,7 +7,6 @@ import difflib
 import importlib
 import inspect
 import logging
-import os
 import re
 import shlex
 import warnings
@@ -17,10 +16,8 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
-import torch
 import yaml
 from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,12 +25,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
-from lightning_megatron.checkpointing import find_checkpoint
+from lightning_megatron.cli.doctor import check_accelerator
 from lightning_megatron.errors import ConfigError, one_line, users_mistake
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
@@ -52,8 +50,23 @@ DEFAULT_SEED = 1234
 _CHECKPOINT_WORDS = ("last", "best", "hpc")
 _MOST_VALUES, _DEEPEST = 100_000, 100
 _load = get_loader("yaml")
-_REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|import path string: )([\w./-]+)")
+_REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
 """How jsonargparse names an option or a class that there is not."""
+_NOT_TELLING = ("Expected a <", "Does not validate", "Not a valid subclass", "Not of type", "Expected a path")
+"""How it begins what it says of a type that the user did not mean."""
+_WORDINGS = {
+    r"Does not validate against any of the Union subtypes (Subtypes: .*? Errors:;? ?)?": "",
+    r"Unexpected config:$": "expected keys and values, got nothing",
+    r"Unexpected config:": "expected keys and values, got",
+    r"Expected a typing\.Literal\[(.*?)\]": r"expected one of \1",
+    r"Expected a <class '(\w+)'>": r"expected \1",
+    r"Expected a dot import path string: ": "expected the name of a class, or its import path, got ",
+    r"\. Got value: ": ", got ",
+    r'^Parser key "(\S+)":': r"\1:",
+    r"^(\S+): Problem with given class_path \S+ Parser key \"(\S+)\":": r"\1.\2:",
+    r": ?; ": ": ",
+}
+"""What replaces phrases of its."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -64,7 +77,7 @@ def run(arguments: Sequence[str]) -> None:
     """
     # Help of the fields of LRSchedule and others stands below them; reading it takes time, so it is for help alone.
     set_parsing_settings(docstring_parse_attribute_docstrings=any(each.endswith("help") for each in arguments))
-    MegatronCLI(args=list(arguments))
+    MegatronCLI(list(arguments))
 
 
 def show_all_options(command: str) -> None:
@@ -86,14 +99,13 @@ class MegatronCLI(LightningCLI):
     LightningCLI would build one before any weight exists.
 
     Args:
-        args: Arguments after the program's name, or a configuration; ``sys.argv[1:]`` if None.
+        args: Arguments after the program's name.
         run: Whether the first argument is a sub-command to run; otherwise the objects are only made.
     """
 
-    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+    def __init__(self, args: list[str], run: bool = True) -> None:
         self._mistakes: list[Exception] = []
-        self._messages = HeldMessages()
-        with self._messages:
+        with held_messages() as self._show_messages:
             super().__init__(
                 args=args,
                 run=run,
@@ -116,10 +128,7 @@ class MegatronCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
-        if not isinstance(args, list):
-            super().parse_arguments(parser, args)
-            self._check_checkpoint()
-            return
+        assert isinstance(args, list)
         set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
             self.config = parser.parse_args(args)
@@ -127,23 +136,26 @@ class MegatronCLI(LightningCLI):
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explained(error, args, options)) from error
-        self._check_checkpoint()
+        self._check_settings(self.config.get(str(self.config.get("subcommand")), self.config))
 
-    def _check_checkpoint(self) -> None:
-        """Raise unless ``ckpt_path`` may be a checkpoint, before Lightning loads the settings in a file.
+    def _check_settings(self, settings: Any) -> None:
+        """Check what Lightning uses before it makes any object.
 
         Raises:
-            ConfigError: If it does not exist, or is a file that torch did not write.
+            ConfigError: If ``seed_everything`` is out of range, or ``ckpt_path`` does not exist or is another file.
         """
-        path = self.config.get(f"{self.config.get('subcommand')}.ckpt_path")
+        seed, path = settings.seed_everything, settings.get("ckpt_path")
+        if not isinstance(seed, bool) and not 0 <= seed < 2**32:
+            raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
         if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
             return
-        there = Path(os.path.expanduser(path))
-        fix = f"give the path of a *.ckpt, or one of {', '.join(_CHECKPOINT_WORDS)}"
-        if not there.exists():
-            raise ConfigError(f"ckpt_path={path} does not exist; {fix}")
-        if there.is_file() and not zipfile.is_zipfile(there):
-            raise ConfigError(f"ckpt_path={path}: expected a checkpoint, which is a folder, got another file; {fix}")
+        there = Path(path).expanduser()
+        if not path or (not there.is_dir() and not zipfile.is_zipfile(there)):
+            got = "another file" if path and there.exists() else "nothing"
+            raise ConfigError(
+                f"ckpt_path={path}: expected a checkpoint, which is a folder, got {got}; give the path of a *.ckpt, or "
+                f"one of {', '.join(_CHECKPOINT_WORDS)}"
+            )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -172,6 +184,7 @@ class MegatronCLI(LightningCLI):
             ConfigError: If it does not accept a value, or what the value names is not there.
         """
         given: Any = self._get(self.config_init, "trainer")
+        check_accelerator(given.accelerator)
         own = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
             self.trainer_defaults = {"callbacks": ProgressLine()}
@@ -181,11 +194,6 @@ class MegatronCLI(LightningCLI):
             message = str(error)
             if "`devices`" in message:
                 message = f"devices={given.devices}: expected a number of processes from 1 on, got none; give one, as 4"
-            elif isinstance(error, TypeError):
-                raise
-            if given.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-                message = f"accelerator={given.accelerator}: expected a GPU that torch can use, got none; give "
-                message += "accelerator=cpu, or see lightning-megatron doctor"
             elif "invalid strategy name" in message:
                 message = f"strategy={given.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN,"
                 message += f" megatron_tpN_ppN with N of {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
@@ -208,55 +216,55 @@ class MegatronCLI(LightningCLI):
         """Check everything that can be checked before processes are launched."""
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
-        model.trainer = self.trainer  # as Trainer.fit does next; a module checks itself against its Trainer
+        # As Trainer.fit does next: a module checks itself against its Trainer.
+        model.trainer, self.trainer.state.fn = self.trainer, TrainerFn(self.subcommand)
         strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             strategy._lightning_module = model  # likewise, and data are checked against the model
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
             strategy.check_run(self.trainer, model, datamodule)
-            find_checkpoint(self.trainer, self._get(self.config_init, "ckpt_path"))
+            strategy.checkpointing.begin_with(self.trainer, self._get(self.config_init, "ckpt_path"))
         folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
         check_writable(Path(each) for each in folders if each and "://" not in str(each))
-        self._messages.release()
+        self._show_messages()
 
     before_validate = before_test = before_predict = before_fit
 
 
-class HeldMessages:
-    """A context in which log records and warnings wait for ``release()``; a user's mistake drops them.
+@contextlib.contextmanager
+def held_messages() -> Iterator[Callable[[], None]]:
+    """Hold back log records and warnings until the function is called that this gives; a user's mistake drops them.
 
     So a wrong setting is one line, though Lightning has told of seeds and devices before it is found.
     """
+    waiting: list[Callable[[], object]] = []
 
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], object]] = []
-        self._undo = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        names = ("", "lightning", "lightning.fabric", "lightning.pytorch")
-        for handler in (each for name in names for each in logging.getLogger(name).handlers):
-            hold = partial(self._hold, handler.handle)
-            handler.addFilter(hold)
-            self._undo.callback(handler.removeFilter, hold)
-        show = warnings.showwarning
-        self._undo.callback(setattr, warnings, "showwarning", show)
-        warnings.showwarning = lambda *args, **keywords: self._waiting.append(partial(show, *args, **keywords))
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is not None and users_mistake(error) is not None:
-            self._waiting.clear()
-        self.release()
-
-    def release(self) -> None:
-        """Show what has waited, in order, and hold back nothing more."""
-        self._undo.close()
-        while self._waiting:
-            self._waiting.pop(0)()
-
-    def _hold(self, handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
-        self._waiting.append(partial(handle, record))
+    def hold(handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
+        waiting.append(partial(handle, record))
         return False
+
+    with contextlib.ExitStack() as undo:
+
+        def show() -> None:
+            undo.close()
+            while waiting:
+                waiting.pop(0)()
+
+        names = ("", "lightning", "lightning.fabric", "lightning.pytorch", "transformers")
+        for handler in (each for name in names for each in logging.getLogger(name).handlers):
+            handler.addFilter(held := partial(hold, handler.handle))
+            undo.callback(handler.removeFilter, held)
+        undo.callback(setattr, warnings, "showwarning", warn := warnings.showwarning)
+        warnings.showwarning = lambda *args, **keywords: waiting.append(partial(warn, *args, **keywords))
+        try:
+            yield show
+        except BaseException as error:
+            if users_mistake(error) is not None:
+                waiting.clear()
+            raise
+        finally:
+            show()
 
 
 # ---- mistakes in options and YAML -----------------------------------------------------------------------------------
@@ -320,11 +328,11 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
         wrong, known = match[1], options
         if Path(wrong).suffix in (".yaml", ".yml"):
             return f"{wrong} stands alone; did you mean --config {wrong}?"
-        if of_class := re.search(r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)')?", message):
+        if of_class := re.search(r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)'|Option|unrecognized)", message):
             module, name, group = of_class.groups()
             wrong = f"{group}.{wrong}" if group else wrong
             path, known = f"{path}.{wrong}", _options_of(getattr(importlib.import_module(module), name))
-        elif "import path" in message:
+        elif "its import path" in message:
             known = (*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
         else:
             path, wrong = wrong, f"--{wrong}"
@@ -334,24 +342,25 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
 
 
 def _without_parser_noise(text: str) -> str:
-    """The message of jsonargparse without its list of everything that a value could have been.
+    """The message of jsonargparse as ``option: expected X, got Y``, without all that it has tried.
 
-    An option of type A or B that fits neither is reported with the reason for each. What says only "Expected a <class
-    B>" is left out: the user meant the other.
+    An option of type A or B that fits neither is reported with the reason for each. Where one says more than the name
+    of a type, the user meant that.
     """
     head, separator, body = text.partition("Errors:\n")
     if separator:
-        reasons = re.split(r"^\s*- ", body.split("Given value type:")[0], flags=re.MULTILINE)
-        found = [" ".join(reason.split()) for reason in reasons if reason.strip()]
-        telling = [reason for reason in found if not reason.startswith(("Expected a <", "Does not validate"))]
-        if telling:
-            text = f"{head.partition(chr(10))[0]} {'; '.join(telling)}"
-    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*? Errors:;?\s*", "", text)
-    text = re.sub(r":\s*;\s*", ": ", text)
-    text = re.sub(r"Expected a typing\.Literal\[(.*?)\]", r"expected one of \1", text)
-    text = re.sub(r'^Parser key "(\S+)":', r"\1:", text.strip())
+        body, _, value = body.partition("Given value type:")
+        reasons = [" ".join(each.split()) for each in re.split(r"^\s*- ", body, flags=re.MULTILINE) if each.strip()]
+        telling = [each for each in reasons if not each.startswith(_NOT_TELLING)]
+        types = re.findall(r"Expected a <class '(\w+)'>", body.replace("NoneType", "null"))
+        told = "; ".join(dict.fromkeys(telling)) or f"expected {' or '.join(types)}"
+        given = re.match(r" <class 'str'>\s+Given value: (.+)", value)  # any other value has been read already
+        text = f"{head.partition(chr(10))[0]} {told}" + (f", got {given[1]}" if given and given[1] not in told else "")
     # The place within a string is that within the file, which is told, too.
-    return one_line(re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", text))
+    text = re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", " ".join(text.split()))
+    for theirs, ours in _WORDINGS.items():
+        text = re.sub(theirs, ours, text)
+    return one_line(text)
 
 
 def _options_of(cls: type) -> Iterator[str]:
@@ -371,26 +380,30 @@ def _meant(wrong: str, known: Collection[str]) -> str:
 
 
 def _where(path: str, files: list[Path]) -> str:
-    """``FILE:LINE: `` of a key, or of what is no YAML, or not what a configuration is."""
-    for file in reversed(files):
+    """``FILE:LINE: `` of what is no YAML or no configuration, else of the key that ``path`` leads to farthest."""
+    found: list[tuple[int, str]] = [(0, "")]
+    for file in files:
         try:
             node = yaml.compose(file.read_text(), Loader=yaml.CSafeLoader)
-            line = _line(node, path.split(".")) if isinstance(node, yaml.MappingNode) else 1
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            line = mark.line + 1 if mark else 1
-        if line:
-            return f"{file}:{line}: "
-    return ""
+            return f"{file}:{mark.line + 1 if mark else 1}: "
+        if not isinstance(node, yaml.MappingNode):
+            return f"{file}:1: "
+        depth, line = _place(node, path.split("."))
+        found.insert(0, (depth, f"{file}:{line}: " if depth else ""))  # a later file overrides
+    return max(found, key=lambda each: each[0])[1]
 
 
-def _line(node: Any, names: list[str]) -> int | None:
-    """Line of the key that ``names`` lead to, through ``init_args`` and the items of lists."""
+def _place(node: Any, names: list[str]) -> tuple[int, int]:
+    """How many of ``names`` lead into it, through ``init_args`` and items of lists, and the line of the last one."""
     if isinstance(node, yaml.SequenceNode):
-        return next((line for each in node.value if (line := _line(each, names))), None)
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        return max((_place(each, names) for each in node.value), default=(0, 0))
+    best = (0, 0)
+    for key, value in node.value if names and isinstance(node, yaml.MappingNode) else ():
         if key.value == names[0]:
-            return (names[1:] and _line(value, names[1:])) or key.start_mark.line + 1
-        if key.value == "init_args" and (line := _line(value, names)):
-            return line
-    return None
+            depth, line = _place(value, names[1:])
+            best = max(best, (1 + depth, line or key.start_mark.line + 1))
+        elif key.value == "init_args":
+            best = max(best, _place(value, names))
+    return best

@@ -107,12 +107,12 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
     source = find_source(path, iteration)
     if source is None:
-        names = [] if path.is_file() else sorted(each.name for each in path.iterdir())
+        names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
         raise CheckpointError(
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
             "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
             f"of one, or an adapter ({WEIGHTS}), got "
-            f"{'a file' if path.is_file() else named(names) or 'an empty folder'}; give one of these"
+            f"{(named(names) or 'an empty folder') if path.is_dir() else 'a file'}; give one of these"
         )
     if source.is_whole:
         source.describe(config)

@@ -45,6 +45,7 @@ def _main(arguments: list[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         _send_logs_to(err)
+        warnings.filterwarnings("ignore", "The `srun` command")
         try:
             code = main(arguments)
         except SystemExit as ended:

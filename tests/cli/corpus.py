@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lightning_megatron.cli import main
 
@@ -33,3 +34,19 @@ def make_sentences(folder: Path, kind: str, text: Path, vocab_size: int = 512) -
 
 def _words(*arguments: object) -> list[str]:
     return [str(each) for each in arguments]
+
+
+def configuration(corpus: Path, folder: Path) -> dict[str, Any]:
+    """A complete configuration of ``fit`` for one process."""
+    shape = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    data = {"data_path": str(corpus), "split": "90,10,0", "seq_length": 32, "micro_batch_size": 2}
+    trainer = {
+        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder)}},
+        "strategy": {"class_path": "MegatronStrategy", "init_args": {"num_microbatches": 2}},
+        **{"accelerator": "cpu", "devices": 1, "max_steps": 2, "limit_val_batches": 1, "enable_progress_bar": False},
+    }
+    return {
+        "trainer": trainer,
+        "model": {"class_path": "MegatronModule", "init_args": {"model": {"model_type": "gpt2", **shape}}},
+        "data": {"class_path": "IndexedDataModule", "init_args": data},
+    }

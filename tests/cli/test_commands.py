@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -41,29 +40,6 @@ def test_help_of_every_command_is_there_at_once_and_complete() -> None:
     assert len(usages) == len(COMMANDS) + 1
     for option in ("--ckpt_path", "--print_config", "--help-all", "--max-shard-size SIZE", "(mmap, cached, lazy)"):
         assert any(option in line for line in text), option
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("", "error: the following arguments are required: COMMAND; see lightning-megatron --help\n"),
-        ("fti", "error: argument COMMAND: invalid choice: 'fti'"),
-        (
-            "preprocess --input x --output-prefix p --tokenizer t --workers many",
-            "error: argument --workers: invalid int value: 'many'; see lightning-megatron preprocess --help\n",
-        ),
-        ("inspect new --png a.png", "error: unrecognized arguments: --png a.png; see lightning-megatron inspect"),
-        ("config --template a --from-accelerate b", "error: --template and --from-accelerate are two sources; give"),
-    ],
-)
-def test_wrong_arguments_are_one_line_and_exit_code_two(
-    arguments: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(line)
-    assert (printed.err.count("\n"), printed.out, list(tmp_path.iterdir())) == (1, "", [])
 
 
 # ---- exit codes -----------------------------------------------------------------------------------------------------

@@ -155,29 +155,29 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = Fals
 LAYOUT = ("gpt2", "cpu", "", "2", "", "2", "", "no", "n", "0.5", "8", "bf16")
 
 
-def test_answers_from_a_pipe_become_a_yaml(
+def test_answers_become_a_yaml_and_a_wrong_one_is_asked_again_at_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer(monkeypatch, *LAYOUT, "data/x", "512", "", "", "77")
-    assert main(["config"]) == 0
-    fields = yaml.safe_load(Path("config.yaml").read_text())
-    trainer, model, data = (fields[name] for name in ("trainer", "model", "data"))
+    written = []
+    for terminal, wrong in ((False, ()), (True, ("many", "5"))):
+        answer(monkeypatch, *LAYOUT[:3], *wrong, *LAYOUT[3:], "data/x", "512", "", "", "77", terminal=terminal)
+        assert main(["config", "--overwrite"]) == 0
+        written.append(Path("config.yaml").read_text())
+        out = capsys.readouterr().out
+        assert terminal or "\ntp: tensor parallel size: " in out
+    assert "  trainer.strategy.tp: expected an integer of at least 1, got 'many'\n" in out
+    assert "  tp=5 does not divide num_attention_heads=12" in out
+    assert written[0] == written[1]
+    trainer, model, data = (yaml.safe_load(written[0])[name] for name in ("trainer", "model", "data"))
     assert trainer.pop("strategy")["init_args"] == {
         **{"tp": 2, "pp": 2, "num_microbatches": 2, "sequence_parallel": True},
         **{"distributed_optimizer": False, "recompute": None},
     }
-    expected = {
-        "accelerator": "cpu",
-        "devices": 8,
-        "precision": "bf16-mixed",
-        "gradient_clip_val": 0.5,
-        "max_steps": 77,
-    }
-    assert trainer | expected == trainer
+    expected = {"accelerator": "cpu", "devices": 8, "precision": "bf16-mixed", "gradient_clip_val": 0.5}
+    assert trainer | expected | {"max_steps": 77} == trainer
     assert model["init_args"]["model"] == {"model_type": "gpt2"}
     assert data["init_args"] | {"data_path": "data/x", "seq_length": 512, "micro_batch_size": 4} == data["init_args"]
-    assert "\ntp: tensor parallel size: " in capsys.readouterr().out
 
 
 def test_a_wrong_answer_from_a_pipe_is_one_line(
@@ -194,21 +194,6 @@ def test_a_wrong_answer_from_a_pipe_is_one_line(
         error = capsys.readouterr().err
         assert (says in error, error.count("\n")) == (True, 1), error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_answer_at_a_terminal_is_explained_and_asked_again_until_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer(monkeypatch, terminal=True)  # it is closed
-    assert main(["config"]) == 2
-    assert "model.model: expected an answer, got the end of the input" in capsys.readouterr().err
-    answer(monkeypatch, *LAYOUT[:3], "many", "5", *LAYOUT[3:], "x", "", "", "", "", terminal=True)
-    assert main(["config"]) == 0
-    out = capsys.readouterr().out
-    assert "  trainer.strategy.tp: expected an integer of at least 1, got 'many'\n" in out
-    assert "  tp=5 does not divide num_attention_heads=12" in out
-    assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["strategy"]["init_args"]["tp"] == 2
 
 
 def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +216,11 @@ def test_a_template_is_written_and_a_file_replaced_only_when_told_so(
     monkeypatch.chdir(tmp_path)
     file = Path("config.yaml")
     file.write_text("mine")
-    names = sorted(each.stem for each in (ROOT / "configs").glob("*.yaml"))
-    for arguments, says in (
-        ([], "--output config.yaml exists; give another name, or --overwrite"),
-        (["--template", "gpt2_small"], "--output config.yaml exists; give another name, or --overwrite"),
-        (["--template", "gpt5"], f"--template gpt5 is unknown; choose from {', '.join(names)}"),
-    ):
-        assert main(["config", *arguments]) == 2
+    names = ", ".join(sorted(each.stem for each in (ROOT / "configs").glob("*.yaml")))
+    exists = "--output config.yaml exists; give another name, or --overwrite"
+    unknown = f"--template gpt5 is unknown; choose from {names}"
+    for arguments, says in (("", exists), ("--template gpt2_small", exists), ("--template gpt5", unknown)):
+        assert main(["config", *arguments.split()]) == 2
         assert capsys.readouterr().err == f"error: {says}\n"
     assert file.read_text() == "mine"
     assert main(["config", "--template", "llama_1b", "--overwrite"]) == 0

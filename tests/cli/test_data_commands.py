@@ -121,41 +121,6 @@ def test_convert_says_what_it_wrote_and_what_that_is_for(
     assert "converting" not in shown.err, "a progress bar, and standard error is no terminal"
 
 
-PREPROCESS = "preprocess --input notes.txt --output-prefix out/x --tokenizer {tok}"
-CONVERT = "convert --load-path {source} --save-path sub/x --to"
-
-
-MISTAKES = (
-    (f"{PREPROCESS} --keep-newlines", "--keep-newlines needs --split-sentences"),
-    (f"{PREPROCESS} --split-sentences --language english", "--language english is no ISO 639 code"),
-    ("inspect nowhere", "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset"),
-    ("inspect .", "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of"),
-    ("inspect new --documents -1", "--documents -1 must be at least 0; correct"),
-    ("inspect new --tokenizer notes.txt", "tokenizer: expected a folder, got the file notes.txt"),
-    ("inspect new --tokenizer t", "tokenizer folder t does not exist; train one with train-tokenizer"),
-    ("merge --input new --output-prefix old", "--output-prefix old would overwrite old.idx, old.bin;"),
-    ("merge --input new nowhere --output-prefix x", "--input nowhere needs two files, missing: now"),
-    ("merge --input new --output-prefix notes.txt/x", "notes.txt/x cannot be written ([Errno 20] Not a directory:"),
-    ("convert", "the following arguments are required: --load-path, --save-path, --to"),
-    (f"{CONVERT} hf --tp 2", "--tp 2 would do nothing with --to hf"),
-    (f"{CONVERT} megatron --tp 3", "--tp 3 does not divide num_attention_heads=4"),
-    ("convert --load-path {source} --save-path /proc/x --to hf", "/proc/x cannot be written"),
-)
-
-
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    folder: Path, source: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    for arguments, line in MISTAKES:
-        assert main(arguments.format(source=source, tok=corpus.parent / "tok").split()) == 2
-        printed = capsys.readouterr()
-        assert (printed.out, printed.err.count("\n")) == ("", 1)
-        assert printed.err.startswith("error: ")
-        assert line.format(source=source) in printed.err
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before, arguments
-
-
 def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatron.convert.hugging_face import HuggingFaceSource
 

@@ -10,7 +10,7 @@ from lightning_megatron import planner
 from lightning_megatron.cli import plan as command
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
-from tests.cli.command import instantiate, run_all, run_cli
+from tests.cli.command import instantiate, run_cli
 from tests.pages import commands
 from tests.ranks import run_ranks
 
@@ -46,22 +46,3 @@ def test_uneven_stages_are_named_and_become_options() -> None:
     assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
     written = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
     assert [name for name, number in uneven.items() if f"{name}: {number}" not in written] == []
-
-
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "there.yaml").touch()
-    given = ("plan", "--model", "config.json", "--gpus")
-    mistakes = {
-        (*given, "8", "--memory", "lots"): "--memory 'lots' is not a size",
-        (*given, "8", "--memory", "80"): "--memory 80: expected a unit, got none; give 80GB",
-        ("plan", "--model", "gpt2", "--gpus", "8"): "--seq-length 4096 is longer than max_position_embeddings=1024",
-        (*given, "8", "--memory", "10GB"): "error: memory: expected at least ",
-        (*given, "0"): "error: --gpus",
-        (*given, "8", "--output", "there.yaml"): "error: --output there.yaml exists; give another name, or --overwrite",
-        (*given, "8", "--picture", "no/plan.png"): "/no is no folder that can be written",
-        ("plan", "--model", "nowhere/at/all", "--gpus", "8"): "nowhere/at/all",
-    }
-    for (arguments, told), (code, out, err) in zip(mistakes.items(), run_all(tmp_path, mistakes), strict=True):
-        assert (code, out, err.count("\n")) == (2, "", 1), arguments
-        assert told in err, arguments

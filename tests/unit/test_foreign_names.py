@@ -12,7 +12,6 @@ from lightning.pytorch import callbacks, loggers
 
 import lightning_megatron
 from lightning_megatron import ConfigError, GenerationOptions, LRSchedule, MegatronModule, MegatronStrategy
-from lightning_megatron.cli import main
 from lightning_megatron.cli.commands import PROG, _parser
 from lightning_megatron.foreign_names import foreign_names
 
@@ -36,11 +35,6 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
 def test_an_option_of_another_tool_is_told_by_our_name(build: Callable[..., Any], options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(**options)
-
-
-def test_a_command_tells_it_by_the_names_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--checkpoint", "x", "--prompt", "y", "--tokens_to_generate", "3"]) == 2
-    assert "--tokens_to_generate 3; here it is --max-new-tokens; see" in capsys.readouterr().err
 
 
 def test_what_the_table_calls_ours_exists_and_stands_once_for_each_tool() -> None:

@@ -1,0 +1,158 @@
+"""A user's mistake: one line that says what to do, exit code 2, and no file, whatever the command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.cases import LLAMA_8B
+from tests.cli.command import run_all
+from tests.cli.corpus import configuration
+
+_FIT = "fit --config config.yaml"
+_ALONE = "--model lightning.pytorch.demos.boring_classes.BoringModel --data DatasetDataModule --data.train x"
+_GENERATE = "generate --prompt x --checkpoint"
+_PREPROCESS = "preprocess --input config.yaml --output-prefix out/x --tokenizer tok"
+_CONVERT = "convert --load-path hf --save-path sub/x --to"
+_PLAN = "plan --model 8b --gpus"
+
+MISTAKES = {
+    # What argparse finds.
+    "": "error: the following arguments are required: COMMAND; see lightning-megatron --help\n",
+    "fti": "error: argument COMMAND: invalid choice: 'fti'",
+    "convert": "the following arguments are required: --load-path, --save-path, --to",
+    f"{_PREPROCESS} --workers many": "argument --workers: invalid int value: 'many'; see lightning-megatron preprocess",
+    "inspect tok --png a.png": "error: unrecognized arguments: --png a.png; see lightning-megatron inspect",
+    f"{_GENERATE} x --tokens_to_generate 3": "--tokens_to_generate 3; here it is --max-new-tokens; see",
+    # What a command finds, in the words that were typed.
+    "config --template a --from-accelerate b": "--template and --from-accelerate are two sources; give",
+    "config --template gpt2_small --output /dev/full --overwrite": "--output /dev/full cannot be written: [Errn",
+    f"{_PREPROCESS} --split-sentences --language english": "--language english is no ISO 639 code",
+    "inspect nowhere": "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
+    "inspect .": "path=. is neither a dataset (.bin and .idx) nor a checkpoint that is read; give one of these in it",
+    "inspect corpus_text_document --documents -1": "--documents -1 must be at least 0; correct",
+    "inspect hf --documents 2": "--documents 2 is for datasets, and hf is a checkpoint; leave it out",
+    "merge --input corpus_text_document nowhere --output-prefix x": "--input nowhere needs two files, missing: now",
+    "merge --input corpus_text_document --output-prefix config.yaml/x": "config.yaml/x cannot be written ([Errno 20] N",
+    f"{_CONVERT} hf --tp 2": "--tp 2 would do nothing with --to hf",
+    f"{_CONVERT} megatron --tp 3": "--tp 3 does not divide num_attention_heads=2",
+    "convert --load-path hf --save-path /proc/x --to hf": "/proc/x cannot be written",
+    f"{_PLAN} 8 --memory 80": "--memory 80: expected a unit, got none; give 80GB",
+    f"{_PLAN} 8 --memory 10GB": "error: memory: expected at least ",
+    f"{_PLAN} 0": "error: --gpus",
+    f"{_PLAN} 8 --output config.yaml": "error: --output config.yaml exists; give another name, or --overwrite",
+    f"{_PLAN} 8 --picture no/plan.png": "/no is no folder that can be written",
+    f"{_PLAN} 8 --picture plan.foo": "error: --picture 'foo' is unknown; choose from eps",
+    "plan --model gpt2 --gpus 8": "--seq-length 4096 is longer than max_position_embeddings=1024",
+    "plan --model nowhere/at/all --gpus 8": "nowhere/at/all",
+    f"{_GENERATE} hf --prompt-file none.txt": "error: only one of the arguments --prompt --prompt-file is required",
+    "generate --checkpoint hf --prompt-file none.txt": "none.txt cannot be read: No such file",
+    "generate --checkpoint hf --prompt-file - --tp 2": "--prompt-file -: expected one process, which can read it",
+    f"{_GENERATE} hf --stream --num-beams 2": "--stream shows one text of one prompt",
+    f"{_GENERATE} none": "does not exist",
+    f"{_GENERATE} /dev/null": "expected a Hugging Face model directory with weights, a *.ckpt",
+    f"{_GENERATE} bare": "bare comes with no tokenizer; give --tokenizer DIR",
+    f"{_GENERATE} bert": "bert is a megatron-bert, generate needs a GPT or T5",
+    f"{_GENERATE} t5 --tokenizer hf --add-bos": "--add-bos is for texts that are",
+    f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 searches for the likeliest",
+    f"{_GENERATE} hf --tp 3 --accelerator cpu": "--tp 3 does not divide num_attention_heads=2",
+    # What fit finds: options,
+    "fit other.yaml": "did you mean --config other.yaml?",
+    "fit": "give --config FILE, or model and data as options: see --help",
+    f"{_FIT} --config nowhere.yaml": "nowhere.yaml",
+    f"{_FIT} --trainer.max_stepps 3": "max_stepps 3; did you mean --trainer.max_steps?",
+    f"{_FIT} --modle.lrr 3": "did you mean --model?",
+    "fit --config 3.yaml --config over.yaml": "error: 3.yaml:2: trainer.max_steps: expected int, got many",
+    f"{_FIT} --trainer.max_steps many": "error: trainer.max_steps: expected int, got many",
+    f"{_FIT} --trainer.gradient_clip_val nan": "gradient_clip_val: expected int or float or null, got nan",
+    f"{_FIT} --model.train_step foo": "error: model.train_step: expected one of 'gpt', 'bert', 't5', 'last_word'",
+    f"{_FIT} --seed_everything -3": "seed_everything=-3: expected a number from 0 to 4294967295",
+    f"{_FIT} --trainer.strategy.tp_degree 3": "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp",
+    f"{_FIT} --trainer.strategy.tpp 3": "Option 'tpp' is not accepted; did you mean tp?",
+    f"{_FIT} --trainer.strategy.recompute some": "trainer.strategy.recompute: expected one of 'selective', 'full', got",
+    f"{_FIT} --trainer.strategy.load_from.pth x": "error: trainer.strategy.load_from: Problem with given class_path",
+    f"{_FIT} --trainer.strategy.load_from.path x": "/x does not exist; give the path of a *.ckpt directory",
+    f"{_FIT} --model.optimizer.beta9 3": "did you mean optimizer.beta2?",
+    f"{_FIT} --model MegatronModul": "did you mean MegatronModule?",
+    f"{_FIT} --trainer.precision fp16": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed",
+    # what they name,
+    f"{_FIT} --trainer.accelerator tpu": "torch_xla",
+    f"{_FIT} --trainer.logger MLFlowLogger": "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip",
+    f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is no folder",
+    f"{_FIT} --trainer.strategy megatron_tp3_pp1": "expected MegatronStrategy, megatron, megatron_tpN",
+    f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes from 1 on",
+    f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes from 1 on",
+    f"{_FIT} --model.model nowhere/config.json": "nowhere/config.json does not exist",
+    f"{_FIT} --ckpt_path ''": "ckpt_path=: expected a checkpoint, which is a folder, got nothing",
+    f"{_FIT} --ckpt_path nowhere.ckpt": "nowhere.ckpt: expected a checkpoint, which is a folder, got nothing",
+    f"{_FIT} --ckpt_path /dev/../etc/passwd": "expected a checkpoint, which is a folder, got another file",
+    f"{_FIT} --ckpt_path /proc": "checkpoint /proc lacks its file meta.pt",
+    f"{_FIT} --ckpt_path best": "expected a ModelCheckpoint of this Trainer that has saved, got none",
+    # and what does not go together.
+    f"{_FIT} --trainer.strategy ddp": "MegatronModule runs on DDPStrategy; use MegatronStrategy(...)",
+    f"{_FIT} --trainer.accumulate_grad_batches 2": "accumulate_grad_batches=2 does not work, a batch is a whole step",
+    f"{_FIT} --trainer.val_check_interval 0": "val_check_interval=0: expected steps or a share of an epoch",
+    f"{_FIT} --trainer.check_val_every_n_epoch 0": "check_val_every_n_epoch=0: expected epochs; use limit_val_batches",
+    "test --config config.yaml": "IndexedDataModule has no test split for trainer.test; give it data or a weight",
+    f"{_FIT} --trainer.gradient_clip_val -1": "gradient_clip_val=-1 must be at least 0",
+}
+if not torch.cuda.is_available():
+    _NO_GPU = "accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu"
+    MISTAKES[f"fit {_ALONE} --data.micro_batch_size 1 --trainer.accelerator gpu"] = _NO_GPU
+    MISTAKES[f"{_GENERATE} hf --accelerator gpu"] = _NO_GPU.replace("accelerator=", "--accelerator ")
+
+_ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
+)
+_MANY = "expected at most 100,000 values, 100 in each other, got more"
+FILES = {
+    "trainer:\n\tmax_steps: 3": ":2: Problems parsing config: while scanning for the next token found",
+    "trainer:\n  max_stepps: 3": ":2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did",
+    "data:\n  class_path: IndexedDataModule\n  init_args:\n    seq_len: 3": ":4: data: Problem with",
+    "trainer:\n  max_steps: many": ":2: trainer.max_steps: expected int, got many",
+    'trainer:\n  max_steps: "\\e]0;mine\\a"': r":2: trainer.max_steps: expected int, got \x1b]0",
+    "trainer.max_steps": ":1: expected keys and values, got trainer.max_steps",
+    "": ":1: expected keys and values, got nothing",
+    _ALIASES: f": {_MANY}",
+    "trainer: &a {logger: *a}": f": {_MANY}",
+    f"trainer: {'[' * 5000}{']' * 5000}": f": {_MANY}",
+    f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+    "trainer: \xff": " is no text in UTF-8",
+}
+"""Texts of configurations, and what is said behind their names."""
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the user stands: a dataset and its tokenizer, models, and configurations."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(corpus.parent, folder, dirs_exist_ok=True)
+    for name in ("hf", "bare", "bert", "t5"):
+        shutil.copytree(checkpoints / name, folder / name)
+    (folder / "config.yaml").write_text(yaml.safe_dump(configuration(corpus, folder)))
+    (folder / "over.yaml").write_text("trainer: {devices: 1}")
+    (folder / "8b").mkdir()
+    (folder / "8b/config.json").write_text(json.dumps(LLAMA_8B))
+    for number, text in enumerate(FILES):
+        (folder / f"{number}.yaml").write_text(text, encoding="latin-1")
+    return folder
+
+
+def test_a_mistake_is_one_line_exit_code_two_and_leaves_no_file(folder: Path) -> None:
+    cases = MISTAKES | {f"{_FIT} --config={at}.yaml": f"{at}.yaml{says}" for at, says in enumerate(FILES.values())}
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    results = run_all(folder, map(shlex.split, cases))
+    wrong = [
+        f"{line} [{code}]: {out}{err}"
+        for (line, says), (code, out, err) in zip(cases.items(), results, strict=True)
+        if (code, out, err.count("\n"), err[:7], err[:-1].isprintable()) != (2, "", 1, "error: ", True)
+        or says not in err
+    ]
+    assert not wrong, "".join(wrong)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
