@@ -26,7 +26,7 @@ from benchmarks.data import save_tokenizer, write_corpus
 from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
 from lightning_megatron.data.masked import BertObjective, T5Objective
 from lightning_megatron.data.samples import GPTObjective, Objective, Part
-from lightning_megatron.data.tokenizer import TokenizerFacts
+from lightning_megatron.data.tokenizer import TokenizerFacts, load_tokenizer
 
 VOCAB_SIZE = 32000
 
@@ -35,7 +35,7 @@ def objective_named(name: str, seq_length: int, tokenizer: str) -> Objective:
     """What a sample is."""
     if name == "gpt":
         return GPTObjective(seq_length=seq_length)
-    facts = TokenizerFacts.read(tokenizer)
+    facts = TokenizerFacts.of(load_tokenizer(tokenizer), tokenizer)
     if name == "bert":
         return BertObjective(seq_length=seq_length, tokenizer=facts)
     return T5Objective(seq_length=seq_length, seq_length_decoder=128, tokenizer=facts)

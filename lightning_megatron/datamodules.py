@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -40,7 +40,7 @@ from lightning_megatron.data.samples import (
     parse_split,
     split_ranges,
 )
-from lightning_megatron.data.tokenizer import TokenizerFacts
+from lightning_megatron.data.tokenizer import TokenizerFacts, load_tokenizer
 from lightning_megatron.errors import (
     ConfigError,
     DataError,
@@ -178,7 +178,7 @@ class IndexedDataModule(MegatronDataModule):
     def _facts(self) -> TokenizerFacts:
         if self.tokenizer is None:
             raise ConfigError("tokenizer=None: expected the folder of the dataset's tokenizer for a BERT or T5")
-        return TokenizerFacts.read(self.tokenizer)
+        return TokenizerFacts.of(load_tokenizer(self.tokenizer), self.tokenizer)
 
     def _objective(self, model: ModelConfig | None) -> Objective:
         """What a sample is."""
@@ -275,7 +275,8 @@ class InstructionDataModule(MegatronDataModule):
         options, split = self._sources[name]
         if options not in self._read:
             instructions = cached_instructions(options, self.index_cache)
-            _check_token(instructions.largest_token, self.model(), f"tokenizer={self.tokenizer}")
+            largest = max(int(instructions.tokens.max()), int(instructions.padding_token))
+            _check_token(largest, self.model(), f"tokenizer={self.tokenizer}")
             self._read[options] = instructions
         instructions = self._read[options]
         part = split_ranges(split, len(instructions))[name]
@@ -288,7 +289,8 @@ class InstructionDataModule(MegatronDataModule):
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
         if self.packing:
-            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {samples.efficiency:.1%} is no padding")
+            share = samples.instructions.lengths.sum() / (len(samples) * self.seq_length)
+            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {share:.1%} is no padding")
         return samples
 
 
@@ -359,9 +361,8 @@ class DatasetSamples:
         is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
             raise DataError(
-                f"a {type(dataset).__name__} must be one map-style dataset (with a length and items by number, which"
-                " shuffling and resuming need) of at least one item; give such a one, of several splits for example"
-                " dataset['train'], or return a DataLoader of it from train_dataloader of a LightningDataModule"
+                f"a {type(dataset).__name__} must be one map-style dataset (items by number) of at least one item; of"
+                " several splits give dataset['train'], of a stream return a DataLoader of it from train_dataloader"
             )
         self._dataset = dataset
         self._collate = collate
@@ -462,8 +463,6 @@ class TextEvaluationDataModule(MegatronDataModule):
         num_workers: Processes that read ahead, on each rank that reads at all.
     """
 
-    shuffling = "never"
-
     def __init__(
         self,
         data_path: str,
@@ -482,8 +481,7 @@ class TextEvaluationDataModule(MegatronDataModule):
         if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
             raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
         self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
-        given = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
-        self._read = partial(read_evaluation_texts, *given)
+        self._given = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
         self._sources = dict.fromkeys(("valid", "test"))
 
     @override
@@ -497,7 +495,8 @@ class TextEvaluationDataModule(MegatronDataModule):
     @override
     def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
         texts, strategy = self._texts, self._strategy()
-        rank_zero_info(f"{self.data_path}: {texts.num_targets:,} targets in {len(texts):,} rows")
+        num_targets = (texts.bounds[:, 2] - texts.bounds[:, 1]).sum()
+        rank_zero_info(f"{self.data_path}: {num_targets:,} targets in {len(texts):,} rows")
         if texts.num_cut:
             rank_zero_warn(
                 f"{texts.num_cut} texts of {self.data_path} have more tokens than seq_length={self.seq_length} and lose"
@@ -505,11 +504,12 @@ class TextEvaluationDataModule(MegatronDataModule):
             )
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.parallel.sequence_divisor)
-        return replace(texts, row_length=min(self.seq_length, -(-texts.longest // multiple) * multiple))
+        longest = int((texts.bounds[:, 2] - texts.bounds[:, 0]).max()) - 1
+        return replace(texts, row_length=min(self.seq_length, -(-longest // multiple) * multiple))
 
     @cached_property
     def _texts(self) -> EvaluationTexts:
-        return self._read()
+        return read_evaluation_texts(*self._given)
 
 
 def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, tuple[Any, str]]:

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from lightning_megatron.errors import ConfigError, DataError
 
@@ -63,15 +63,6 @@ _LONGEST_ZSTD_WINDOW = 1 << 31
 """What ``zstd --long=31`` needs; large public corpora are compressed so."""
 _ROWS = 256
 """Rows of a table in a piece: enough that a process is not asked too often, little enough where they are long."""
-
-
-class FileFormat(NamedTuple):
-    """How documents are stored in a file."""
-
-    content: Literal["json lines", "text", "parquet"]
-    """One JSON object a line, one document a file, or a table of one document a row."""
-    compression: str
-    """The suffix of what the whole file is compressed by, "" if it is not; a table compresses its columns itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +113,19 @@ class BadDocuments:
                 self._bar.write(f"skipped: {message}{more}", file=sys.stderr)
 
 
-def format_of(path: str | Path) -> FileFormat:
-    """How the documents of a file are stored, by its name."""
+def format_of(path: str | Path) -> tuple[Literal["json lines", "text", "parquet"], str]:
+    """How the documents of a file are stored, by its name.
+
+    Returns:
+        One JSON object a line, one document a file, or a table of one document a row; and the suffix of what the whole
+        file is compressed by, "" if it is not (a table compresses its columns itself).
+    """
     stem, suffix = os.path.splitext(os.fspath(path).lower())
     compression = suffix if suffix in COMPRESSION_SUFFIXES else ""
     suffix = os.path.splitext(stem)[1] if compression else suffix
     if suffix in JSON_LINES_SUFFIXES:
-        return FileFormat("json lines", compression)
-    return FileFormat("parquet" if suffix == ".parquet" and not compression else "text", compression)
+        return "json lines", compression
+    return "parquet" if suffix == ".parquet" and not compression else "text", compression
 
 
 def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,)) -> list[Path]:
@@ -189,7 +185,7 @@ def cut_into_pieces(
     group: list[str] = []
     group_bytes = 0
     for path in files:
-        content, size = format_of(path).content, path.stat().st_size
+        (content, _), size = format_of(path), path.stat().st_size
         if group and (content != "text" or group_bytes + size > piece_bytes):
             yield Piece(files=tuple(group), num_bytes=group_bytes)
             group, group_bytes = [], 0
@@ -338,7 +334,7 @@ def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tupl
     Raises:
         OSError: If the file cannot be read, is cut off, has a wrong checksum, or is not compressed so.
     """
-    compression = format_of(path).compression
+    _, compression = format_of(path)
     with open(path, "rb") as stream:
         while not compression and (part := stream.read(part_bytes)):
             yield part, stream.tell()

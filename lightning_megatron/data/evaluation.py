@@ -5,11 +5,9 @@ Source of both: Megatron-LM core_r0.16, tasks/zeroshot_gpt/datasets.py.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -40,28 +38,15 @@ class EvaluationTexts:
     bounds: NDArray[np.int64]
     """Of each row the first token that it reads, its first target, and behind its last target: [rows, 3]."""
     row_length: int
-    """Tokens that each row reads, padding included; at least ``longest``."""
+    """Tokens that each row reads, padding included; as many as any needs, at least."""
     num_cut: int
     """Texts that lost their beginning to ``seq_length``."""
+    fingerprint = ""
+    """Nothing is trained on them, and no run goes on in their order."""
 
     def __len__(self) -> int:
         """Rows."""
         return len(self.bounds)
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that count, over all rows."""
-        return int((self.bounds[:, 2] - self.bounds[:, 1]).sum())
-
-    @property
-    def longest(self) -> int:
-        """Tokens that the longest row reads."""
-        return int((self.bounds[:, 2] - self.bounds[:, 0]).max()) - 1
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the texts and their rows; not of padding, which changes no result."""
-        return hashlib.blake2b(self.tokens.tobytes() + self.bounds.tobytes(), digest_size=8).hexdigest()
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """``text`` [rows, row_length + 1] int64, -1 for padding on the right; ``loss_mask`` [rows, row_length] fp32."""

@@ -170,10 +170,8 @@ def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool 
         if (sizes < 0).any() or (dataset.positions[begin : begin + CHUNK] != ends - sizes).any():
             raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
         end = int(ends[-1])
-    chunks = (bounds[begin : begin + CHUNK + 1] for begin in range(0, len(bounds), CHUNK))
     # Compared, not subtracted: damaged bounds may be any 64-bit numbers.
-    descend = any((chunk[1:] < chunk[:-1]).any() for chunk in chunks)
-    if descend or bounds[0] != 0 or bounds[-1] != last:
+    if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0 or bounds[-1] != last:
         raise _damaged(prefix, f"has document bounds that do not ascend from 0 to the {last} sequences")
     return dataset
 

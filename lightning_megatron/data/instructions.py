@@ -94,11 +94,6 @@ class Instructions(SavedArrays):
         """[samples]: tokens of each."""
         return np.diff(self.starts)
 
-    @property
-    def largest_token(self) -> int:
-        """For a comparison with the model's vocabulary; covers ``padding_token``."""
-        return max(int(self.tokens.max()), int(self.padding_token))
-
     def sample(self, index: int) -> TokenizedSample:
         """Tokens of one sample, and which of them are learned."""
         begin, end = self.starts[index], self.starts[index + 1]
@@ -119,7 +114,7 @@ def record_files(path: str) -> list[Path]:
     files = find_files([path])
     if Path(path).expanduser().is_file():
         return files
-    files = [file for file in files if format_of(file).content == "json lines"]
+    files = [file for file in files if format_of(file)[0] == "json lines"]
     if not files:
         raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
     return files
@@ -381,15 +376,7 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArra
     generator = np.random.default_rng(seed)
     drawn = generator.permutation(len(lengths))
     by_length = drawn[np.argsort(-lengths[drawn].astype(np.int64), kind="stable")]
-    found, num_rows = _rows_of(lengths, capacity)
-    row_of = generator.permutation(num_rows)[found]
-    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
-    return by_length[np.argsort(row_of, kind="stable")], starts
-
-
-def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[list[int], int]:
-    """The row of each sample, the longest first, and the number of rows."""
-    row_of: list[int] = []
+    found: list[int] = []  # the row of each, the longest first
     with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # rows by the room that they have left
     rooms: list[int] = []  # what there is of it, ascending
     num_rows = 0
@@ -402,54 +389,46 @@ def _rows_of(lengths: NDArray[np.integer], capacity: int) -> tuple[list[int], in
             row = with_room[room].popleft()
             if not with_room[room]:
                 del rooms[place]
-        row_of.append(row)
+        found.append(row)
         if not with_room[room - length]:
             insort(rooms, room - length)
         with_room[room - length].append(row)
-    return row_of, num_rows
+    row_of = generator.permutation(num_rows)[found]
+    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
+    return by_length[np.argsort(row_of, kind="stable")], starts
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class InstructionSamples:
-    """Rows of samples for ``GPTTrainStep``; one pass over them.
+    """Rows of samples for ``GPTTrainStep``; one pass over them."""
 
-    Args:
-        instructions: The samples.
-        seq_length: Tokens of a row; no sample is longer.
-        pack_by: Let short samples share a row, without seeing each other, in an order drawn from this seed.
-        pad_to_multiple_of: Pad to the longest row of the batch, rounded up to this; None: to ``seq_length``.
-    """
+    instructions: Instructions
+    """The samples."""
+    seq_length: int
+    """Tokens of a row; no sample is longer."""
+    pack_by: int | None = None
+    """Let short samples share a row, without seeing each other, in an order drawn from this seed."""
+    pad_to_multiple_of: int | None = None
+    """Pad to the longest row of the batch, rounded up to this; None: to ``seq_length``."""
 
-    def __init__(
-        self,
-        instructions: Instructions,
-        seq_length: int,
-        *,
-        pack_by: int | None = None,
-        pad_to_multiple_of: int | None = None,
-    ) -> None:
-        self._instructions, self._seq_length = instructions, seq_length
-        self._pack_by, self._multiple = pack_by, pad_to_multiple_of
-        self._members, self._starts = np.arange(len(instructions)), np.arange(len(instructions) + 1)
-        if pack_by is not None:
-            self._members, self._starts = pack(instructions.lengths, seq_length, pack_by)
+    def __post_init__(self) -> None:
+        lengths = self.instructions.lengths
+        self._members, self._starts = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+        if self.pack_by is not None:
+            self._members, self._starts = pack(lengths, self.seq_length, self.pack_by)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of samples and packing; not of padding, which changes nothing that is learned."""
-        source = self._instructions
-        digest = hashlib.blake2b(repr((self._seq_length, int(source.padding_token))).encode(), digest_size=8)
+        source = self.instructions
+        digest = hashlib.blake2b(repr((self.seq_length, int(source.padding_token))).encode(), digest_size=8)
         begin, end = source.starts[0], source.starts[-1]
         for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
             digest.update(np.ascontiguousarray(part).data)
-        return f"{digest.hexdigest()}-{'alone' if self._pack_by is None else f'packed-{self._pack_by}'}"
-
-    @property
-    def efficiency(self) -> float:
-        """Fraction of tokens in rows of ``seq_length`` that is no padding."""
-        return float(self._instructions.lengths.sum() / (len(self) * self._seq_length))
+        return f"{digest.hexdigest()}-{'alone' if self.pack_by is None else f'packed-{self.pack_by}'}"
 
     def __len__(self) -> int:
         """Rows."""
@@ -463,12 +442,12 @@ class InstructionSamples:
         """
         import torch
 
-        source = self._instructions
+        source = self.instructions
         members = [self._members[self._starts[index] : self._starts[index + 1]] for index in indices]
-        length = self._seq_length
-        if self._multiple is not None:
+        length = self.seq_length
+        if self.pad_to_multiple_of is not None:
             longest = max(int(source.lengths[row].sum()) for row in members)
-            length = -(-longest // self._multiple) * self._multiple
+            length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         fillings = {"input_ids": source.padding_token, "labels": _NO_TARGET, "attention_mask": 0, "position_ids": 0}
         columns = {name: np.full((len(members), length), filling, np.int64) for name, filling in fillings.items()}
         for row, samples in enumerate(members):
@@ -498,7 +477,17 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
     """
     if index_cache is None:
         return read_instructions(options)
-    folder = os.path.join(os.path.abspath(index_cache), f"instructions-{_identity(options)}")
+    tokenizer = load_tokenizer(options.tokenizer)
+    files = [(os.path.realpath(file), os.stat(file)) for file in record_files(options.path)]
+    identity = (
+        _LAYOUT,
+        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
+        (options.seq_length, options.answers, options.separator),
+        (tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "", tokenizer.chat_template),
+        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
+    )
+    name = f"instructions-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
+    folder = os.path.join(os.path.abspath(index_cache), name)
 
     def write(staging: str) -> str:
         read_instructions(options).save(staging)
@@ -506,16 +495,3 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
 
     build_once(folder, write, options.path)
     return Instructions.load(folder)
-
-
-def _identity(options: InstructionOptions) -> str:
-    tokenizer = load_tokenizer(options.tokenizer)
-    files = [(os.path.realpath(file), os.stat(file)) for file in record_files(options.path)]
-    content = (
-        _LAYOUT,
-        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
-        (options.seq_length, options.answers, options.separator),
-        (tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "", tokenizer.chat_template),
-        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
-    )
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:24]

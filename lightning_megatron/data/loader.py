@@ -76,14 +76,9 @@ class BatchShape:
     """How training steps grow to this size."""
 
     @property
-    def rows(self) -> int:
-        """Rows of this rank's batch for one step."""
-        return self.micro_batch_size * self.num_microbatches
-
-    @property
     def global_batch_size(self) -> int:
         """Rows of all ranks in one step."""
-        return self.rows * self.data_parallel_size
+        return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
 
     @cached_property
     def stages(self) -> list[int]:
@@ -224,10 +219,9 @@ class TrainLoader:
         step = shape.at(0)
         if max_steps is None and order.num_samples < step.global_batch_size:
             raise DataError(
-                f"one epoch of the training split has {order.num_samples} samples, one step takes"
-                f" {step.global_batch_size} (micro_batch_size={step.micro_batch_size} x num_microbatches="
-                f"{step.num_microbatches} x data-parallel size {step.data_parallel_size}); lower one of them, add"
-                " documents, or set trainer.max_steps without max_epochs to repeat the corpus"
+                f"one epoch of the training split has {order.num_samples} samples, one step takes micro_batch_size="
+                f"{step.micro_batch_size} x num_microbatches={step.num_microbatches} x dp={step.data_parallel_size};"
+                " lower one of them, add documents, or set trainer.max_steps without max_epochs to repeat the corpus"
             )
 
     def __len__(self) -> int:
@@ -298,9 +292,8 @@ class TrainLoader:
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
             return max(0, self._max_steps - self.position.steps)
-        first, end = self.position.consumed_samples, self.order.num_samples
-        earlier = self.position.earlier_samples
-        return self._shape.steps_in(earlier + first, earlier + end)
+        at, earlier = self.position, self.position.earlier_samples
+        return self._shape.steps_in(earlier + at.consumed_samples, earlier + self.order.num_samples)
 
 
 class PassLoader:
@@ -383,8 +376,7 @@ def _read(
         return
     # A generator of its own: the loader draws a seed for its workers, which must not advance the state that dropout
     # uses, on this rank alone and at another step after a resume.
-    private = torch.Generator()
-    private.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    private = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     options = {"num_workers": num_workers, "generator": private}
     yield from read(samples.rows, batches, options)
 
@@ -683,8 +675,8 @@ def broadcast_batch(
             if not is_alone:  # the others wait for a header; they get the reason why there is none
                 _sent(str(error) if isinstance(error, DataError) else repr(error), topology)
             raise
-        header = _header_of(tensors)
-        buffer = pack(tensors).to(device, non_blocking=True)
+        header = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        buffer = pack(tensors, header).to(device, non_blocking=True)
         if is_alone:
             return unpack(buffer, header)
         _sent(header, topology)
@@ -704,10 +696,6 @@ def _sent(header: Any, topology: Topology) -> Any:
     return box[0]
 
 
-def _header_of(tensors: Mapping[str, torch.Tensor]) -> Header:
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-
-
 def _empty(header: Header, device: torch.device) -> torch.Tensor:
     """For all tensors one after the other: [bytes], uint8, pinned on the CPU of a machine with a GPU."""
     num_bytes = sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
@@ -715,9 +703,8 @@ def _empty(header: Header, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
-def pack(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack(tensors: Mapping[str, torch.Tensor], header: Header) -> torch.Tensor:
     """All tensors one after the other: [bytes], uint8."""
-    header = _header_of(tensors)
     buffer = _empty(header, next(iter(tensors.values())).device)
     # Written as numbers, not as bytes: a single element of a column cannot be viewed as those.
     for name, view in unpack(buffer, header).items():

@@ -469,7 +469,8 @@ class T5Objective(MaskedObjective):
             raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
         # If each word is one token; with longer words there are fewer spans.
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
-        spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** self.max_ngram) / GEOMETRIC_PROBABILITY))
+        largest = self.masking.max_ngram or 10
+        spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY))
         needed = tokens + spans + self._ending
         if self.seq_length_decoder < needed:
             raise ConfigError(
@@ -477,11 +478,6 @@ class T5Objective(MaskedObjective):
                 f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
                 f" choose at least {needed}, or lower probability"
             )
-
-    @property
-    def max_ngram(self) -> int:
-        """Words of a span, at most."""
-        return self.masking.max_ngram or 10
 
     @property
     def max_spans(self) -> int:
@@ -528,7 +524,7 @@ class T5Objective(MaskedObjective):
     ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in the order of the text."""
         places, bounds = self._words(text, begins)
-        largest, geometric = self.max_ngram, state.geometric
+        largest, geometric = self.masking.max_ngram or 10, state.geometric
         spans: list[tuple[int, int]] = []
         labels = self._ending
         draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), largest)  # noqa: E731

@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 from unittest import mock
 
 import numpy as np
@@ -35,7 +35,7 @@ from lightning_megatron.data.documents import (
 )
 from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
+from lightning_megatron.errors import ConfigError, DataError, require_number
 
 PENDING_A_WORKER = 4
 """Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
@@ -78,7 +78,6 @@ class PreprocessOptions:
             ConfigError: If a value cannot work.
         """
         require_number("workers", self.workers, at_least=1)
-        require_choice("on_error", self.on_error, ("skip", "fail"))
         keys = self.json_keys
         if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # which name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
@@ -152,15 +151,9 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     )
 
 
-class EncodedKey(NamedTuple):
-    """One key's documents of one piece, as the writer takes them."""
-
-    tokens: bytes
-    """All ids one after the other, in the dataset's type."""
-    lengths: list[int]
-    """Tokens of each sequence: of a document, or of a sentence."""
-    sequences: list[int]
-    """Sequences of each document, none of one without a token."""
+EncodedKey: TypeAlias = tuple[bytes, list[int], list[int]]
+"""One key's documents of one piece, as the writer takes them: all ids one after the other, in the dataset's type;
+tokens of each sequence (a document or a sentence); and sequences of each document, none of one without a token."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +209,7 @@ class DocumentEncoder:
         lengths = [len(ids) for ids in sequences]
         # An id that the type cannot hold is an OverflowError.
         flat = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
-        return EncodedKey(flat.tobytes(), lengths, counts)
+        return flat.tobytes(), lengths, counts
 
 
 def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
@@ -245,8 +238,7 @@ def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
         position = start + len(sentence)
         bounds.append((start, position))
     if keep_newlines and bounds:
-        starts = [0, *(start for start, _ in bounds[1:]), len(text)]
-        bounds = list(zip(starts, starts[1:], strict=False))
+        bounds = list(pairwise([0, *(start for start, _ in bounds[1:]), len(text)]))
     return [text[start:stop] for start, stop in bounds]
 
 

@@ -28,10 +28,9 @@ import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
@@ -462,11 +461,8 @@ def parse_blend(data_path: str | Sequence[str | float]) -> list[tuple[str, float
     are_prefixes = all(isinstance(item, str) and item.strip() and _number(item) is None for item in items)
     if not items or not are_prefixes or not are_weights or len(weights) not in (0, len(items)):
         raise ConfigError(f"data_path={shown} must be prefixes (./30 for 30), or finite weights and prefixes in turn")
-    prefixes = [os.path.expanduser(item) for item in items]
-    ((most_common, times),) = Counter(map(os.path.abspath, prefixes)).most_common(1)
-    if times > 1:
-        raise ConfigError(f"data_path has {most_common} {times} times; give it once, with the sum of its weights")
-    blend = [pair for pair in zip(prefixes, weights or [None] * len(prefixes), strict=True) if pair[1] != 0]
+    prefixes = map(os.path.expanduser, items)
+    blend = [pair for pair in zip(prefixes, weights or [None] * len(items), strict=True) if pair[1] != 0]
     if not 1 <= len(blend) <= MAX_DATASETS:
         raise ConfigError(f"data_path={shown} gives {len(blend)} datasets a weight, expected 1 to {MAX_DATASETS}")
     return blend
@@ -547,7 +543,7 @@ class BlendedSamples:
 
     def __init__(self, mixture: Mixture, openers: Sequence[Callable[[], Samples]], fingerprint: str) -> None:
         self._mixture, self._openers, self.fingerprint = mixture, openers, fingerprint
-        self._open: OrderedDict[int, Samples] = OrderedDict()
+        self._dataset = lru_cache(_MAX_OPEN)(lambda number: openers[number]())
 
     def __len__(self) -> int:
         return len(self._mixture.dataset_index)
@@ -561,13 +557,9 @@ class BlendedSamples:
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         return {key: torch.cat([part[key] for part in parts])[back] for key in parts[0]}
 
-    def _dataset(self, number: int) -> Samples:
-        if number not in self._open:
-            if len(self._open) == _MAX_OPEN:
-                self._open.popitem(last=False)
-            self._open[number] = self._openers[number]()
-        self._open.move_to_end(number)
-        return self._open[number]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens its own."""
+        return BlendedSamples, (self._mixture, self._openers, self.fingerprint)
 
 
 # ---- which index ----------------------------------------------------------------------------------------------------

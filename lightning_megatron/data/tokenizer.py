@@ -239,15 +239,6 @@ class TokenizerFacts:
     """All ids in ascending order: any of them may take the place of a masked token."""
 
     @classmethod
-    def read(cls, folder: str | Path) -> TokenizerFacts:
-        """The facts of the transformers tokenizer in ``folder``.
-
-        Raises:
-            DataError: If there is no tokenizer in ``folder``.
-        """
-        return cls.of(load_tokenizer(folder), str(folder))
-
-    @classmethod
     def of(cls, tokenizer: Any, source: str) -> TokenizerFacts:
         """The facts of a transformers tokenizer.
 

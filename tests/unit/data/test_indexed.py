@@ -73,19 +73,6 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
 # ---- writing and reading --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["u1", "<i4", "<f8", "<u2"])
-def test_written_files_equal_those_of_the_engines_builder(tmp_path: Path, dtype: str) -> None:
-    one_each = [[[number, 1, 2][: 1 + number % 3]] for number in range(20)]
-    build(tmp_path / "theirs", one_each + FIRST + SECOND, dtype)
-    with dataset_writers(tmp_path / "ours", np.dtype(dtype)) as (writer,):
-        flat = [token for (tokens,) in one_each for token in tokens]
-        writer.add_documents(np.array(flat, dtype).tobytes(), [len(tokens) for (tokens,) in one_each])
-        for document in FIRST + SECOND:
-            flat, lengths = [token for each in document for token in each], [len(each) for each in document]
-            writer.add_documents(np.array(flat, dtype).tobytes(), lengths, [len(lengths)])
-    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-
-
 def _write_zeros(prefix: Path) -> None:
     """Two datasets of 200,000 bytes of .bin, 20 bytes a sequence in .idx."""
     with dataset_writers(prefix, np.dtype("<u2"), ["_a", "_b"]) as writers:
@@ -116,13 +103,10 @@ def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
     ("check", "idx", "message"),
     [
         (check_dataset, NEW_IDX[:20], "begins with .* and has 20 bytes: damaged, .*; run preprocess again"),
-        (check_dataset, _changed(NEW_IDX, 9, "Q", 2), "says version 2"),
         (check_dataset, _changed(NEW_IDX, 17, "B", 9), "token type 9, there are 1, 2, 3, 4, 5, 6, 7, 8"),
         (check_dataset, _changed(NEW_IDX, 54, "q", 4), "sequence that does not begin where the one before ends"),
         (check_dataset, _changed(NEW_IDX, 42, "i", 1), r"x\.idx accounts for 10 bytes, and \.bin has 12"),
-        (check_dataset, _changed(NEW_IDX, 94, "q", 2), "has document bounds that do not ascend from 0 to the 3 seq"),
         (check_any, _changed(OLD_IDX, 24, "q", 8), "token type 4 of 8 bytes, there are 1 of 1, .*6 of 4, 6"),
-        (check_any, _changed(OLD_IDX, 112, "q", 5), "has a sequence that does not begin where the one before ends"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, check: Callable[[str], IndexedDataset], idx: bytes, message: str) -> None:
@@ -203,7 +187,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float32"])
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "float32"])
 def test_merged_files_equal_those_of_the_engines_builder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -248,7 +232,6 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written_and_nothing
         ([integers, floats], "out", r"\S+/f holds float32 and \S+/a uint16; only integers mix"),
         ([integers, "x"], "out", r"input=x needs two files, missing"),
         ([integers], floats, r"output_prefix=\S*f would overwrite \S+f\.idx, \S+f\.bin; choose another or remove"),
-        ([integers], "c.bin", r"output_prefix=c\.bin must be the prefix of two files"),
         ([integers], "c/", r"output_prefix=c/ must be the prefix"),
     ):
         with pytest.raises(DataError, match=message):

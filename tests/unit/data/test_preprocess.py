@@ -100,19 +100,19 @@ def test_the_output_does_not_depend_on_the_number_of_workers(
     assert written[0] == written[1] == written[2]
 
 
-def test_document_i_is_the_same_under_each_key(tmp_path: Path, tokenizer: Path) -> None:
+def test_document_i_is_the_same_under_each_key_and_nothing_is_overwritten(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in").mkdir()
     rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
     lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))
-
     encode = load_tokenizer(tokenizer).encode
     for prefix, texts in zip(result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True):
-        assert _documents(prefix) == [encode(text, add_special_tokens=False) for text in texts]
+        assert _documents(prefix) == [encode(text) for text in texts]
         assert check_dataset(prefix).lengths.all()  # a document without tokens has no sequence
     assert (result.documents, result.empty_documents) == (4, 4)
+    with pytest.raises(DataError, match=r"output_prefix=\S+/x would overwrite \S+x_text_document.idx, \S+.bin; choose"):
+        _run(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -144,12 +144,9 @@ def test_sentences_are_sequences_and_the_last_one_ends_a_document(
     texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."]]
     lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-
     (prefix,) = _run(tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines).prefixes
-
-    kept = [[each if keep_newlines else each.strip() for each in sentences] for sentences in texts]
     reference = load_tokenizer(tokenizer)
-    ids = [[reference.encode(each, add_special_tokens=False) for each in sentences] for sentences in kept]
+    ids = [[reference.encode(each if keep_newlines else each.strip()) for each in sentences] for sentences in texts]
     for document in filter(None, ids):
         document[-1].append(reference.eos_token_id)
     assert prefix.endswith("x_text_sentence")
@@ -173,18 +170,16 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
     endless = load_tokenizer(tokenizer)
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
+    monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
     for options, message in (
-        ({"workers": 0}, "workers=0 must be at least 1"),
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an eos_token, .*endless has none"),
         ({"json_keys": ("text", "a/b")}, "json_keys='text a/b': expected keys, each once, without a slash"),
+        ({"split_sentences": True}, r"split_sentences needs the library sentencex; .*\[data\]"),
     ):
         with pytest.raises(ConfigError, match=message):
             _run(tmp_path, **({"tokenizer": tokenizer} | options))
     assert not any((tmp_path / "out").iterdir())
-    monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"split_sentences needs the library sentencex; .*\[data\]"):
-        _run(tmp_path, tokenizer, split_sentences=True)
 
 
 @pytest.mark.parametrize("when", ["before it answers", "while it writes"])
@@ -202,7 +197,7 @@ def test_a_worker_that_is_killed_ends_the_run(
                     os.kill(os.getpid(), signal.SIGKILL)
                 # Half of it is a message that nobody will complete.
                 threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
-                encoded.keys[0] = encoded.keys[0]._replace(tokens=bytes(50_000_000))
+                encoded.keys[0] = (bytes(50_000_000), *encoded.keys[0][1:])
             return encoded
 
     monkeypatch.setattr(preprocess, "DocumentEncoder", Deadly)

@@ -33,7 +33,8 @@ def _train(folder: Path, vocab_size: int = 400, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
 def test_every_text_survives_a_round_trip_and_special_tokens_come_first(tmp_path: Path, kind: str) -> None:
     result = _train(tmp_path, 5000, kind=kind)  # more than there are pairs to merge
-    tokenizer, facts = load_tokenizer(tmp_path / "tokenizer"), TokenizerFacts.read(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    facts = TokenizerFacts.of(tokenizer, "test")
 
     assert (result.documents, result.bytes) == (1, len(TEXT))
     for text in (TEXT, "ünïcödé 漢字 🙂\r\n\t  end ", "\x01\x7f <mask>", ""):
