@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.parity.comparison import assert_same_run, assert_same_within_rounding
-from tests.parity.training import Case, Layout, loader_of, module_of, outcome, trainer_of
-from tests.ranks import run_ranks
+from tests.parity.training import Case, Layout, outcome
 
 _RARE = pytest.mark.exhaustive
 
@@ -113,24 +111,6 @@ def test_a_layout_trains_as_one_process(case: Case, layout: Layout) -> None:
     # ``outcome`` also checks that all copies of a weight are equal after the steps.
     assert_same_run(outcome(replace(case, layout=layout)), outcome(case))
     assert min(outcome(case).grad_norms) > (case.clip or 0.0)
-
-
-def _validated_and_said(case: Case) -> tuple[float, torch.Tensor, list[list[int]]]:
-    """The loss of batches of other lengths on each copy of the model, and what it says of one text."""
-    module, tokens = module_of(case), torch.arange(16).view(2, 8)
-    (metrics,) = trainer_of(case).validate(module, loader_of(case), verbose=False)
-    return metrics["val_loss"], module.logits(tokens).cpu(), module.generate(tokens, max_new_tokens=3).tolist()
-
-
-def test_gathered_experts_validate_and_generate_as_one_process() -> None:
-    case = replace(EXPERTS, labels="short", steps=3)
-    (alone,) = run_ranks(_validated_and_said, 1, case)
-    for loss, logits, texts in run_ranks(
-        _validated_and_said, 2, replace(case, layout=Layout(ep=2, dp=2, **_GATHERING))
-    ):
-        assert loss == pytest.approx(alone[0], rel=1e-5)
-        torch.testing.assert_close(logits, alone[1], rtol=1e-4, atol=1e-5)
-        assert texts == alone[2]
 
 
 _ON_GPU = [replace(case, accelerator="gpu") for case in (GPT2, LLAMA, T5)]

@@ -59,7 +59,7 @@ def _train_with_mail(case: Case) -> tuple[RankOutcome, torch.Tensor | None, int]
         windows.append(_Mail(*args))
         return windows[-1]
 
-    peer_copies.Window, peer_copies.share_memory = window, lambda group: True  # type: ignore[assignment, misc]
+    peer_copies.Window, peer_copies.exchange_of = window, peer_copies.Exchange  # type: ignore[assignment, misc]
     return *_train(case), sum(each.met for each in windows)
 
 
@@ -135,5 +135,5 @@ def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
 def _train_without_copies(case: Case) -> tuple[RankOutcome, torch.Tensor | None]:
     from lightning_megatron.engine.fillers import peer_copies
 
-    peer_copies.share_memory = lambda group: False  # type: ignore[assignment]
+    peer_copies.exchange_of = lambda group: None
     return _train(case)

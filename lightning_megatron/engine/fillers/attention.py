@@ -139,9 +139,10 @@ class SDPAttention(MegatronModule):
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
             step = self.kv_cache.step
-        causal, window = kind in CAUSAL and sq > 1, self.sliding_window
+        causal, sk = kind in CAUSAL and sq > 1, k.shape[2]
+        window = None if self.sliding_window is None or sk <= self.sliding_window else self.sliding_window
         # torch's kernels need no mask where nothing is hidden, or only the future, from the first key on.
-        is_plain = self._keeps_scores and (window is None or k.shape[2] <= window) and (not causal or sq == k.shape[2])
+        is_plain = self._keeps_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host: only where a mask is really drawn.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
@@ -155,7 +156,7 @@ class SDPAttention(MegatronModule):
                     q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
             else:
-                pattern = masks.pattern_of(sq, k.shape[2], causal=causal, window=window, cross=self.is_cross)
+                pattern = Pattern(num_queries=sq, num_keys=sk, causal=causal, window=window, cross=self.is_cross)
                 out = self._attend_to_some(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 

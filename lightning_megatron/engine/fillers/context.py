@@ -34,9 +34,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.engine.fillers import peer_copies
 from lightning_megatron.engine.fillers.attention import CAUSAL, PER_MASK, SDPAttention
 from lightning_megatron.engine.fillers.masks import Alibi
-from lightning_megatron.engine.fillers.peer_copies import Collectives, exchange_of
+from lightning_megatron.engine.fillers.peer_copies import Collectives
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class ContextParallelAttention(SDPAttention):
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by copies, if the ranks of the cp group can; every rank must call."""
     attentions = [m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)]
-    exchange = exchange_of(parallel_state.get_context_parallel_group())
+    exchange = peer_copies.exchange_of(parallel_state.get_context_parallel_group())
     for attention in attentions:
         attention.exchange = exchange
 

@@ -42,7 +42,7 @@ class Pattern:
     causal: bool
     """Whether a query sees no later key."""
     window: int | None = None
-    """How many keys back a query sees, its own included; None for all."""
+    """How many keys back a query sees, its own included, fewer than there are; None for all."""
     cross: bool = False
     """Whether queries are of another sequence than the keys, so that segments only tell which keys are padding."""
 
@@ -55,17 +55,6 @@ class Pattern:
     def first_query(self) -> int:
         """The key position at which the first query stands."""
         return self.num_keys - self.num_queries
-
-
-def pattern_of(num_queries: int, num_keys: int, *, causal: bool, window: int | None, cross: bool) -> Pattern:
-    """The pattern in its simplest form: what hides nothing is left out, so that it needs no mask."""
-    return Pattern(
-        num_queries=num_queries,
-        num_keys=num_keys,
-        causal=causal,
-        window=None if window is None or num_keys <= window else window,
-        cross=cross,
-    )
 
 
 def sides(segments: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:

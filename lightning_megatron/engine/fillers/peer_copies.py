@@ -395,11 +395,6 @@ class _AllToAll(torch.autograd.Function):
         return None, None, None, *ctx.exchange._copied(gradients, ctx.joined, ctx.cut)
 
 
-def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
-    """For ranks that can write to each other's memory; each of them must call."""
-    return Exchange(group) if share_memory(group) else None
-
-
 def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     """Let linears that gather or scatter rows copy them, if ranks can; every rank must call. Those of experts stay."""
     exchanges: dict[dist.ProcessGroup, Exchange | None] = {}
@@ -419,10 +414,10 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
             stands_in.exchange = exchange
 
 
-def share_memory(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of ``group`` can write to each other's memory; each of them must call."""
+def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
+    """For ranks that can write to each other's memory; each of them must call."""
     if not torch.cuda.is_available():
-        return False
+        return None
     hosts = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     can = len(set(hosts)) == 1
@@ -434,4 +429,4 @@ def share_memory(group: dist.ProcessGroup) -> bool:
             can = False
     answers = [can] * group.size()
     dist.all_gather_object(answers, can, group=group)
-    return all(answers)
+    return Exchange(group) if all(answers) else None

@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_megatron.engine.fillers import attention
 from lightning_megatron.engine.fillers.attention import SDPAttention
-from lightning_megatron.engine.fillers.masks import (
-    BLOCK,
-    MASKED_SCORE,
-    Pattern,
-    block_mask,
-    hidden_keys,
-    pattern_of,
-)
+from lightning_megatron.engine.fillers.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
 from lightning_megatron.errors import ConfigError
 
 HEADS, CPU = 8, torch.device("cpu")
@@ -82,40 +75,43 @@ def test_a_window_that_hides_a_token_from_itself_is_refused() -> None:
 # ---- by blocks ------------------------------------------------------------------------------------------------------
 
 PATTERNS = [
-    pattern_of(300, 300, causal=True, window=None, cross=False),
-    pattern_of(300, 300, causal=False, window=None, cross=False),
-    pattern_of(700, 700, causal=True, window=130, cross=False),
-    pattern_of(384, 384, causal=True, window=256, cross=False),
-    pattern_of(130, 400, causal=True, window=90, cross=False),
-    pattern_of(140, 300, causal=False, window=None, cross=True),
+    Pattern(num_queries=queries, num_keys=keys, causal=causal, window=window, cross=cross)
+    for queries, keys, causal, window, cross in (
+        (300, 300, True, None, False),
+        (300, 300, False, None, False),
+        (700, 700, True, 130, False),
+        (384, 384, True, 256, False),
+        (130, 400, True, 90, False),
+        (140, 300, False, None, True),
+    )
 ]
 
 
-def _blocks(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
-    """bool [b, nq, nk], of the kernels' lists."""
-    assert counts is not None
-    assert indices is not None
-    listed = torch.arange(indices.shape[-1]) < counts[..., None]
-    return torch.zeros_like(listed).scatter_(-1, indices.long(), listed)[:, 0]
+def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which the kernels take for whole, and for which they ask pair by pair: bool [b, nq, nk]."""
+    found = []
+    for counts, indices in (
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.kv_num_blocks, mask.kv_indices),
+    ):
+        assert counts is not None
+        assert indices is not None
+        listed = torch.arange(indices.shape[-1]) < counts[..., None]
+        found.append(torch.zeros_like(listed).scatter_(-1, indices.long(), listed)[:, 0])
+    return found[0], found[1]
 
 
 @pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_blocks_are_listed_whole_or_in_part_as_the_dense_mask_says(pattern: Pattern, has_segments: bool) -> None:
+def test_blocks_are_listed_whole_or_in_part_as_torch_finds_pair_by_pair(pattern: Pattern, has_segments: bool) -> None:
     segments = _segments(pattern.num_keys) if has_segments else None
-    mask, hidden = block_mask(segments, pattern, CPU), hidden_keys(segments, pattern, CPU)
-    dense = torch.tensor(True) if hidden is None else ~hidden[:, 0]
-    dense = dense.expand(mask.kv_num_blocks.shape[0], pattern.num_queries, pattern.num_keys)
-    padded = F.pad(dense, (0, -pattern.num_keys % BLOCK, 0, -pattern.num_queries % BLOCK))
-    tiles = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    whole = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
-    part = _blocks(mask.kv_num_blocks, mask.kv_indices)
-    assert torch.equal(whole, tiles.all(4).all(2))
+    mask, rows = block_mask(segments, pattern, CPU), None if segments is None else len(segments)
+    whole, part = _blocks(mask)
+    expected = create_block_mask(mask.mask_mod, rows, None, pattern.num_queries, pattern.num_keys, "cpu", BLOCK)
+    expected_whole, expected_part = _blocks(expected)
+    assert torch.equal(whole, expected_whole)
     assert not (whole & part).any()
-    assert (tiles.any(4).any(2) <= (whole | part)).all()
-    # The backward pass goes by columns.
-    assert torch.equal(_blocks(mask.full_q_num_blocks, mask.full_q_indices).mT, whole)
-    assert torch.equal(_blocks(mask.q_num_blocks, mask.q_indices).mT, part)
+    assert (expected_part <= part).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")

@@ -208,27 +208,25 @@ LLAMA = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    ("fields", "tp", "says"),
+    ("fields", "tp", "capability", "says"),
     [
-        ({"hidden_size": 72}, 1, "hidden_size to be a multiple of 16, got 72; "),
-        ({"kv_channels": 6}, 1, r"num_attention_heads \* kv_channels / tp .* got 24; "),
-        ({"num_query_groups": 1}, 4, r"\(num_attention_heads \+ 2 .* got 24; choose"),
+        ({"hidden_size": 72}, 1, None, "hidden_size to be a multiple of 16, got 72; "),
+        ({"kv_channels": 6}, 1, None, r"num_attention_heads \* kv_channels / tp .* got 24; "),
+        ({"num_query_groups": 1}, 4, None, r"\(num_attention_heads \+ 2 .* got 24; choose"),
+        ({}, 1, (8, 0), "a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0"),
     ],
 )
-def test_what_cannot_be_multiplied_in_fp8_is_one_line(fields: dict[str, Any], tp: int, says: str) -> None:
+def test_what_cannot_be_multiplied_in_fp8_is_one_line(
+    fields: dict[str, Any], tp: int, capability: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    device = torch.device("cuda" if capability else "cpu")
     with pytest.raises(ConfigError, match=f"fp8: expected {says}"):
-        fp8.check_fp8(dataclasses.replace(LLAMA, **fields), tp, torch.bfloat16, torch.device("cpu"))
+        fp8.check_fp8(dataclasses.replace(LLAMA, **fields), tp, torch.bfloat16, device)
     fp8.check_fp8(LLAMA, 2, torch.bfloat16, torch.device("cpu"))
 
 
-def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ConfigError, match=r"fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0"):
-        fp8.check_fp8(LLAMA, 1, torch.bfloat16, torch.device("cuda"))
-
-
 def test_layers_without_megatrons_linears_are_refused() -> None:
-    layers = torch.nn.ModuleList([torch.nn.Linear(16, 16)])
     with pytest.raises(ConfigError, match="fp8: expected Megatron's parallel linears, got none"):
-        fp8.use_fp8(layers)
+        fp8.use_fp8(torch.nn.ModuleList([torch.nn.Linear(16, 16)]))
