@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -179,25 +178,7 @@ class FusedSGD(MasterOptimizer):
 
 # ---- what Megatron does around its optimizers, changed ---------------------------------------------------------------
 
-_Groups = tuple[list[list[Tensor]], ...]
 
-
-def with_leaf_shards(original: Callable[..., _Groups]) -> Any:
+def with_leaf_shards(original: Callable[..., Any]) -> Any:
     """``_build_model_and_main_param_groups`` whose float32 shards are leaf tensors, not nodes of an autograd graph."""
-
-    def _build_model_and_main_param_groups(
-        gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
-    ) -> _Groups:
-        groups = original(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
-        float32_shards = groups[3]
-        for shards, group_range in zip(float32_shards, opt_group_ranges, strict=True):
-            for index, shard in enumerate(shards):
-                # The float32 shards come first among the optimizer's parameters of a group.
-                leaf = shard.detach()
-                copy_tensor_model_parallel_attributes(leaf, shard)
-                if hasattr(shard, "shared"):
-                    leaf.shared = shard.shared  # type: ignore[attr-defined]
-                shards[index] = group_range["orig_group"]["params"][index] = leaf
-        return groups
-
-    return staticmethod(_build_model_and_main_param_groups)
+    return staticmethod(torch.no_grad()(original))
