@@ -436,7 +436,7 @@ def num_key_parts(q: Tensor, k: Tensor) -> int:
     """
     if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SMALLEST_PART != 0:
         return 1
-    most = _num_multiprocessors(q.device) // (k.shape[0] * k.shape[1])
+    most = torch.cuda.get_device_properties(q.device).multi_processor_count // (k.shape[0] * k.shape[1])
     blocks = k.shape[2] // SMALLEST_PART
     return max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0)
 
@@ -475,11 +475,6 @@ def _joined(outputs: Tensor, log_sums: Tensor) -> Tensor:
 def _compiled_joining() -> Callable[[Tensor, Tensor], Tensor]:
     """Compiled once per process for all sizes: eagerly it is five kernels in each layer."""
     return torch.compile(_joined, dynamic=True)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # ---- caches of keys and values, while text is generated --------------------------------------------------------------

@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 
 from lightning_megatron.engine.fillers.experts import Dispatcher, _products
-from lightning_megatron.engine.fillers.kernels import _LookUp, embedding, recomputes_activation, token_losses
-from lightning_megatron.engine.patches import SWIGLU, WEIGHT_GRADIENTS, stand_ins
+from lightning_megatron.engine.fillers.kernels import recomputes_activation, token_losses
+from lightning_megatron.engine.patches import SWIGLU, stand_ins
 from lightning_megatron.engine.runtime import replaced
 from lightning_megatron.models.gpt import hide_padded_vocab_
 
@@ -34,46 +32,6 @@ def world() -> Iterator[Any]:
 
 
 @pytest.mark.gpu
-def test_a_bias_that_the_product_adds_has_its_gradient(monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, gradient_accumulation_fusion=True,
-        perform_initialization=False,
-    )  # fmt: skip
-    with replaced(stand_ins(WEIGHT_GRADIENTS)):
-        linear = ColumnParallelLinear(
-            8, 12, config=config, init_method=torch.nn.init.normal_, bias=True, tp_group=world
-        )
-        torch.nn.init.normal_(linear.weight)
-        torch.nn.init.normal_(linear.bias)
-        linear.weight.main_grad = torch.zeros(12, 8, device="cuda")
-        x, upstream = torch.randn(5, 2, 8, device="cuda", requires_grad=True), torch.randn(5, 2, 12, device="cuda")
-        got, _ = linear(x)
-        gradients = torch.autograd.grad(got, (x, linear.bias), upstream)
-    torch.testing.assert_close(got, F.linear(x, linear.weight, linear.bias), rtol=1e-5, atol=1e-5)
-    expected = upstream @ linear.weight, upstream.sum((0, 1))
-    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
-    weight_gradient = torch.einsum("sbo,sbi->oi", upstream, x)
-    torch.testing.assert_close(linear.weight.main_grad, weight_gradient, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_embeddings_gradient_is_added_and_autograd_keeps_none(device: str, tied: bool) -> None:
-    torch.manual_seed(0)
-    weight: Any = torch.nn.Parameter(torch.randn(10, 4, device=device))
-    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.ones_like(weight), False, tied
-    ids, upstream = torch.tensor([[1, 2, 2], [3, 1, 2]], device=device), torch.randn(2, 3, 4, device=device)
-    rows = _LookUp.apply(ids, weight) if device == "cpu" else embedding(ids, weight)
-    (rows * upstream).sum().backward()
-    plain = weight.detach().clone().requires_grad_()
-    (F.embedding(ids, plain) * upstream).sum().backward()
-    torch.testing.assert_close(weight.main_grad - 1, plain.grad, rtol=1e-5, atol=1e-6)
-    assert weight.grad_added_to_main_grad is not tied
-    assert (weight.grad is None) is tied  # what is not None is looked at by nobody
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu_is_the_formula(dtype: torch.dtype) -> None:
     pytest.importorskip("liger_kernel.megatron")
@@ -86,37 +44,6 @@ def test_swiglu_is_the_formula(dtype: torch.dtype) -> None:
     upstream = torch.randn_like(expected)
     gradient, reference = (torch.autograd.grad(each, x, upstream.to(each.dtype))[0] for each in (got, expected))
     torch.testing.assert_close(gradient.float(), reference.float(), rtol=2 * tolerance, atol=4 * tolerance)
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_grouped_products_are_those_of_each_expert_in_fp32(device: str) -> None:
-    """One expert has no token. In bf16 (on a GPU) a product and its gradients are rounded once."""
-    on_gpu = device == "cuda"
-    sizes, width, rows = ([300, 0, 17, 195], 256, 384) if on_gpu else ([5, 0, 1, 4], 8, 12)
-    tokens = torch.randn(sum(sizes), width, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    weights = torch.nn.Parameter(torch.randn(len(sizes), rows, width, device=device).to(tokens.dtype))
-    tokens.requires_grad_()
-    upstream = torch.randn(sum(sizes), rows, device=device).to(tokens.dtype)
-    expected_inputs = [each.detach().float().requires_grad_() for each in (tokens, weights)]
-    parts = zip(expected_inputs[0].split(sizes), expected_inputs[1], strict=True)
-    expected = torch.cat([part @ weight.t() for part, weight in parts])
-    expected.backward(upstream.float())
-
-    weights.main_grad = torch.ones_like(weights, dtype=torch.float32)  # type: ignore[attr-defined]
-    ends = torch.tensor(sizes, device=device).cumsum(0).int()
-    got = _products(tokens, weights, ends)
-    got.backward(upstream)
-
-    rounded = {"rtol": 2**-7, "atol": 0.2} if on_gpu else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(got.float(), expected, **rounded)
-    torch.testing.assert_close(tokens.grad.float(), expected_inputs[0].grad, **rounded)  # type: ignore[union-attr]
-    torch.testing.assert_close(weights.main_grad - 1.0, expected_inputs[1].grad, **rounded)  # type: ignore[operator]
-    assert weights.grad_added_to_main_grad  # type: ignore[attr-defined]
-    again = _products(tokens, weights, ends)
-    assert torch.equal(again, got)
 
 
 # ---- what is made again ----------------------------------------------------------------------------------------------
