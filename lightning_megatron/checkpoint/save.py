@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -66,7 +66,7 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import FileChecksums, more_than_data, readable_size
+from lightning_megatron.files import FileChecksums, more_than_data
 
 T = TypeVar("T")
 
@@ -266,13 +266,8 @@ class Save:
 
     def report(self) -> str:
         """What it took, in a line."""
-        seconds, size = time.monotonic() - self._begin, 0
-        with contextlib.suppress(OSError):  # this is news, not a check
-            size = sum(files.file_sizes(self.path).values())
-        return (
-            f"checkpoint {self.path} is complete: {readable_size(size)} in {seconds:.3g} s, "
-            f"{readable_size(size / seconds)}/s; training stood still for {self._stall:.3g} s"
-        )
+        seconds = time.monotonic() - self._begin
+        return f"checkpoint {self.path} is complete after {seconds:.3g} s, of which training waited {self._stall:.3g} s"
 
     def _wait(self) -> list[Future[_Written]]:
         wait(self._jobs)
@@ -399,6 +394,14 @@ def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
+    np.generic: lambda each: each.item(),
+    np.ndarray: torch.from_numpy,
+    Path: str,
+    bytearray: bytes,
+}
+
+
 def as_plain_data(value: Any, readable: str = "") -> Any:
     """The same value in the types that can be read back without running code: containers, numbers, strings, tensors.
 
@@ -413,14 +416,7 @@ def as_plain_data(value: Any, readable: str = "") -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):  # also those that are numbers or strings, of which files would name the class
         return as_plain_data(value.value, readable)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, bytearray):
-        return bytes(value)
+    value = next((plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value)
     if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
         rank_zero_warn(f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only")
         return repr(value)
@@ -575,8 +571,8 @@ class HostMemory:
         if len(data) == 0 or self._block is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
-        to_boundary = min(-offset % _PINNED_AT_ONCE, len(data))
-        for part, source in zip(_cut(target, to_boundary), _cut(data, to_boundary), strict=True):
+        cuts = [*range(-offset % _PINNED_AT_ONCE, len(data), _PINNED_AT_ONCE)]
+        for part, source in zip(target.tensor_split(cuts), data.tensor_split(cuts), strict=True):
             part.copy_(source, non_blocking=True)
         return target.view(tensor.dtype).view(tensor.shape)
 
@@ -616,11 +612,6 @@ class HostMemory:
                 list(pool.map(torch.Tensor.zero_, piece.split(_TOUCH)))  # what has been touched is pinned faster
                 if gpu is not None and _call_cuda("cudaHostRegister", piece.data_ptr(), piece.numel(), 0):
                     self._pinned.append(piece)
-
-
-def _cut(data: torch.Tensor, first: int) -> list[torch.Tensor]:
-    """``first`` bytes, and the rest in pieces as they are pinned."""
-    return [data[:first], *data[first:].split(_PINNED_AT_ONCE)]
 
 
 def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:

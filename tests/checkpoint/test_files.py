@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 import zlib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_megatron import files
@@ -14,6 +19,7 @@ from lightning_megatron.checkpoint.files import read_table
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, verify_checksums
 from tests.checkpoint.damage import sum_up
+from tests.ranks import run_ranks
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
@@ -94,3 +100,30 @@ def test_instructions_of_a_table_reach_nothing(tmp_path: Path, instructions: byt
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
     with pytest.raises(CheckpointError, match=message):
         read_table(tmp_path)
+
+
+# ---- what meta.pt keeps ---------------------------------------------------------------------------------------------
+
+
+class _Color(Enum):
+    RED = Path("red")
+
+
+def _kept(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
+    """What ``meta.pt`` gives back for hyper-parameters, and the warnings."""
+    import torch
+
+    from lightning_megatron.checkpoint.save import plain_state, torch_bytes
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        written = torch_bytes(plain_state({"epoch": 3, "hyper_parameters": hyper_parameters}))
+    return torch.load(io.BytesIO(written), weights_only=True), [str(each.message) for each in caught]
+
+
+def test_hyper_parameters_are_kept_as_data_and_objects_as_their_text() -> None:
+    data = {"lr": np.float32(0.5), "color": _Color.RED, "sizes": (1, [np.int64(2)]), "none": None}
+    ((found, warned),) = run_ranks(_kept, 1, {**data, "module": [io.StringIO, 3]})
+    plain = {"lr": 0.5, "color": "red", "sizes": (1, [2]), "none": None, "module": ["<class '_io.StringIO'>", 3]}
+    assert found == {"epoch": 3, "hyper_parameters": plain}
+    assert warned == ["hyper-parameter 'module' is a type; the checkpoint keeps its text only"]
