@@ -69,16 +69,15 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
     """The checkpoint at ``path`` by its headers, not yet described; None if there is none of a known kind.
 
     Args:
-        path: A folder or file.
+        path: A folder, or a file of one.
         iteration: As for ``iteration_folder``.
 
     Raises:
         CheckpointError: If it is unfinished, damaged or unsafe.
         ConfigError: As ``iteration_folder``.
     """
-    if path.is_file() and is_distributed(path.parent):
-        raise CheckpointError(f"{path} is one file of the checkpoint {path.parent}; give that")
-    path = iteration_folder(directory_of(path) or path, iteration)
+    whole = path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
+    path = iteration_folder(whole or path, iteration)
     if (path / META).is_file():
         return StrategySource(path)
     if is_distributed(path):

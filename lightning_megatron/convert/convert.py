@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -37,7 +36,7 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
 from lightning_megatron.convert.peft import save_adapter
 from lightning_megatron.convert.registry import config_of_task, differences, family_of
-from lightning_megatron.convert.shards import Key, Loading, Source, cast
+from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, cast
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -57,7 +56,6 @@ _DTYPES = {
     **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
 }
 """What ``--dtype`` may be."""
-_TIMEOUT = timedelta(minutes=30)
 
 
 def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
@@ -103,8 +101,8 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 stack.enter_context(merged(chunks))
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
-                size, missing = options.max_shard_size, loading.missing
-                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, missing)
+                size = options.max_shard_size
+                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, loading.missing)
             elif options.to == "peft":
                 save_adapter(chunks, model, folder, source.base)
             elif options.to == "megatron":
@@ -246,15 +244,14 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
 
 
 def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[Key]) -> None:
-    if not missing:
-        return
     names = ", ".join(hugging_face_names(missing, source.model))
-    if options.to != "hf":
+    if missing and options.to != "hf":
         raise CheckpointError(
             f"{source.path} lacks tensors of its head ({names}), and a checkpoint to go on from must be whole; convert "
             "it to=hf, or train from it as it is (pretrained=True begins a new head)"
         )
-    _log.warning("not in %s and left out: %s", source.path, names)
+    if missing:
+        _log.warning("not in %s and left out: %s", source.path, names)
 
 
 # ---- the live model -------------------------------------------------------------------------------------------------
@@ -272,11 +269,11 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topolo
     """The engine on this process's CPU; a world of one where there is no other, which ends with the context."""
     is_own = not dist.is_initialized()
     if is_own and _world_size() > 1:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     elif is_own:
         dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
-        topology, runtime = groups.initialize(layout, _TIMEOUT), Runtime(torch.device("cpu"))
+        topology, runtime = groups.initialize(layout, TIMEOUT), Runtime(torch.device("cpu"))
         runtime.seed(1, topology.pp_rank)
         with runtime.active():
             yield runtime, topology

@@ -47,13 +47,6 @@ _PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
 """What ``from_pretrained`` looks for first."""
 SHARD_FILE = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
-}
-"""What safetensors calls the dtypes of torch."""
 _MAPPED_BYTES = 16 << 20
 
 
@@ -156,14 +149,13 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         CheckpointError: If it cannot be read, or is damaged.
     """
     from safetensors import safe_open
+    from safetensors.torch import _TYPES
 
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
         headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        if other := next((name for name, each in headers.items() if each.get_dtype() not in _DTYPES), None):
+        if other := next((name for name, each in headers.items() if each.get_dtype() not in _TYPES), None):
             raise CheckpointError(f"weights file {file} has {other!r} as {headers[other].get_dtype()}; unpack it")
-        return {
-            name: Stored(tuple(each.get_shape()), _DTYPES[each.get_dtype()], file) for name, each in headers.items()
-        }
+        return {name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file) for name, each in headers.items()}
 
 
 def _pickled(file: Path) -> dict[str, Stored]:
@@ -346,10 +338,7 @@ def _renamed(stored: Collection[str], expected: Collection[str], family: Family)
     """Names as the model with its head has them -> names in the files."""
     names: dict[str, str] = {}
     for actual in stored:
-        # As transformers does (conversion_mapping.py, "legacy"): TensorFlow's words in files of 2019.
-        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", actual)
-        name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-        name = _in_files(name, family)
+        name = _in_files(actual, family)
         if name not in expected and family.names.base + name in expected:
             name = family.names.base + name
         names[name] = actual

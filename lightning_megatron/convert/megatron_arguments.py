@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,12 +126,14 @@ def described_by(
             raise
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # arguments and shapes can be anything
             raise CheckpointError(f"{path}: args and shapes describe no model ({error!r}); {_GIVE_A_CONFIG}") from None
-    model, names = family_of(hf_config.model_type).model_config(hf_config), {key.name for key in shapes}
+    family, names = family_of(hf_config.model_type), {key.name for key in shapes}
+    model = family.model_config(hf_config)
     if config is None and HUGGING_FACE_CONFIG in arguments:
         model = variant_of(model, arguments)
-    outside = {rule.megatron for rule in rules_of(model) if LAYER not in rule.hugging_face[0]}
-    if model.architecture == "bert" and not outside <= names:
-        model = family_of(model.family).model_config(hf_config, bert_task(names))
+    if model.architecture == "bert":
+        tasks = (model.task, *family.architectures)  # the first whose head is there
+        models = [family.model_config(hf_config, task) for task in tasks]
+        model = next((each for each in models if _outside_layers(each) <= names), model)
     if model.architecture == "t5" and VOCABULARY[1] in names:
         model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
     return model, hf_config
@@ -140,13 +142,8 @@ def described_by(
 # ---- from arguments to a config -------------------------------------------------------------------------------------
 
 
-def bert_task(names: Collection[str]) -> str:
-    """The task whose head is among tensors of these names."""
-    if "classification_head.dense.weight" in names:
-        return "sequence_classification"
-    if "token_head.dense.weight" in names:
-        return "token_classification"
-    return "pretraining" if {"binary_head.weight", "pooler.dense.weight"} <= set(names) else "masked_lm"
+def _outside_layers(model: ModelConfig) -> set[str]:
+    return {rule.megatron for rule in rules_of(model) if LAYER not in rule.hugging_face[0]}
 
 
 class _Told:
@@ -233,7 +230,7 @@ class _Told:
         if self.architecture == "t5":
             told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
         elif not told and self.architecture == "bert":
-            return self.config_of("megatron-bert", bert_task(self.shapes))
+            return self.config_of("megatron-bert")
         if not told:
             wrong = []
             for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
@@ -248,7 +245,7 @@ class _Told:
             told = min(wrong, key=len)
         raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
 
-    def config_of(self, family: str, task: str = "causal_lm") -> Any:
+    def config_of(self, family: str) -> Any:
         """What is known as a config of ``family``."""
         default, said, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
         if not fields["gated_linear_unit"]:
@@ -268,7 +265,7 @@ class _Told:
             own["num_labels"] = self.shapes[classifier][0]
         known = {names[field]: value for field, value in fields.items() if field in names}
         known |= {name: value for name, value in own.items() if hasattr(default, name)}
-        return config_object({"model_type": family, "architectures": [family_of(family).architectures[task]], **known})
+        return config_object({"model_type": family, **known})
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""

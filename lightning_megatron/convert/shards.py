@@ -33,7 +33,8 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_NAMED = 20
 BAR_FROM_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
-_TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)
+"""For ranks that wait while another one reads or writes."""
 _NUMBERED = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
 NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|attention\.bias)(\.|$|/)")
 """Entries of files without a weight: the scales of fp8, random states, and tables that are computed anew."""
@@ -100,13 +101,15 @@ class Shard:
 
 
 def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
-    """This rank's shards, in the order of ``in_order`` and of their rows.
+    """This rank's shards of weights that Hugging Face has names for, in the order of ``in_order`` and of their rows.
 
     Args:
         chunks: This rank's model chunks, wrapped or not.
         model: The description that the chunks were built from.
     """
-    shards = [_shard(part, model) for _, parts in _sharded(chunks) for part in parts]
+    named = {rule.megatron for rule in rules_of(model)}  # not so the bias of experts, which the engine begins with
+    found = (_shard(part, model) for _, parts in _sharded(chunks) for part in parts)
+    shards = [each for each in found if each.place.key.name in named]
     number = {key: i for i, key in enumerate(in_order({each.place.key for each in shards}, model))}
     return sorted(shards, key=lambda each: (number[each.place.key], each.place.offset))
 
@@ -150,7 +153,7 @@ def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
 def _host_group() -> Any:
     from lightning_megatron.engine.groups import host_group  # the engine's import takes seconds
 
-    return host_group(_TIMEOUT)
+    return host_group(TIMEOUT)
 
 
 def _gathered(mine: Any) -> list[Any]:
@@ -413,13 +416,11 @@ class Gathering:
     ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        self._mine = shards_of(chunks, model)
+        self._mine = [each for each in shards_of(chunks, model) if each.is_first_copy and is_wanted(each.place.key)]
         found: dict[Key, dict[tuple[int, ...], tuple[int, int, Place]]] = {}
-        mine = [(i, shard.place) for i, shard in enumerate(self._mine) if shard.is_first_copy]
-        for rank, places in enumerate(_gathered(mine)):
-            for number, place in places:
-                if is_wanted(place.key):
-                    found.setdefault(place.key, {}).setdefault(place.offset, (rank, number, place))
+        for rank, places in enumerate(_gathered([each.place for each in self._mine])):
+            for number, place in enumerate(places):
+                found.setdefault(place.key, {}).setdefault(place.offset, (rank, number, place))
         self._parts = {key: list(found[key].values()) for key in in_order(found, model)}
 
     def contents(self) -> dict[str, Stored]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.families.parity import FOUR_RANKS, VOCAB_SIZE, check_family, padded_sentences, tiny_model
+from tests.families.parity import FOUR_RANKS, VOCAB_SIZE, check_family, padded_sentences, pretrained_module, tiny_model
 from tests.families.test_gpts import LIKE_LLAMA
-from tests.parity.training import Layout
+from tests.parity.training import Case, Layout, trainer_of
+from tests.ranks import run_ranks
 
 _LIKE_LLAMA = {**LIKE_LLAMA, "num_experts_per_tok": 2, "output_router_logits": True}
 _QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
@@ -51,7 +53,6 @@ def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
     return load_balancing_loss
 
 
-_SPARSE = {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1}
 CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("mixtral", {}, Layout()),
     ("mixtral", {"sliding_window": 5}, FOUR_RANKS),
@@ -59,16 +60,23 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("qwen2_moe", {}, Layout(tp=2, sequence_parallel=True, recompute="full")),
     ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}, Layout(ep=2, dp=2, pp=2, num_microbatches=2)),
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(ep=2, tp=2, dp=2, sequence_parallel=True)),
-    ("qwen3_moe", {}, Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective")),
     ("qwen3_moe", {}, Layout(ep=2, cp=2)),
     ("olmoe", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
-    ("qwen3_moe", _SPARSE, Layout(pp=2, vpp=2, num_microbatches=2)),
+)
+RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
+    ("qwen3_moe", {}, Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective")),
+    ("qwen3_moe", {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1}, Layout(pp=2, vpp=2, num_microbatches=2)),
     ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, Layout(dp=2, distributed_optimizer=False)),
 )
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "layout"), [pytest.param(*case, id=f"{case[0]} {case[1]}-{case[2]}") for case in CASES]
+    ("family", "changes", "layout"),
+    [
+        pytest.param(*case, id=f"{case[0]} {case[1]}-{case[2]}", marks=marks)
+        for cases, marks in ((CASES, ()), (RARER_CASES, pytest.mark.exhaustive))
+        for case in cases
+    ],
 )
 def test_a_mixture_equals_hugging_face(
     family: str, changes: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
@@ -77,3 +85,15 @@ def test_a_mixture_equals_hugging_face(
     original = modeling.load_balancing_loss_func
     monkeypatch.setattr(modeling, "load_balancing_loss_func", _per_layer_and_microbatch(original, layout))
     check_family(mixture(family, **changes), layout, padded_sentences())
+
+
+def _loss_with_a_bias(directory: str) -> float:
+    bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
+    case, loader = Case(layout=Layout(transformer_config_overrides=bias)), DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
+    (logged,) = trainer_of(case).validate(pretrained_module(directory), loader, verbose=False)
+    return float(logged["val_loss"])
+
+
+def test_files_without_a_bias_of_experts_begin_a_model_with_one(tmp_path: Path) -> None:
+    mixture("mixtral").save_pretrained(tmp_path)
+    assert 0 < run_ranks(_loss_with_a_bias, 1, str(tmp_path))[0] < 20
