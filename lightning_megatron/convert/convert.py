@@ -36,7 +36,7 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
 from lightning_megatron.convert.peft import save_adapter
 from lightning_megatron.convert.registry import config_of_task, differences, family_of
-from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, cast
+from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -91,11 +91,10 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
         loading = Loading(chunks, source)
         _check_missing(source, options, loading.missing)
         with staged_directory(save_path) as folder, contextlib.ExitStack() as stack:
-            loading.fill(as_stored=True)
+            dtype = None if options.dtype is None else _DTYPES[options.dtype]
+            loading.fill(as_stored=True, dtype=None if others else dtype)
             if others:
-                _average(chunks, loading, others)
-            if options.dtype is not None:
-                cast(chunks, _DTYPES[options.dtype], loading.missing)
+                _average(chunks, loading, others, dtype)
             companions = companion_files(source.companions, options.tokenizer)
             if options.to in ("hf", "megatron-legacy"):  # which have no adapters
                 stack.enter_context(merged(chunks))
@@ -132,8 +131,8 @@ def _same_model(source: Source, first: Source) -> Source:
 
 
 @torch.no_grad()
-def _average(chunks: list[Any], first: Loading, others: Sequence[Source]) -> None:
-    """Put the mean of all checkpoints into ``chunks``: summed in fp32, in the dtypes of the first.
+def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype: torch.dtype | None) -> None:
+    """Put the mean of all checkpoints into ``chunks``: summed in fp32, in ``dtype`` or those of the first.
 
     Raises:
         CheckpointError: If a file is damaged, or one checkpoint has a head and another not.
@@ -147,8 +146,8 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source]) -> Non
         loading.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
-    for weight, total, dtype in zip(weights, sums, dtypes, strict=True):
-        weight.data = (total / (len(others) + 1)).to(dtype)
+    for weight, total, of_first in zip(weights, sums, dtypes, strict=True):
+        weight.data = (total / (len(others) + 1)).to(dtype or of_first)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -339,55 +339,40 @@ class Loading:
         """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
 
     @torch.no_grad()
-    def fill(self, *, as_stored: bool = False) -> None:
+    def fill(self, *, as_stored: bool = False, dtype: torch.dtype | None = None) -> None:
         """Write this rank's weights; rows that pad the vocabulary become zero.
 
         Args:
             as_stored: Give each weight the dtype that it is stored in; else it is rounded to that of the chunks.
+            dtype: With ``as_stored``: give each weight this dtype instead.
 
         Raises:
-            CheckpointError: If a file is damaged, on all ranks alike.
+            CheckpointError: If a file is damaged, or a finite number would be infinite in ``dtype``; on all ranks
+                alike.
         """
         from lightning_megatron.engine.collectives import on_all_ranks_alike
 
         if as_stored:
             for tensor, parts in _sharded(self._chunks):
                 if (key := _key(parts[0])) in self._found:
-                    tensor.data = torch.empty_like(tensor, dtype=self._found[key][1])
+                    tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
         shards = [shard for shard in shards_of(self._chunks, self._model) if shard.place.key in self._found]
         with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
 
             def fill_all() -> None:
                 for shard in shards:
                     place = shard.place.unpadded
+                    part, ours = self._found[place.key][0].read(place), shard.data[: place.size[0]]
                     shard.data[place.size[0] :] = 0
-                    shard.data[: place.size[0]].copy_(self._found[place.key][0].read(place))
+                    ours.copy_(part)
+                    if dtype is not None and ours.isinf().sum() > part.isinf().sum():
+                        raise CheckpointError(
+                            f"{place.key}: expected numbers up to {torch.finfo(dtype).max:.4g} ({str(dtype)[6:]}), got "
+                            f"{part[part.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
+                        )
                     bar.update(shard.data.nbytes)
 
             on_all_ranks_alike(fill_all)
-
-
-@torch.no_grad()
-def cast(chunks: Iterable[Any], dtype: torch.dtype, without: frozenset[Key] = frozenset()) -> None:
-    """Round this rank's weights to ``dtype``, in place, but those of ``without``. Every rank must call.
-
-    Raises:
-        CheckpointError: If a finite number becomes infinite; its weight is named.
-    """
-    from lightning_megatron.engine.collectives import on_all_ranks_alike
-
-    def cast_all() -> None:
-        for tensor, parts in _sharded(chunks):
-            if (key := _key(parts[0])) not in without:
-                result, is_narrower = tensor.to(dtype), torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-                if is_narrower and result.isinf().sum() > tensor.isinf().sum():
-                    raise CheckpointError(
-                        f"{key}: expected numbers up to {torch.finfo(dtype).max:.4g} ({str(dtype)[6:]}), got "
-                        f"{tensor[tensor.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
-                    )
-                tensor.data = result
-
-    on_all_ranks_alike(cast_all)
 
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
