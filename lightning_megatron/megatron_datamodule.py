@@ -146,7 +146,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         is_reloaded = self._train_loader is not None  # reload_dataloaders_every_n_epochs
         restored, self._restored = self._restored or self.state_dict(), {}
         # Another number of samples may be another order: the run goes on in the one that it began with.
-        order, samples = self._open_train(restored.get("num_samples", num_samples))
+        order, samples = self._open("train", restored.get("num_samples", num_samples))
         max_steps = None if counts_epochs else trainer.max_steps
         loader = TrainLoader(samples, order, shape, max_steps=max_steps, num_workers=self.num_workers)
         self._train_loader = loader
@@ -185,7 +185,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             return
         num_samples = state_dict.get("num_samples", loader.order.requested)
         if num_samples != loader.order.requested:
-            loader.order, loader.samples = self._open_train(num_samples)
+            loader.order, loader.samples = self._open("train", num_samples)
         self._go_to(loader, state_dict)
         self._check_lengths_of_epochs(loader)
 
@@ -230,15 +230,11 @@ class MegatronDataModule(LightningDataModule, ABC):
         """The model that the Trainer runs now; None without a Trainer, or if its module has no ``model_config``."""
         return getattr(getattr(self.trainer, "lightning_module", None), "model_config", None)
 
-    def _open_train(self, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
-        size, fingerprint, samples = self._open("train", num_samples)
-        return PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples), samples
-
     def _pass_loader(self, name: SplitName) -> PassLoader | list[PassLoader]:
         if not self.has_split(name):
             return []
-        size, _, samples = self._open(name, None)
-        return PassLoader(samples, size, self._shape(), self.num_workers)
+        order, samples = self._open(name, None)
+        return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.go_to(restored["train"])
@@ -259,8 +255,8 @@ class MegatronDataModule(LightningDataModule, ABC):
             " first length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
-    def _open(self, name: SplitName, num_samples: int | None) -> tuple[int, str, Samples | None]:
-        """Number and fingerprint of samples on every rank, and these on those that read; every rank must call.
+    def _open(self, name: SplitName, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
+        """The order of samples on every rank, and these on those that read; every rank must call.
 
         Rank 0 reads, and is the first to open them: it builds what the others find.
         """
@@ -270,9 +266,10 @@ class MegatronDataModule(LightningDataModule, ABC):
             return on_all_ranks_alike(lambda: self.open(name, num_samples) if is_mine else None)
 
         samples = opened(strategy.global_rank == 0)
-        told = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
+        size, fingerprint = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
         others = opened(strategy.is_data_source and strategy.global_rank != 0)
-        return *told, others if samples is None else samples
+        order = PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples)
+        return order, others if samples is None else samples
 
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()

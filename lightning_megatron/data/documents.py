@@ -394,12 +394,9 @@ def _rows(path: str, size: int, keys: Sequence[str]) -> Iterator[Piece]:
         with pyarrow.parquet.ParquetFile(
             path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
         ) as table:
-            present, num_rows = table.schema_arrow.names, table.metadata.num_rows
-            if missing := [key for key in keys if key not in present]:
-                problem = f"has no column '{missing[0]}'; choose the json key from {', '.join(present) or 'none'}"
-                yield Piece(path=path, num_bytes=size, problem=problem)
-                return
-            for batch in table.iter_batches(_ROWS, columns=list(keys), use_threads=False):
+            num_rows, names = table.metadata.num_rows, table.schema_arrow.names
+            columns = list(keys) if set(keys) <= set(names) else None  # of all of them the right one can be chosen
+            for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
                 first, done = done + 1, done + batch.num_rows
                 before, accounted = accounted, size * done // num_rows
                 yield Piece(path=path, rows=batch.to_pylist(), first=first, num_bytes=accounted - before)

@@ -93,10 +93,9 @@ class BatchShape:
         grows = ramp.start >= 1 and ramp.increment >= 1 and ramp.samples >= 1 and ramp.start < full
         if not grows or (full - ramp.start) % ramp.increment or ramp.start % unit or ramp.increment % unit:
             raise ConfigError(
-                f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}] must be a first global batch and"
-                f" an increment, both multiples of {unit} (micro_batch_size={self.micro_batch_size} x dp"
-                f"={self.data_parallel_size}), that reach the global batch of {full} (x num_microbatches="
-                f"{self.num_microbatches}) in whole increments, and a positive number of samples; choose such"
+                f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]: expected a first global batch and"
+                f" an increment, multiples of micro_batch_size={self.micro_batch_size} x dp={self.data_parallel_size},"
+                f" which reach the global batch of {full} in whole increments, and a positive number of samples"
             )
         return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
 

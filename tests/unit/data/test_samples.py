@@ -195,16 +195,16 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
         assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
 
 
-def test_a_dataset_without_a_sample_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "b", 1, longest=2)
-    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
-        GPT.count(*_parts(tmp_path, "b", split="1"))
-
-
 @pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,1,1,1"])
 def test_what_is_not_a_weight_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be one to three weights like 949,50,1"):
         parse_split(text)
+
+
+def test_a_dataset_without_a_sample_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "b", 1, longest=2)
+    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
+        GPT.count(*_parts(tmp_path, "b", split="1"))
 
 
 @settings(max_examples=300, deadline=None)
