@@ -392,19 +392,16 @@ class Beams:
         # The best continuations of each row, best first.
         scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
         beams, tokens = places // self._vocab_size, places % self._vocab_size
-        texts = self._growing.take_along_dim(beams[..., None], dim=1)
+        texts, logs = _taken(beams, self._growing, self._growing_logs)
         texts[:, :, step] = tokens
-        logs = self._growing_logs.take_along_dim(beams[..., None], dim=1)
         logs[:, :, step] = given.view(len(beams), -1).gather(1, places)
         ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
         if step + 1 == self._most:
             ends = torch.ones_like(ends)
         self._complete_texts(texts, logs, scores, ends, step + 1)
         self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
-        self._growing = texts.take_along_dim(chosen[..., None], dim=1)
-        self._growing_logs = logs.take_along_dim(chosen[..., None], dim=1)
-        parents = (self._first_beams + beams.take_along_dim(chosen, dim=1)).flatten()
-        tokens = tokens.take_along_dim(chosen, dim=1).flatten()
+        self._growing, self._growing_logs, beams, tokens = _taken(chosen, texts, logs, beams, tokens)
+        parents, tokens = (self._first_beams + beams).flatten(), tokens.flatten()
         self._look_ahead(step + 1)
         # With every candidate at its end there is nothing left to grow.
         self._can_improve &= ~ends.all()
@@ -429,10 +426,9 @@ class Beams:
         scores = scores + (~completes) * _HOPELESS + is_closed * _HOPELESS
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
         self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(count)
-        self._complete = torch.cat((self._complete, texts), dim=1).take_along_dim(chosen[..., None], dim=1)
-        self._complete_logs = torch.cat((self._complete_logs, logs), dim=1).take_along_dim(chosen[..., None], dim=1)
-        self._complete_lengths = torch.cat((self._complete_lengths, lengths), dim=1).take_along_dim(chosen, dim=1)
-        self._is_complete = torch.cat((self._is_complete, completes), dim=1).take_along_dim(chosen, dim=1)
+        before = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
+        all_texts = (torch.cat(pair, dim=1) for pair in zip(before, (texts, logs, lengths, completes), strict=True))
+        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _taken(chosen, *all_texts)
 
     def _look_ahead(self, length: int) -> None:
         """Whether the best beam of a row may still become better than the worst of its complete texts."""
@@ -448,6 +444,11 @@ class Beams:
         if self._options.early_stopping is True:
             is_over = is_over | self._is_complete.all(dim=-1, keepdim=True)
         return is_over.all()
+
+
+def _taken(index: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Of each tensor [b, n] or [b, n, ...] what ``index`` [b, m] says of each row."""
+    return [x.take_along_dim(index if x.dim() == 2 else index[..., None], dim=1) for x in tensors]
 
 
 # ---- how tokens are chosen -------------------------------------------------------------------------------------------

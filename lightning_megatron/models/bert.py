@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_megatron.engine.fillers.kernels import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
-from lightning_megatron.models.transformer_config import activation_function
+from lightning_megatron.models.transformer_config import ACTIVATIONS
 
 
 class BertChunk(Chunk):
@@ -147,7 +147,7 @@ class MaskedLMHead(torch.nn.Module):
         super().__init__()
         self.dense = _linear(model.hidden_size, model.hidden_size, config, sees_part_of_sequence=True)
         self.layer_norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
-        self.activation = activation_function(model.activation)
+        self.activation = ACTIVATIONS[model.activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import (
     CrossAttention,
@@ -85,7 +85,7 @@ def layer_spec(
         mlp = _experts(model)
     addition = {"multiplier": model.residual_multiplier}
     return ModuleSpec(
-        module=ParallelTransformerLayer if model.parallel_attention else TransformerLayer,
+        module=_layer_class(model),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_spec(model) if model.pre_norms else IdentityOp,
             self_attention=_self_attention(model, config, number),
@@ -101,6 +101,12 @@ def layer_spec(
             sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
+    if model.architecture == "t5":
+        return BiasedTransformerLayer
+    return ParallelTransformerLayer if model.parallel_attention else TransformerLayer
 
 
 def _experts(model: ModelConfig) -> ModuleSpec:
@@ -197,30 +203,16 @@ class LayerStack(TransformerBlock):
                 layer.mlp_bda.norm = _norm_or_none(next_norm)
 
     @override
-    def _checkpointed_forward(
-        self, hidden_states: Tensor, use_inner_quantization_context: bool = False, **inputs: Any
-    ) -> Tensor:
-        """Recompute in the backward pass what the config says; [s, b, h] or [s/tp, b, h], as given.
+    def _get_layer(self, layer_number: int) -> Any:
+        """A layer; behind the last one, to which a recomputed group reaches in megatron-core 0.16.1, what does nothing.
 
-        megatron-core 0.16.1, transformer/transformer_block.py, fails where the layers of a chunk are no multiple of
-        ``recompute_num_layers``; and it has the attention bias in a closure, so that the graph of a bias that learns
-        would be walked once per group, freed by the first.
+        Later versions end the last group where the layers end (transformer/transformer_block.py).
         """
-        config, is_uniform = self.config, self.config.recompute_method == "uniform"
-        size = config.recompute_num_layers if is_uniform else 1
-        num_recomputed = len(self.layers) if is_uniform else config.recompute_num_layers
+        return self.layers[layer_number] if layer_number < len(self.layers) else _passed_on
 
-        def run(layers: Iterable[Any], hidden: Tensor, *values: Any) -> Tensor:
-            for layer in layers:
-                hidden, _ = layer(hidden, **dict(zip(inputs, values, strict=True)))
-            return hidden
 
-        for first in range(0, len(self.layers), size):
-            group = partial(run, self.layers[first : first + size])
-            if first < num_recomputed:
-                group = partial(checkpoint, group, config.distribute_saved_activations)
-            hidden_states = group(hidden_states, *inputs.values())
-        return hidden_states
+def _passed_on(hidden_states: Tensor, context: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
+    return hidden_states, context
 
 
 def _norm_or_none(slot: Any) -> Norm | None:
@@ -312,6 +304,20 @@ class PartlyRotatedAttention(SelfAttention):
 
     def _with_smaller_rest(self, x: Tensor) -> Tensor:
         return torch.cat((x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1)
+
+
+class BiasedTransformerLayer(TransformerLayer):
+    """A layer that gets in place of a mask what is added to its scores, hidden keys included.
+
+    The recomputation of megatron-core (0.16.1 to 0.19) hands masks on as arguments, but has a bias in a closure: the
+    graph of one that learns would be walked once per group of layers, freed by the first.
+    """
+
+    @override
+    def forward(self, *args: Any, attention_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's; ``attention_mask``: [b or 1, np, sq, sk], added to the scores."""
+        output: tuple[Tensor, Tensor | None] = super().forward(*args, **{**others, "attention_bias": attention_mask})
+        return output
 
 
 class ParallelTransformerLayer(TransformerLayer):

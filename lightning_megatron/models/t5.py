@@ -212,7 +212,7 @@ class T5Stack(LayerStack):
         if self.relative_bias is not None:
             length = hidden.shape[0] * _parts_of_sequence(self.config)
             bias = self.relative_bias(self._num_cached() + length, attention_mask, length)
-        hidden = super().forward(hidden, None, context, context_mask, attention_bias=bias)
+        hidden = super().forward(hidden, bias, context, context_mask)
         if self.final_layernorm is None:
             return hidden
         # With sequence parallelism each rank drops numbers of its own, as in Megatron's TransformerBlock.

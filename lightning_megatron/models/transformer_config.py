@@ -127,15 +127,12 @@ def _check_expert_fields(model: ModelConfig, by_hand: Mapping[str, Any]) -> None
         )
 
 
-def activation_function(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The non-linearity of that name."""
-    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-        "relu": F.relu,
-        "silu": F.silu,
-    }
-    return functions[name]
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
 
 def transformer_config(model: ModelConfig, settings: EngineSettings) -> TransformerConfig:
@@ -160,7 +157,7 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
     return {
         **{name: getattr(model, name) for name in OF_THE_SAME_NAME},
-        "activation_func": activation_function(model.activation),
+        "activation_func": ACTIVATIONS[model.activation],
         "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]

@@ -35,10 +35,26 @@ LAYOUTS = (
     Layout(pp=2, recompute="full"),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective"),
 )
-
-TWO = [Layout(tp=2, pp=2), pytest.param(Layout(dp=2), marks=pytest.mark.exhaustive)]
 FEW = ("gpt2", "llama_dynamic", "mistral", "bloom")
 """Models of each kind of positions."""
+EVERY = tuple(MODELS)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
+    # How a text ends is nothing that families have a say in, so a few show it.
+    (LAYOUTS[0], EVERY, False),
+    (LAYOUTS[0], FEW, True),
+    (Layout(pp=2, vpp=2, num_microbatches=2), FEW, True),
+    (Layout(dp=3), FEW, True),
+    (Layout(dp=2, ep=2), MIXTURES, True),
+    (Layout(tp=4), ("gpt_bigcode", "falcon_40b"), False),  # more ranks than heads of keys
+)
+"""Layout, models, and whether their texts end in different ways, too."""
+RARER_CASES = (
+    *((layout, EVERY, True) for layout in LAYOUTS),
+    (Layout(cp=2, tp=2), FEW, True),
+    (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), MIXTURES, True),
+    (Layout(tp=2, dp=2, ep=4, sequence_parallel=True), MIXTURES[:1], True),  # four ranks cannot share six experts
+)
 
 
 @functools.cache
@@ -55,52 +71,18 @@ def calls_of(names: tuple[str, ...], *, ends: bool = True) -> list[Call]:
     return calls
 
 
-def test_every_family_writes_what_hugging_face_writes() -> None:
-    # How a text ends is nothing that families have a say in, so a few show it.
-    compare(calls_of(tuple(MODELS), ends=False), LAYOUTS[0])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_family_does_whatever_ends_its_texts(layout: Layout) -> None:
-    compare(calls_of(tuple(MODELS)), layout)
+@pytest.mark.parametrize(
+    ("layout", "models", "ends"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES)],
+    ids=lambda part: str(part) if isinstance(part, Layout | bool) else f"{len(part)} models",
+)
+def test_every_family_writes_what_hugging_face_writes(layout: Layout, models: tuple[str, ...], ends: bool) -> None:
+    compare(calls_of(models, ends=ends), layout)
 
 
 @pytest.mark.parametrize("layout", on_gpus(Layout(), *LAYOUTS[:2], Layout(dp=2)))
 def test_gpus_write_what_hugging_face_writes_on_a_cpu(layout: Layout) -> None:
-    compare(calls_of(tuple(MODELS)) + calls_of_every_t5(), layout, accelerator="gpu")
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        LAYOUTS[0],
-        Layout(pp=2, vpp=2, num_microbatches=2),
-        Layout(dp=3),
-        pytest.param(Layout(cp=2, tp=2), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_each_kind_of_positions_does_whatever_ends_its_texts(layout: Layout) -> None:
-    compare(calls_of(FEW), layout)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=2, ep=2),
-        pytest.param(Layout(tp=2, pp=2, ep=2, sequence_parallel=True), marks=pytest.mark.exhaustive),
-        pytest.param(Layout(tp=2, dp=2, ep=4, sequence_parallel=True), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_ranks_that_share_experts_write_together(layout: Layout) -> None:
-    # Of six experts four ranks cannot have equal shares.
-    compare(calls_of(("mixtral", "qwen2_moe", "qwen3_moe")[: 1 if layout.ep == 4 else 3]), layout)
-
-
-def test_more_ranks_than_key_value_heads() -> None:
-    compare([asked(name, max_new_tokens=8, **NO_END) for name in ("gpt_bigcode", "falcon_40b")], Layout(tp=4))
+    compare(calls_of(EVERY) + calls_of_every_t5(), layout, accelerator="gpu")
 
 
 def test_the_models_that_are_tested_are_all_families_of_gpts() -> None:
@@ -157,12 +139,11 @@ def test_there_may_be_fewer_prompts_than_copies_and_stages() -> None:
         compare([call], layout)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.exhaustive)])
-def test_sixteen_bits_write_what_hugging_face_writes_in_them(precision: str) -> None:
+def test_sixteen_bits_write_what_hugging_face_writes_in_them() -> None:
     call = asked("llama", prompts(lengths=(7,)), max_new_tokens=6, **NO_END)
-    model = copy.deepcopy(hugging_face("llama")).to(torch.bfloat16 if precision == "bf16-mixed" else torch.float16)
+    model = copy.deepcopy(hugging_face("llama")).to(torch.bfloat16)
     expected = model.generate(call.input_ids, do_sample=False, max_new_tokens=6, eos_token_id=-1)
-    (actual,) = continued([call], Layout(pp=2), precision=precision)
+    (actual,) = continued([call], Layout(pp=2), precision="bf16-mixed")
     assert actual.tolist() == expected.tolist()
 
 
@@ -206,8 +187,7 @@ _ATOL = 1e-4
 """fp32 sums over the vocabulary and over at most six tokens, in another order of additions."""
 
 
-@pytest.mark.parametrize("layout", TWO, ids=str)
-def test_each_kind_of_search_finds_what_hugging_face_finds(layout: Layout) -> None:
+def test_each_kind_of_search_finds_what_hugging_face_finds() -> None:
     rows = prompts(lengths=(7, 3, 5))
     # Tokens that are likely somewhere, so that some beams end and some do not.
     likely = by_hugging_face(asked("llama", rows, max_new_tokens=12, **NO_END))
@@ -215,11 +195,10 @@ def test_each_kind_of_search_finds_what_hugging_face_finds(layout: Layout) -> No
     common = {"max_new_tokens": 11, "pad_token_id": 1}
     calls = [asked("llama", rows, **o, **common, eos_token_id=eos) for o in SEARCHES for eos in (ends[:1], ends)]
     assert len({by_hugging_face(call).shape[1] for call in calls}) > 1, "no search ended before the others"
-    compare(calls, layout)
+    compare(calls, Layout(pp=2))
 
 
-@pytest.mark.parametrize("layout", TWO, ids=str)
-def test_scores_equal_hugging_face(layout: Layout) -> None:
+def test_scores_equal_hugging_face() -> None:
     rows = prompts(lengths=(7, 4, 6))
     common: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 1}
     end = int(by_hugging_face(asked("llama", rows, **common, **NO_END))[0, 9])
@@ -234,7 +213,7 @@ def test_scores_equal_hugging_face(layout: Layout) -> None:
     alone = torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(is_behind, 0)
     expected = ((one.sequences, alone, alone.sum(-1)), (several.sequences, of_beams, several.sequences_scores))
     calls = [asked("llama", rows, **options), asked("llama", rows, **options, **beams)]
-    for answers in run_with_models(_scored, layout, calls):
+    for answers in run_with_models(_scored, Layout(tp=2, dp=2), calls):
         for actual, (sequences, log_probabilities, scores) in zip(answers, expected, strict=True):
             assert torch.equal(actual.sequences, sequences)
             torch.testing.assert_close(actual.log_probabilities, log_probabilities, rtol=0.0, atol=_ATOL)
@@ -254,8 +233,7 @@ def _tokenizer(said: dict[int, bytes]) -> Any:
     return byte_level_tokenizer({token: said.get(token, f"<{token}>".encode()) for token in range(VOCAB_SIZE)})
 
 
-@pytest.mark.parametrize("layout", TWO, ids=str)
-def test_texts_end_where_hugging_faces_do(layout: Layout) -> None:
+def test_texts_end_where_hugging_faces_do() -> None:
     ids, mask = prompts(lengths=(7, 4, 6, 5))
     plain: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 1} | NO_END
     new = by_hugging_face(asked("mistral", (ids, mask), **plain))[:, 7:].tolist()
@@ -273,14 +251,14 @@ def test_texts_end_where_hugging_faces_do(layout: Layout) -> None:
     assert by_hugging_face(calls[1])[0, 7:].tolist().index(1) == 3
     assert set(by_hugging_face(calls[2])[2, 8:].tolist()) == {1}
     assert by_hugging_face(calls[3])[:, -1].eq(1).any()
-    compare(calls, layout)
+    compare([*calls, _stopped_t5()], Layout(pp=2))
 
 
-def test_a_t5s_texts_do() -> None:
+def _stopped_t5() -> Call:
     rows = prompts("right", lengths=(7, 4))
     begun = {"decoder_input_ids": torch.tensor([[2, 5], [2, 6]]), "max_new_tokens": 8, "pad_token_id": 3} | NO_END
     plain = by_hugging_face(asked("t5_1_1", rows, **begun)).tolist()
     tokenizer = _tokenizer({5: b"sto", plain[0][2]: b"p", plain[1][4]: b"stop"})
     call = asked("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
     assert by_hugging_face(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
-    compare([call], Layout(pp=2))
+    return call
