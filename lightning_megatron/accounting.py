@@ -168,17 +168,11 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
     # Fewer key/value heads than ranks are split, too: each rank keeps a part of their rows.
     split = num_attentions * _projections(model) + _matrices(model) * h * width
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
-    whole = norms * _norm(model)
+    whole = norms * _norm(model) + (model.has_attention_output_bias + model.add_bias_linear) * h
+    split += model.add_qkv_bias * qkv + model.add_bias_linear * up
     if model.qk_layernorm:
         heads = model.num_attention_heads + model.num_query_groups if model.qk_layernorm_of_all_heads else 2
         whole += heads * _norm(model, model.kv_channels)
-    if model.add_qkv_bias:
-        split += qkv
-    if model.has_attention_output_bias:
-        whole += h
-    if model.add_bias_linear:
-        split += up
-        whole += h
     if experts is not None:  # the router, and the gate of the shared MLP
         whole += experts.num_experts * h + (h if width else 0)
     return split // tp + whole + layer_experts(model, layer) // ep

@@ -327,11 +327,18 @@ class Schedule:
 
         Raises:
             NonFiniteError: If ``grad_norm`` is not finite, unless the step may be skipped.
+            ConfigError: If the gradients were divided by other numbers of targets than the loss has.
         """
         if grad_norm == 0 and not sum(output.num_targets.values()):
             rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
         if math.isfinite(grad_norm):
             return
+        aside = 0.0 if output.experts is None else output.experts.loss
+        if not math.isfinite(output.loss) and math.isfinite(sum(output.terms.values()) + aside):
+            raise ConfigError(
+                f"{type(self._step).__name__}.counts: expected the numbers of targets that loss_func returns, got "
+                "others; override both, or let counts return None"
+            )
         what = f"step {step}: {self._culprit(output.microbatch_losses, group)}"
         if not may_skip:
             raise NonFiniteError(
@@ -382,12 +389,13 @@ class Schedule:
             lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
         balance = None if forward_only else self._balance
-        self._denominators = self._global_counts(batch, balance)
+        self._denominators = None if forward_only else self._global_counts(batch, balance)
         self._targets_seen = []
         rows_of = (tensor.chunk(num_microbatches) for tensor in batch.values())
         microbatches = [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
+        device = next(iter(batch.values())).device
         if not forward_only and (reports := self._replayed(microbatches)) is not None:
-            return self._reduce(reports, shape, next(iter(batch.values())).device)
+            return self._reduce(reports, shape, device)
         iterators = [iter(microbatches) for _ in self._chunks]
         with contextlib.ExitStack() as around:
             if self._fp8_linears:
@@ -403,7 +411,6 @@ class Schedule:
                 micro_batch_size=shape.micro_batch_size,
                 forward_only=forward_only,
             )
-        device = next(iter(batch.values())).device
         output = self._reduce(reports, shape, device)
         if balance is None:
             return output
@@ -470,9 +477,8 @@ class Schedule:
         ordered = [terms[name] for name in self._step.loss_terms]
         report = torch.stack([torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered])
         if self._denominators is None:
-            (term,) = terms.values()
-            self._targets_seen.append(term.targets.detach().float())
-            return term.sum, 0, report
+            self._targets_seen += [term.targets.detach().float() for term in ordered]
+            return torch.stack([term.sum for term in ordered]).sum(), 0, report
         loss = torch.stack([terms[name].sum / n for name, n in self._denominators.items()]).sum()
         return loss, 0, report
 
@@ -486,9 +492,14 @@ class Schedule:
             dist.all_reduce(total, group=self._topology.dp_group)
         if self._topology.parallel.pp > 1:
             dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
-        means = total[:, 0] / total[:, 1].clamp(min=1.0)
+        counted = total[:, 1].clamp(min=1.0)
+        means = total[:, 0] / counted
+        loss = means.sum()
+        if self._denominators is not None:  # which gradients were divided by; the host learns of it with their norm
+            told = torch.stack([*self._denominators.values()])
+            loss = loss.masked_fill(~torch.isclose(counted, told, rtol=1e-3).all(), math.nan)
         return StepOutput(
-            loss=means.sum(),
+            loss=loss,
             terms=dict(zip(names, means.unbind(), strict=True)),
             num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
             shape=shape,

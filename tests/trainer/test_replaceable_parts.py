@@ -11,6 +11,7 @@ import torch
 
 from examples.custom_train_step import KeyTokenTrainStep
 from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, train_module
+from tests.ranks import RankError
 
 CASE = Case(layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven")
 
@@ -34,6 +35,7 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
             output = model(batch["tokens"], None, None, labels=batch["targets"])
             return output, lambda losses: {"lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))}
 
+    class Uncounted(Unmasked):
         def counts(self, batch: Batch) -> None:
             return None
 
@@ -44,7 +46,8 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
         "nothing": {},
         "loss_func": {"train_step": KeyTokenTrainStep(key_tokens=[3, 30, 60], alpha=0.5)},
         "get_batch": {"train_step": ZeroTokens()},
-        "forward_step": {"train_step": Unmasked()},
+        "forward_step": {"train_step": Uncounted()},
+        "targets": {"train_step": Unmasked()},
         "model": {"model_provider": with_relu},
         "config": {},
     }
@@ -60,6 +63,13 @@ def test_the_loss_the_batch_the_forward_pass_or_the_model_alone() -> None:
         assert ours == pytest.approx(alone, rel=1.5e-6)
         assert ours[0] != pytest.approx(original[0], rel=1e-3)
     assert with_relu == of_relu != original
+
+
+def test_targets_that_are_counted_otherwise_are_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns, got"
+    ):
+        same_on_all(_losses, CASE, ("targets",))
 
 
 def test_the_loss_of_the_example_is_what_one_gets_by_hand() -> None:
