@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -306,10 +307,11 @@ class LossCurve(Callback):
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
         steps, losses = zip(*self.train.points, strict=True)
-        is_long = len(losses) >= 40
-        axes.plot(steps, losses, "C0", alpha=0.3 if is_long else 1.0, label=None if is_long else "training")
-        if is_long:
-            axes.plot(steps, _smoothed(losses), "C0", label="training (smoothed)")
+        width = len(losses) // 25 | 1  # odd: the middle of a window is a step
+        axes.plot(steps, losses, "C0", alpha=0.3 if width > 1 else 1.0, label=None if width > 1 else "training")
+        if width > 1:  # a window that looks back only would lag behind a falling loss
+            means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
+            axes.plot(steps[width // 2 : -(width // 2)], means, "C0", label="training (smoothed)")
         if self.validation.points:
             steps, losses = zip(*self.validation.points, strict=True)
             axes.plot(steps, losses, "C1", marker="o", markersize=4, label=f"validation (last {losses[-1]:.3f})")
@@ -357,20 +359,6 @@ class Curve:
         """Continue with the saved points."""
         self.points = list(zip(state_dict["steps"], state_dict["values"], strict=True))
         self._stride, self._seen = state_dict["stride"], state_dict["seen"]
-
-
-def _smoothed(values: Sequence[float], share: float = 0.04) -> list[float]:
-    """Mean of each value's neighbourhood of about ``share`` of the curve; values that are not finite are left out.
-
-    A window that looks back only would lag behind a falling loss. At the steep beginning it shrinks on both sides, so
-    that the first value stays; at the flat end only on one, so that the last is no noise.
-    """
-    means = []
-    for index in range(len(values)):
-        reach = min(max(1, round(share * len(values) / 2)), index)
-        near = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
-        means.append(statistics.fmean(near) if near else math.nan)
-    return means
 
 
 def _is_partial_validation(trainer: Trainer) -> bool:

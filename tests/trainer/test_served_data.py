@@ -101,7 +101,9 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-@pytest.mark.parametrize("rows", [{"packing": True}, {"pad_to_multiple_of": 4}], ids=str)
+@pytest.mark.parametrize(
+    "rows", [{"packing": True}, pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_instructions_teach_every_layout_the_same(instructions: Run, rows: dict[str, Any]) -> None:
     run = instructions.but(indexed=rows)
     (alone,) = run_ranks(_train, 1, run)
