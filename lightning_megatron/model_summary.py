@@ -127,8 +127,8 @@ def _contents(
     for name, weight in chunk.named_parameters():
         is_split, is_expert = getattr(weight, "tensor_model_parallel", False), not getattr(weight, "allreduce", True)
         whole = weight.numel() * (parallel.ep if is_expert else parallel.tp if is_split else 1)
-        if is_split and weight.shape[0] * parallel.tp == (padded := model.padded_vocab_size(parallel.tp)):
-            whole = whole // padded * model.vocab_size
+        if is_split and re.search(r"(word_embeddings|output_layer)\.(weight|bias)$", name):
+            whole = whole // model.padded_vocab_size(parallel.tp) * model.vocab_size
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             whole = 0
         weights[renumbered(name)] = whole, whole * weight.requires_grad, weight.numel()
