@@ -52,9 +52,11 @@ class Router(TopKRouter):
 
     Attributes:
         tokens: [], fp32: tokens of the whole batch, without padding; None outside a step of training.
-        loss: [], fp32: this rank's part of the step's auxiliary loss, coefficient included.
-        counts: [experts], fp32: how many tokens of this rank's copy of the model went to each in the step.
+        load: [1 + experts], fp32, of the step: this rank's part of the auxiliary loss, coefficient included, and how
+            many tokens of this rank's copy of the model went to each expert.
     """
+
+    load: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what Megatron-Core passes to its own router, of which 0.19 has more."""
@@ -62,8 +64,6 @@ class Router(TopKRouter):
         frequency = self.config.moe_layer_freq
         self._num_layers = sum(frequency) if isinstance(frequency, list) else self.config.num_layers
         self.tokens: Tensor | None = None
-        self.loss: Tensor | None = None
-        self.counts: Tensor | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -103,9 +103,9 @@ class Router(TopKRouter):
         share = counts * self.topk / counts.sum().clamp(min=1.0)
         factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
         loss = factor * (share * scores.sum(dim=0)).sum() / self.tokens
-        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+        self.load[0] += loss.detach()
         if self.tp_cp_group.rank() == 0:
-            self.counts = counts if self.counts is None else self.counts + counts
+            self.load[1:] += counts
         balanced: Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
         return balanced
 
@@ -138,32 +138,30 @@ class LoadBalance:
     """The routers of this rank's chunks during one step."""
 
     def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
-        self._shape, self._bias_rate = (config.num_layers, config.num_moe_experts), config.moe_router_bias_update_rate
+        self._shape, self._bias_rate = (
+            (config.num_layers, 1 + config.num_moe_experts),
+            config.moe_router_bias_update_rate,
+        )
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
     def begin(self, tokens: Tensor) -> None:
         """Start a step of so many tokens, [], fp32, over all ranks and without padding."""
         for router in self._routers:
-            router.tokens, router.loss, router.counts = tokens.clamp(min=1.0), None, None
+            router.tokens, router.load = tokens.clamp(min=1.0), tokens.new_zeros(self._shape[1])
 
     def end(self, device: torch.device) -> LoadReport:
         """What became of it: one all-reduce over all ranks, which must all call."""
-        loss, counts = torch.zeros(1, device=device), torch.zeros(self._shape, device=device)
+        loads = torch.zeros(self._shape, device=device)
         for router in self._routers:
-            if router.loss is not None:
-                loss += router.loss
-            if router.counts is not None:
-                counts[router.layer_number - 1] = router.counts
-            router.tokens = None
-        packed = torch.cat([loss, counts.flatten()])
-        dist.all_reduce(packed)
-        counts = packed[1:].view(self._shape)
+            loads[router.layer_number - 1], router.tokens = router.load, None
+        dist.all_reduce(loads)
+        counts = loads[:, 1:]
         for router in self._routers:
             if router.expert_bias is not None:
                 # Megatron's own update adds 0: it reads counts that a bf16 model keeps in bf16, and the router leaves.
                 of_layer = counts[router.layer_number - 1]
                 router.expert_bias += self._bias_rate * (of_layer.mean() - of_layer).sign()
-        return LoadReport(loss=packed[0], counts=counts)
+        return LoadReport(loss=loads[:, 0].sum(), counts=counts)
 
 
 # ---- the ranks' exchange of tokens -----------------------------------------------------------------------------------

@@ -136,17 +136,6 @@ def test_the_sum_and_its_norm(is_rms: bool, has_bias: bool, probability: float) 
     _assert_same(got, (total, normed), inputs)
 
 
-def test_masks_follow_the_generator() -> None:
-    x, residual, weight = _random(5, 1, 64), _random(5, 1, 64), _random(64)
-
-    def total(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return add_norm(x, None, residual, weight, None, 1e-5, 0.5)[0]
-
-    assert torch.equal(total(1), total(1))
-    assert not torch.equal(total(1), total(2))
-
-
 def test_a_norm_that_has_added_knows_the_norm_of_that_sum_alone() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=2, use_cpu_initialization=True)
     norm = Norm(config, 24).to(DEVICE)
