@@ -67,22 +67,16 @@ class Norm(torch.nn.Module):
         self.is_rms: bool = config.normalization == "RMSNorm"
         self.zero_centered: bool = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
-        self.bias: torch.nn.Parameter | None = None
-        if not self.is_rms and has_bias:
-            self.bias = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
+        made: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        # A norm that neither scales nor shifts.
+        self.weight = torch.nn.Parameter(torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **made))
+        shifts = has_bias and not self.is_rms
+        self.bias = torch.nn.Parameter(torch.zeros(self.shape, **made)) if shifts else None
         for parameter in self.parameters():
             # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._ahead: tuple[Tensor, Tensor] | None = None
         """A sum that ``add`` made, and its norm."""
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Start as a norm that neither scales nor shifts."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
 
     def can_add(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``add`` takes these; it is for training, whose time a kernel launch from Python does not decide."""
@@ -378,10 +372,8 @@ class _LookUp(torch.autograd.Function):
         weight = ctx.weight
         rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
         weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
-        if getattr(weight, "zero_out_wgrad", False):
-            return None, None  # tied: the output layer gives autograd the zeros that it wants
-        weight.grad_added_to_main_grad = True
-        return None, torch.empty_like(weight)
+        # Of a tied one the output layer gives autograd the zeros that it wants.
+        return None, None if getattr(weight, "zero_out_wgrad", False) else reported_gradient(weight)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
