@@ -18,7 +18,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from transformers import AutoTokenizer
 
-from lightning_megatron import DatasetDataModule, LRSchedule, MegatronModule, MegatronStrategy, PerplexityReport
+from lightning_megatron import (
+    ConfigError,
+    DatasetDataModule,
+    LRSchedule,
+    MegatronModule,
+    MegatronStrategy,
+    PerplexityReport,
+)
 
 LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 
@@ -43,6 +50,10 @@ class TextBlocks(DatasetDataModule):
         """Lightning's hook, called on one process of each host before any reads."""
         if (self.folder / "dataset_dict.json").exists():
             return
+        if Path(self.dataset).suffix in (".txt", ".json", ".jsonl") and not Path(self.dataset).exists():
+            raise ConfigError(
+                f"dataset={self.dataset} does not exist; give a text or JSON file, or a dataset of the hub"
+            )
         if Path(self.dataset).exists():
             texts = load_dataset("json" if ".json" in self.dataset else "text", data_files=self.dataset, split="train")
         else:

@@ -506,6 +506,8 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         return str(own.path)
     in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
     requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
+    if ckpt_path == "":
+        raise CheckpointError("ckpt_path must not be empty; give the path of a *.ckpt, or leave it out")
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry"):

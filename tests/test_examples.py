@@ -60,6 +60,9 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
     import torch
     from transformers import AutoModelForCausalLM
 
+    from examples.pretrain_clm import TextBlocks
+    from lightning_megatron import ConfigError
+
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(250)))
     given = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
@@ -71,6 +74,8 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
     assert f"Optimization steps = {3 * (examples // 8)}" in second
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", device_map="auto")
     assert torch.isfinite(model(torch.arange(32)[None]).logits).all()
+    with pytest.raises(ConfigError, match=r"dataset=no\.txt does not exist; give"):
+        TextBlocks("no.txt", "tokenizer", folder=str(tmp_path / "none")).prepare_data()
 
 
 def test_custom_train_step_trains_with_its_own_loss(corpus: Path, tmp_path: Path) -> None:

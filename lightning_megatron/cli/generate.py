@@ -79,6 +79,9 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
         ConfigError: If an argument is wrong, the tokenizer is that of another model, or a prompt cannot be continued.
         CheckpointError: If the checkpoint cannot be read.
     """
+    from lightning_megatron.convert.contents import open_source
+    from lightning_megatron.generate.inputs import encoded, request_of
+
     early_stopping: Any = {"true": True, "false": False}.get(options.early_stopping, "never")
     how = replace(how, early_stopping=early_stopping)
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
@@ -86,15 +89,16 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     if options.stream and not can_stream:
         raise ConfigError("--stream shows one text of one prompt, without beams and --json; leave it out, or these")
     require_number("batch_size", options.batch_size, at_least=1)
-    stored = _opened(options)
+    stored = open_source(options.load_path, options.config, options.iteration)
+    if stored.model.architecture not in ("gpt", "t5"):
+        raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
+    is_answer = stored.model.architecture == "t5"
+    if is_answer and options.add_bos:
+        raise ConfigError("--add-bos is for texts that are continued, and a T5 starts its own; leave it out")
     tokenizer = _tokenizer(options.tokenizer, stored)
     how = _with_ends(how, stored, tokenizer)
-
-    from lightning_megatron.generate.inputs import encoded, request_of
-
     input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
     request_of({"input_ids": input_ids, "attention_mask": mask}, vars(how), stored.model)
-    is_answer = stored.model.architecture == "t5"
     show = TextWriter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
     rows = [{"input_ids": ids, "attention_mask": each} for ids, each in zip(input_ids, mask, strict=True)]
@@ -165,17 +169,6 @@ def _own_precision(stored: Source, accelerator: str) -> Any:
     return "32-true" if accelerator == "cpu" else on_gpu.get(stored.dtype, "32-true")
 
 
-def _opened(options: GenerateOptions) -> Source:
-    from lightning_megatron.convert.contents import open_source
-
-    stored = open_source(options.load_path, options.config, options.iteration)
-    if stored.model.architecture not in ("gpt", "t5"):
-        raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
-    if stored.model.architecture == "t5" and options.add_bos:
-        raise ConfigError("--add-bos is for texts that are continued, and a T5 starts its own; leave it out")
-    return stored
-
-
 def _tokenizer(folder: Path | None, stored: Source) -> Any:
     from lightning_megatron.convert.hugging_face import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
@@ -242,54 +235,52 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class TextWriter:
     """Writes the texts of each batch of prompts: for readers, behind their prompts, or for programs, as JSON lines.
 
     A single text may be written while it grows, never a part of a character, and nothing behind a stop text.
     """
 
-    def __init__(
-        self, prompts: Sequence[str], tokenizer: Any, how: GenerationOptions, *, as_json: bool, is_answer: bool
-    ) -> None:
-        """Set how tokens become texts.
-
-        Args:
-            prompts: As the user wrote them.
-            tokenizer: Of transformers.
-            how: With the stop texts, and how many texts there are of each prompt.
-            as_json: A line for each text; else a blank line between two.
-            is_answer: Whether they are an encoder-decoder's, which stand on a line of their own.
-        """
-        self._prompts = [prompt for prompt in prompts for _ in range(how.num_return_sequences)]
-        self._tokenizer, self._stop, self._as_json, self._is_answer = tokenizer, how.stop_texts, as_json, is_answer
-        self._new: list[int] = []
-        self._num_done = self._num_shown = 0
+    prompts: Sequence[str]
+    """As the user wrote them."""
+    tokenizer: Any
+    """Of transformers."""
+    how: GenerationOptions
+    """With the stop texts, and how many texts there are of each prompt."""
+    as_json: bool
+    """A line for each text; else a blank line between two."""
+    is_answer: bool
+    """Whether they are an encoder-decoder's, which stand on a line of their own."""
+    _new: list[int] = field(default_factory=list)
+    _num_done: int = 0
+    _num_shown: int = 0
 
     def add(self, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
         """Write what the next token of the only text, [1], makes readable; it is -1 once the text is finished."""
         from lightning_megatron.generate.inputs import continuation
 
         self._new += [token for token in tokens.tolist() if token >= 0]
-        given = [] if self._is_answer else batch["input_ids"][0].tolist()
-        self._write(self._shown(continuation(self._tokenizer, given, self._new)).rstrip(_HALF_CHARACTER))
+        given = [] if self.is_answer else batch["input_ids"][0].tolist()
+        self._write(self._shown(continuation(self.tokenizer, given, self._new)).rstrip(_HALF_CHARACTER))
 
     def end(self, batch: dict[str, torch.Tensor], written: torch.Tensor) -> None:
         """Write the texts of the next prompts, or what is left of the one that grew."""
         from lightning_megatron.generate.inputs import new_texts
 
-        for text in new_texts(self._tokenizer, written, **batch, is_answer=self._is_answer):
+        for text in new_texts(self.tokenizer, written, **batch, is_answer=self.is_answer):
             self._write(self._shown(text) + "\n")
             self._num_done, self._num_shown = self._num_done + 1, 0
 
     def _shown(self, text: str) -> str:
         """A prompt and the text that follows it, up to the end of the first of the stop texts."""
-        prompt = self._prompts[self._num_done]
-        text = text[: min((text.index(each) + len(each) for each in self._stop if each in text), default=None)]
-        if self._as_json:
+        prompt = self.prompts[self._num_done // self.how.num_return_sequences]
+        text = text[: min((text.index(each) + len(each) for each in self.how.stop_texts if each in text), default=None)]
+        if self.as_json:
             is_narrow = not (sys.stdout.encoding or "utf").lower().startswith("utf")
             return json.dumps({"prompt": prompt, "text": text}, ensure_ascii=is_narrow)
         gap = "\n" if self._num_done else ""
-        return f"{gap}{prompt}{self._is_answer * chr(10)}{text}"
+        return f"{gap}{prompt}{self.is_answer * chr(10)}{text}"
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text[self._num_shown :])

@@ -120,11 +120,7 @@ def _checkpoint(path: Path, as_json: bool) -> str | None:
 
 def _in_order(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Sorted by name, ``layers.10`` behind ``layers.9``."""
-
-    def order(name: str) -> list[tuple[bool, int, str]]:
-        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
-
-    return {name: tensors[name] for name in sorted(tensors, key=order)}
+    return dict(sorted(tensors.items(), key=lambda each: _NUMBER.sub(lambda number: number[0].zfill(9), each[0])))
 
 
 def _dtype(tensor: Stored) -> str:

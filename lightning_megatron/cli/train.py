@@ -47,7 +47,6 @@ SHORT_NAMES: list[type] = [
 """Classes that a configuration may name without their module, because they are imported here."""
 DATA_MODULES = [each for each in SHORT_NAMES if issubclass(each, LightningDataModule) and not inspect.isabstract(each)]
 DEFAULT_SEED = 1234
-_CHECKPOINT_WORDS = ("last", "best", "hpc")
 _MOST_VALUES, _DEEPEST = 100_000, 100
 _load = get_loader("yaml")
 _REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
@@ -105,20 +104,16 @@ class MegatronCLI(LightningCLI):
 
     def __init__(self, args: list[str], run: bool = True) -> None:
         self._mistakes: list[Exception] = []
+        raising = {"exit_on_error": False}  # instead of printing its usage and exiting
         with held_messages() as self._show_messages:
             super().__init__(
                 args=args,
                 run=run,
+                parser_kwargs={**raising, **{name: {**raising} for name in self.subcommands()}},
                 auto_configure_optimizers=False,
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=DEFAULT_SEED,
             )
-
-    @override
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser that raises instead of printing its usage and exiting."""
-        kwargs["exit_on_error"] = False
-        return super().init_parser(**kwargs)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -127,7 +122,11 @@ class MegatronCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail."""
+        """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail.
+
+        Raises:
+            ConfigError: If something is wrong, ``seed_everything`` out of range, or ``ckpt_path`` a file of others.
+        """
         assert isinstance(args, list)
         set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
@@ -136,31 +135,14 @@ class MegatronCLI(LightningCLI):
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explained(error, args, options)) from error
-        self._check_settings(self.config.get(str(self.config.get("subcommand")), self.config))
-
-    def _check_settings(self, settings: Any) -> None:
-        """Check what Lightning uses before it makes any object.
-
-        Raises:
-            ConfigError: If ``seed_everything`` is out of range, or ``ckpt_path`` does not exist or is another file.
-        """
-        seed, path = settings.seed_everything, settings.get("ckpt_path")
+        # What Lightning uses before it makes any object; it loads settings from a ckpt_path that is a file.
+        settings = self.config.get(str(self.config.get("subcommand")), self.config)
+        seed, path = settings.seed_everything, Path(settings.get("ckpt_path") or ".")
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
             raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
-        if path is None or str(path) in _CHECKPOINT_WORDS or "://" in str(path):
-            return
-        there = Path(path).expanduser()
-        if not path or (not there.is_dir() and not zipfile.is_zipfile(there)):
-            got = "another file" if path and there.exists() else "nothing"
-            raise ConfigError(
-                f"ckpt_path={path}: expected a checkpoint, which is a folder, got {got}; give the path of a *.ckpt, or "
-                f"one of {', '.join(_CHECKPOINT_WORDS)}"
-            )
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Have every class made through ``_make``."""
-        self.parser.add_instantiator(self._make, object)
+        if path.is_file() and not zipfile.is_zipfile(path):
+            what = "expected a checkpoint, which is a folder, got another file; give the path of a *.ckpt"
+            raise ConfigError(f"ckpt_path={path}: {what}")
 
     @override
     def instantiate_classes(self) -> None:
@@ -169,6 +151,7 @@ class MegatronCLI(LightningCLI):
         Raises:
             ConfigError: If a constructor found a mistake of the user's.
         """
+        self.parser.add_instantiator(self._make, object)
         try:
             super().instantiate_classes()
         except Exception as error:

@@ -90,14 +90,6 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     code, again, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
     assert code == 0, error
     assert yaml.safe_load(again)["trainer"]["strategy"]["init_args"]["recompute"] == "full"
-    imported(tmp_path, OLD, capsys, ".json")
-    for source in (tmp_path / "accelerate.yaml", tmp_path / "accelerate.json"):
-        code, _, error = run_cli(tmp_path, "fit", f"--config={source}")
-        assert (code, error) == (
-            2,
-            f"error: --config {source} is a configuration of accelerate's; make one of ours with lightning-megatron"
-            f" config --from-accelerate {source}\n",
-        )
 
 
 SAMPLES = {"train_samples": 1000, "lr_warmup_samples": 100, "micro_batch_size": 2, "lr_decay_style": "cosine"}

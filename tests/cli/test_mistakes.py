@@ -89,8 +89,8 @@ MISTAKES = {
     f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes from 1 on",
     f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes from 1 on",
     f"{_FIT} --model.model nowhere/config.json": "nowhere/config.json does not exist",
-    f"{_FIT} --ckpt_path ''": "ckpt_path=: expected a checkpoint, which is a folder, got nothing",
-    f"{_FIT} --ckpt_path nowhere.ckpt": "nowhere.ckpt: expected a checkpoint, which is a folder, got nothing",
+    f"{_FIT} --ckpt_path ''": "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out",
+    f"{_FIT} --ckpt_path nowhere.ckpt": "nowhere.ckpt does not exist; give the path of a *.ckpt directory",
     f"{_FIT} --ckpt_path /dev/../etc/passwd": "expected a checkpoint, which is a folder, got another file",
     f"{_FIT} --ckpt_path /proc": "checkpoint /proc lacks its file meta.pt",
     f"{_FIT} --ckpt_path best": "expected a ModelCheckpoint of this Trainer that has saved, got none",
@@ -110,6 +110,7 @@ if not torch.cuda.is_available():
 _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
 )
+_OF_ACCELERATE = "is a configuration of accelerate's; make one of ours with lightning-megatron config --from-accelerate"
 _MANY = "expected at most 100,000 values, 100 in each other, got more"
 FILES = {
     "trainer:\n\tmax_steps: 3": ":2: Problems parsing config: while scanning for the next token found",
@@ -124,6 +125,7 @@ FILES = {
     f"trainer: {'[' * 5000}{']' * 5000}": f": {_MANY}",
     f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
     "trainer: \xff": " is no text in UTF-8",
+    **dict.fromkeys(("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'), f" {_OF_ACCELERATE}"),
 }
 """Texts of configurations, and what is said behind their names."""
 
