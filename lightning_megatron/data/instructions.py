@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,15 +174,9 @@ def read_instructions(options: InstructionOptions) -> Instructions:
 # ---- records to tokens ----------------------------------------------------------------------------------------------
 
 
-class _Rendered(NamedTuple):
-    """A record as text."""
-
-    text: str
-    """All of it."""
-    answers: list[Span]
-    """What is to be learned; in order, apart from each other."""
-    is_chat: bool
-    """Whether a chat template wrote it: then the text has all special tokens that it shall have."""
+_Rendered: TypeAlias = tuple[str, list[Span], bool]
+"""A record as text; what of it is to be learned, in order, apart from each other; and whether a chat template wrote it,
+so that the text has all special tokens that it shall have."""
 
 
 class _Reader:
@@ -203,8 +197,8 @@ class _Reader:
                 answers.
         """
         while batch := list(islice(records, _BATCH)):
-            rendered = [(place, text) for place, record in batch for text in self._render(record, place)]
-            samples = self._tokenize([text for _, text in rendered])
+            rendered = [(place, each) for place, record in batch for each in self._render(record, place)]
+            samples = self._tokenize([each for _, each in rendered])
             for (place, _), sample in zip(rendered, samples, strict=True):
                 if not sample[1].any():
                     raise DataError(f"{place} has an answer without a token to learn; remove or complete it")
@@ -213,7 +207,12 @@ class _Reader:
     def _render(self, record: Message, place: str) -> list[_Rendered]:
         prompt, completion, messages = record.get("prompt"), record.get("completion"), record.get("messages")
         if "messages" not in record and isinstance(prompt, str) and isinstance(completion, str):
-            return [self._plain(prompt + self._options.separator, completion, place)]
+            if not completion.strip():
+                raise DataError(f"{place} has an empty 'completion', so there is nothing to learn; complete it")
+            if self._tokenizer.eos_token_id is None:
+                raise DataError(f"{place}: expected a tokenizer with an eos_token, which ends a completion, got none")
+            prompt += self._options.separator
+            return [(prompt + completion, [(len(prompt), len(prompt + completion))], False)]
         num_prompt = 0
         if "messages" not in record and isinstance(prompt, list) and isinstance(completion, list):
             messages, num_prompt = prompt + completion, len(prompt)
@@ -235,14 +234,6 @@ class _Reader:
         turns = turns[-1:] if self._options.answers == "last" else turns
         return [self._chat(messages[: turn + 1], [turn], tools, place) for turn in turns]
 
-    def _plain(self, prompt: str, completion: str, place: str) -> _Rendered:
-        if not completion.strip():
-            raise DataError(f"{place} has an empty 'completion', so there is nothing to learn; remove or complete it")
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(f"{place}: expected a tokenizer with an eos_token, which ends a completion, got none")
-        text = prompt + completion
-        return _Rendered(text=text, answers=[(len(prompt), len(text))], is_chat=False)
-
     def _chat(self, messages: list[Message], turns: list[int], tools: Any, place: str) -> _Rendered:
         """A conversation, with the answers that the template marks, or else what it writes after asking for them."""
         text, marks = self._apply_template(messages, tools, place)
@@ -253,7 +244,7 @@ class _Reader:
                 raise DataError(f"{place}: the chat template leaves out what the role {role!r} says; use another")
         if marks is not None:
             before = self._apply_template(messages[: turns[0]], tools, place)[1] if turns[0] else None
-            return _Rendered(text=text, answers=marks[len(before or ()) :], is_chat=True)
+            return text, marks[len(before or ()) :], True
         answers = []
         for turn in turns:
             begin = self._apply_template(messages[:turn], tools, place, asks=True)[0] if turn else None
@@ -265,7 +256,7 @@ class _Reader:
                     " {% generation %} and {% endgeneration %} around the answers in the template, or set answers=each"
                 )
             answers.append((len(begin), len(end)))
-        return _Rendered(text=text, answers=answers, is_chat=True)
+        return text, answers, True
 
     def _apply_template(
         self, messages: list[Message], tools: Any, place: str, asks: bool = False
@@ -308,19 +299,20 @@ class _Reader:
         question and the first of its answer, and is then learned. A prompt and completion get the special tokens that
         the tokenizer puts around a text, and the end-of-sequence token if that is not among them.
         """
-        for is_chat, group in groupby(records, key=lambda record: record.is_chat):
+        for is_chat, group in groupby(records, key=lambda record: record[2]):
             same = list(group)
             encoded = self._tokenizer(
-                [without_surrogates(record.text) for record in same],
+                [without_surrogates(text) for text, _, _ in same],
                 add_special_tokens=not is_chat,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
             )
-            for record, ids, offsets in zip(same, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            found = zip(same, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            for (_, answers, _), ids, offsets in found:
                 tokens = np.array(ids, dtype=np.int32)
-                is_answer = _lies_in(np.array(offsets, dtype=np.int64).reshape(-1, 2), record.answers)
+                is_answer = _lies_in(np.array(offsets, dtype=np.int64).reshape(-1, 2), answers)
                 if not is_chat:
                     eos = self._tokenizer.eos_token_id
                     if len(tokens) == 0 or tokens[-1] != eos:

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -129,17 +129,9 @@ def masked_ngrams(
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
 
 
-class Sentences(NamedTuple):
-    """The text of a sample."""
-
-    tokens: NDArray[np.int64]
-    """Of all sentences."""
-    begins: NDArray[np.bool_]
-    """Whether each token begins a word; the first one of a sentence does, with a mark or without."""
-    lengths: NDArray[np.int32]
-    """Of the sentences."""
-    target: int
-    """Tokens that the sample shall have, at most."""
+Sentences: TypeAlias = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32], int]
+"""The text of a sample: tokens of all sentences; whether each begins a word, as the first one of a sentence does, with
+a mark or without; lengths of the sentences; and the tokens that the sample shall have, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +299,7 @@ class MaskedObjective(Objective):
             raise DataError(f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}")
         begins = tokenizer.begins_word[tokens]
         begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
-        return Sentences(tokens, begins, lengths, target)
+        return tokens, begins, lengths, target
 
     @abstractmethod
     def empty_rows(self, num_rows: int) -> Arrays:
@@ -499,8 +491,9 @@ class T5Objective(MaskedObjective):
 
     @override
     def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
-        text, target = sample.tokens[: sample.target], sample.target
-        spans = self._spans(text, sample.begins[:target], target, state)
+        text, begins, _, target = sample
+        text = text[:target]
+        spans = self._spans(text, begins[:target], target, state)
         tokens: list[int] = text.tolist()
         inputs: list[int] = []
         labels: list[int] = []

@@ -106,10 +106,12 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
 
     Raises:
         DataError: If an input is missing, unreadable or malformed, or there is no text in it; before hours of training,
-            if ``output`` cannot be written.
+            if ``output`` has a tokenizer or cannot be written.
     """
     from tokenizers import ByteLevelBPETokenizer
 
+    if (existing := Path(options.output, "tokenizer.json")).exists():  # a dataset may stand on it
+        raise DataError(f"output={options.output} would overwrite {existing}; choose another or remove it")
     files, tokenizer = find_files(options.input), ByteLevelBPETokenizer()
     counts = Counter[str]()
     # A reader must never meet half a tokenizer.json.

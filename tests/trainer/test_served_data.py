@@ -114,13 +114,11 @@ def test_instructions_teach_every_layout_the_same(instructions: Run, rows: dict[
 
 
 def test_each_pass_takes_every_item_once_over_interruptions_at_other_layouts(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    train, num_items = str(tmp_path / "saved"), 22
+    num_items = 22
     items = [[number, *((number * 7 + place) % 50 for place in range(11))] for number in range(num_items)]
-    datasets.Dataset.from_dict({"input_ids": items}).save_to_disk(train)
     run = Run(
         model=NO_DROPOUT,
-        indexed={"train": train},
+        indexed={"train": [{"input_ids": item} for item in items]},
         data_module="DatasetDataModule",
         global_batch=4,
         trainer={"max_steps": 13},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from lightning_megatron.datamodules import DatasetSamples
+from lightning_megatron.datamodules import DatasetDataModule, DatasetSamples
 from lightning_megatron.errors import DataError
 
 datasets = pytest.importorskip("datasets")
@@ -34,9 +35,12 @@ SOURCES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_items_are_stacked(source: str) -> None:
-    rows = DatasetSamples(SOURCES[source]).rows([3, 0, 4])
+@pytest.mark.parametrize("source", [*SOURCES, "saved"])
+def test_items_are_stacked(tmp_path: Path, source: str) -> None:
+    given = SOURCES.get(source, str(tmp_path))
+    if source == "saved":
+        _hugging_face().save_to_disk(given)
+    rows = DatasetDataModule(train=given).open("train", None).rows([3, 0, 4])
     assert rows.keys() == {"input_ids", "weight"}
     assert rows["input_ids"].dtype == torch.int64
     assert torch.equal(rows["input_ids"], TOKENS[[3, 0, 4]])

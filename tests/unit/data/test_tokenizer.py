@@ -60,6 +60,8 @@ def test_compressed_files_and_tables_are_read_and_bad_lines_skipped(tmp_path: Pa
 
     assert (result.documents, result.skipped) == (6, 1)
     assert len(load_tokenizer(tmp_path / "tokenizer").encode(" zebra", add_special_tokens=False)) == 1
+    with pytest.raises(DataError, match=r"output=\S+ would overwrite \S+tokenizer.json; choose another"):
+        _train(tmp_path)
 
 
 @pytest.mark.parametrize(
