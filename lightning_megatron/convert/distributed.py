@@ -166,25 +166,22 @@ class StrategySource(DistributedSource):
         check_complete(path)
         super().__init__(path)
         self._meta = meta = load_meta(path)
-        try:
-            lightning = meta["lightning"]
-            self.base, self.is_whole = meta.get("base"), meta.get("part") != "adapters"
-            self.iteration = int(lightning.get("global_step", 0))
-            modules = ((name, each) for name, each in lightning.items() if isinstance(each, Mapping))
-            self.facts = {
-                "format_version": meta["format_version"],
-                "model": {name: value for name, value in meta["model_description"].items() if value is not None},
-                "base": self.base,
-                "layout": {name: size for name, size in meta["layout"].items() if size is not None},
-                "optimizer": meta["optimizer_format"],
-                "global_step": lightning.get("global_step"),
-                "epoch": lightning.get("epoch"),
-                # Where each data module was: what it saved under its name.
-                "data": {name: each["train"] for name, each in modules if {"train", "train_order"} <= each.keys()},
-                "lightning": lightning.get("pytorch-lightning_version"),
-            }
-        except _ODD as error:
-            raise CheckpointError(f"checkpoint {path} was written by another strategy ({error!r} in {META})") from None
+        lightning = meta["lightning"]
+        self.base, self.is_whole = meta.get("base"), meta.get("part") != "adapters"
+        self.iteration = int(lightning.get("global_step", 0))
+        modules = ((name, each) for name, each in lightning.items() if isinstance(each, Mapping))
+        self.facts = {
+            "format_version": meta["format_version"],
+            "model": {name: value for name, value in meta["model_description"].items() if value is not None},
+            "base": self.base,
+            "layout": {name: size for name, size in meta["layout"].items() if size is not None},
+            "optimizer": meta["optimizer_format"],
+            "global_step": lightning.get("global_step"),
+            "epoch": lightning.get("epoch"),
+            # Where each data module was: what it saved under its name.
+            "data": {name: each["train"] for name, each in modules if {"train", "train_order"} <= each.keys()},
+            "lightning": lightning.get("pytorch-lightning_version"),
+        }
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``; all bytes are compared with their checksums first, once."""

@@ -165,7 +165,8 @@ class DecoderNames:
     base: str = "model."
     """What the names of the headless model begin with, in files of a model with a head."""
     embedding: str = "embed_tokens"
-    positions: str = ""
+    positions: str = "position_embeddings"
+    """Of a variant (models/config.py), where no model of the family has learned ones."""
     embedding_norm: str = ""
     final_norm: str = "norm"
     layer: str = f"layers.{LAYER}."
@@ -227,7 +228,10 @@ class Family:
         """
         own = dict(self.own(hf))
         if hasattr(hf, "rope_parameters") and "position_embedding_type" not in own:
-            own |= rope_fields(hf, may_be_partial=self.may_be_partial)
+            base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=self.may_be_partial)
+            own |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+            if self.may_be_partial:
+                own["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
         if hasattr(hf, "layer_types") and "sliding_window" not in own:
             own |= windows(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_width(hf), **self.always}
@@ -406,7 +410,7 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     rules += output_layer(model, names.output)
     if model.embedding_layernorm:
         rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
-    if names.positions:
+    if model.position_embedding_type == "learned_absolute":
         rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
     return rules + _expert_rules(names, model)
 
@@ -499,15 +503,3 @@ def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: floa
     given = {**rope, **fields, "rope_type": kind, "factor": factor}
     fields["attention_factor"] = float(scaled_frequencies(given, width, base, original)[1])
     return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
-
-
-def rope_fields(hf: Any, *, may_be_partial: bool = False) -> dict[str, Any]:
-    """Rotary positions, as fields of a ``ModelConfig``; the arguments are those of ``read_rope``.
-
-    Raises:
-        ConfigError: If ``rope_parameters`` cannot be honoured.
-    """
-    base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=may_be_partial)
-    fields = {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
-    percent = (hf.rope_parameters or {}).get("partial_rotary_factor") if may_be_partial else None
-    return fields if percent is None else {**fields, "rotary_percent": float(percent)}

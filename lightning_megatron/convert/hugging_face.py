@@ -217,9 +217,9 @@ _HEADS = (
 """Where transformers keeps heads, beside the headless model."""
 _BUFFERS = (
     *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias"),
-    *("*embeddings.position_ids", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+    "*embeddings.position_ids",
 )
-"""Of old files: tables of positions and masks, and one for T5's cross-attention, which nothing ever read."""
+"""Of old files: tables of positions and masks."""
 _BODY = ("embedding", "encoder", "decoder")
 """What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
 
@@ -291,10 +291,9 @@ class HuggingFaceSource(Source):
         found_here = {name: stored[in_file] for name, in_file in self._stored_name.items()}
         self.check(found_here | others, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
-            differ = (
-                "differs from {!r}, to which the config ties it (if it should not, tie_word_embeddings=false there)"
-            )
-            self.refuse([f"{copy!r} {differ.format(of)}" for copy, of in ties if not self._files.are_equal(copy, of)])
+            unequal = [f"{copy!r} differs from {of!r}" for copy, of in ties if not self._files.are_equal(copy, of)]
+            why = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
+            self.refuse([each + why for each in unequal])
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
         for name, each in found_here.items():
@@ -325,11 +324,9 @@ class HuggingFaceSource(Source):
                 theirs, columns = source[ours], place.slices[1:]
                 first = int(theirs.min())
                 span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
-                if rule.transposed:
-                    block = self._files.read(self._stored_name[name], (columns[0], span))
-                    whole[_as_slice(ours)] = block[:, within].t()
-                else:
-                    whole[_as_slice(ours)] = self._files.read(self._stored_name[name], (span, *columns))[within]
+                box = (columns[0], span) if rule.transposed else (span, *columns)
+                block = self._files.read(self._stored_name[name], box)
+                whole[_as_slice(ours)] = (block.t() if rule.transposed else block)[within]
             source = source - rows
         return whole
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
-from lightning_megatron.convert.family import POSITIONS, Family, Rule, adapter_rules
+from lightning_megatron.convert.family import Family, Rule, adapter_rules
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 
@@ -79,18 +79,9 @@ def family_of(model_type: str) -> Family:
 
 
 def rules_of(model: ModelConfig) -> list[Rule]:
-    """How each weight of ``model``, those of its adapters included, is named here and by Hugging Face.
-
-    A variant (models/config.py) may have learned positions where its family has none, or the other way round.
-    """
+    """How each weight of ``model``, those of its adapters included, is named here and by Hugging Face."""
     family = family_of(model.family)
     rules = list(family.rules(family.names, model))
-    if model.architecture == "gpt":
-        others = [rule for rule in rules if rule.megatron != POSITIONS]
-        if model.position_embedding_type != "learned_absolute":
-            rules = others
-        elif len(others) == len(rules):
-            rules.append(Rule(megatron=POSITIONS, hugging_face=("position_embeddings.weight",)))
     return rules if model.lora is None else rules + adapter_rules(rules, model.lora)
 
 

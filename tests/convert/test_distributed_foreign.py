@@ -137,7 +137,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "shifted": (lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]), "is damaged"),
     "outside": (_point_outside, "outside itself"),
     "hostile table": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Hostile())), "would run builtins.print"),
-    "hostile common": (lambda f: torch.save({"args": _Hostile()}, f / "common.pt"), "would run builtins.print"),
+    "hostile common": (lambda f: torch.save({"args": _Hostile()}, f / "common.pt"), r"it holds more than data .print"),
 }
 
 

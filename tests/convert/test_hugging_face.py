@@ -76,7 +76,7 @@ def _pickled(content: Any, is_new: bool = True) -> Change:
 
 _HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
 _DAMAGED = ("model.safetensors.index.json", "fetch it again")
-_RUNS_CODE = ("pytorch_model.bin", "it would run", "do not trust its source")
+_RUNS_CODE = ("pytorch_model.bin", "is not loaded: it holds more than data")
 DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
     "no folder": (None, lambda folder: folder.rmdir(), ("got none",)),
     "nothing": (None, lambda _: None, ("model.safetensors", "pytorch_model.bin", "pretrained=False")),

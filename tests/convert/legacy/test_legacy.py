@@ -153,12 +153,10 @@ def test_arguments_tell_families_with_rotary_positions_apart(tmp_path: Path, fam
     assert read.source.model == reference.source.model
 
 
-@pytest.mark.parametrize(
-    ("told", "activation"), [("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")]
-)
-def test_activations(tmp_path: Path, told: str, activation: str) -> None:
-    _one_rank(tmp_path, arguments={name: name == told for name in ("bias_gelu_fusion", "openai_gelu")})
-    assert open_source(tmp_path).hf_config.activation_function == activation
+def test_activations(tmp_path: Path) -> None:
+    for told, activation in (("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")):
+        _one_rank(tmp_path / told, arguments={name: name == told for name in ("bias_gelu_fusion", "openai_gelu")})
+        assert open_source(tmp_path / told).hf_config.activation_function == activation
 
 
 @pytest.mark.parametrize(
@@ -399,7 +397,6 @@ def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
 WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
     "gpt2 at tp2 pp2": (tiny_gpt2, gpt2, Layout(stages=even(2, 2), tp=2)),
     "bert at tp2 pp2": (_bert, bert, Layout(stages=even(4, 2), tp=2)),
-    "llama at tp2": (tiny_llama, llama, Layout(stages=even(4), tp=2)),
     "llama at tp2 pp2 vpp2": (tiny_llama, llama, Layout(stages=(((0,), (2,)), ((1,), (3,))), tp=2)),
     "llama at pp3": (tiny_llama, llama, Layout(stages=(((0, 1),), ((2,),), ((3,),)))),
 }
