@@ -162,7 +162,7 @@ class LiveModel:
             check_rows(own, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
         model, shape = self.config, list(own.get("decoder_input_ids", own["input_ids"]).shape)
-        predicts_tokens = model.architecture != "bert" or model.has_output_layer
+        predicts_tokens = model.has_output_layer
         if not predicts_tokens and model.task == "sequence_classification":
             del shape[1]
         shape.append(model.vocab_size if predicts_tokens else model.num_labels)
@@ -299,7 +299,7 @@ class _Rows:
     def __init__(self, request: Request, uniform: Tensor) -> None:
         prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.filling
         rows, self._width = prompts.tokens.shape
-        self._uniform = uniform if request.options.samples else None
+        self._uniform = uniform if request.samples else None
         self._processors = processors_of(request)
         self._stops = Stops(request) if request.can_end else None
         new = prompts.tokens.new_zeros(rows, request.most)
@@ -405,7 +405,7 @@ class Beams:
         self._look_ahead(step + 1)
         # With every candidate at its end there is nothing left to grow.
         self._can_improve &= ~ends.all()
-        return torch.cat((parents, tokens, self._is_over().long()[None]))
+        return torch.cat((parents, tokens, self._are_closed().all().long()[None]))
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The best complete texts of each row, and what ranks them."""
@@ -419,11 +419,8 @@ class Beams:
         count = self._options.num_beams
         among_best = torch.arange(ends.shape[1], device=ends.device) < count
         completes = ends & among_best
-        is_closed = ~self._can_improve
-        if self._options.early_stopping is True:
-            is_closed = is_closed | self._is_complete.all(dim=-1, keepdim=True)
         scores = scores / length**self._options.length_penalty
-        scores = scores + (~completes) * _HOPELESS + is_closed * _HOPELESS
+        scores = scores + (~completes) * _HOPELESS + self._are_closed() * _HOPELESS
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
         self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(count)
         before = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
@@ -438,12 +435,10 @@ class Beams:
         worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _HOPELESS)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
-    def _is_over(self) -> Tensor:
-        """[], bool: whether no row's complete texts will change."""
-        is_over = ~self._can_improve
-        if self._options.early_stopping is True:
-            is_over = is_over | self._is_complete.all(dim=-1, keepdim=True)
-        return is_over.all()
+    def _are_closed(self) -> Tensor:
+        """[b, 1], bool: whether a row's complete texts will not change any more."""
+        has_enough = self._is_complete.all(dim=-1, keepdim=True) & (self._options.early_stopping is True)
+        return ~self._can_improve | has_enough
 
 
 def _taken(index: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -523,7 +518,7 @@ def processors_of(request: Request, copies: int = 1) -> list[LogitsProcessor]:
     if request.fewest > 0 and request.eos:
         ends = torch.tensor(request.eos, device=prompts.tokens.device)
         processors.append(MinNewTokensLengthLogitsProcessor(width, request.fewest, ends))
-    if not request.options.samples:
+    if not request.samples:
         return processors
     if options.temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(options.temperature)))

@@ -24,7 +24,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.pipeline import NextTokens
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
-from lightning_megatron.steps.base import Batch, check_beside_tokens, check_numbers, check_tokens
+from lightning_megatron.steps.base import Batch, check_beside_tokens, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
@@ -102,11 +102,10 @@ class Request:
     """Without padding."""
     strings: StopStringCriteria | None
     """What finds the texts that end rows."""
-
-    @property
-    def can_end(self) -> bool:
-        """Whether a row can end before it is full."""
-        return bool(self.eos or self.options.stop_sequences or self.strings)
+    samples: bool
+    """Whether tokens are drawn."""
+    can_end: bool
+    """Whether a row can end before it is full."""
 
 
 def request_of(
@@ -144,9 +143,9 @@ def request_of(
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
             tokens = tokens.masked_fill(mask == 0, 0)
-        check_numbers(name, tokens, model.vocab_size, "vocab_size")
+        _check_in_vocabulary(name, tokens, model)
     for run in ((options.bos_token_id or 0,), *options.stop_sequences):
-        check_numbers("bos_token_id or stop_sequences", torch.tensor(run), model.vocab_size, "vocab_size")
+        _check_in_vocabulary("bos_token_id or stop_sequences", torch.tensor(run), model)
     strings = stop_strings(options.stop_texts, options.tokenizer, model.vocab_size) if options.stop_texts else None
     start = model.decoder_start_token_id if ends.start is None else ends.start
     before, prompts = _beginnings(given, options.bos_token_id, start, model)
@@ -162,6 +161,8 @@ def request_of(
         filling=next((token for token in (pad, *eos) if token is not None), 0),
         vocab_size=model.vocab_size,
         strings=strings,
+        samples=options.samples,
+        can_end=bool(eos or options.stop_sequences or strings),
     )
 
 
@@ -182,7 +183,12 @@ def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -
     if bool((before[:, 0] != start).all()):
         before = torch.cat((first, before), dim=-1)
         mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
-    return before, with_source(aligned(before, mask), given)
+    # Padding of the source need not be a token of the vocabulary either.
+    source, source_mask = given["input_ids"].long(), given.get("attention_mask")
+    if source_mask is None or bool(source_mask.all()):
+        return before, replace(aligned(before, mask), source=source)
+    source_mask = source_mask.long()
+    return before, replace(aligned(before, mask), source=source * source_mask, source_mask=source_mask)
 
 
 def check_rows(given: Batch, model: ModelConfig) -> None:
@@ -227,6 +233,12 @@ def _rows_of(given: Batch, model: ModelConfig, *, to_continue: bool) -> dict[str
         if expected != got:
             raise ConfigError(f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}")
     return rows
+
+
+def _check_in_vocabulary(name: str, tokens: Tensor, model: ModelConfig) -> None:
+    wrong = tokens[(tokens < 0) | (tokens >= model.vocab_size)].tolist()
+    if wrong:
+        raise ConfigError(f"{name}: expected tokens of the vocabulary, 0 to {model.vocab_size - 1}, got {wrong[0]}")
 
 
 def _kind(thing: object) -> str:
@@ -293,14 +305,6 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
         return input_ids, mask
     tokens = torch.cat((torch.full_like(input_ids[:, :1], token), input_ids), dim=-1)
     return _padded_left(tokens, torch.cat(((~begins).to(mask.dtype), mask), dim=-1))
-
-
-def with_source(decoder: NextTokens, given: Batch) -> NextTokens:
-    """The rows of a decoder with what its encoder reads, as it is; padding outside the vocabulary becomes token 0."""
-    mask, source = given.get("attention_mask"), given["input_ids"].long()
-    if mask is None or bool(mask.all()):
-        return replace(decoder, source=source)
-    return replace(decoder, source=source * mask.long(), source_mask=mask.long())
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

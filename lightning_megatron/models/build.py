@@ -86,7 +86,8 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     std = model.init_method_std
     if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.num_layers)
-    generator = torch.Generator(device=shard.data.device).manual_seed(_seed_of(shard.key, layer, seed))
+    digest = hashlib.sha256(f"{seed}/{shard.key}/{layer}".encode()).digest()
+    generator = torch.Generator(device=shard.data.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
@@ -97,11 +98,6 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
             whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)
     part = whole[shard.global_slice()[layer_axes:]]
     shard.data.zero_()[tuple(map(slice, part.shape))] = part  # rows past it pad the vocabulary
-
-
-def _seed_of(key: str, layer: tuple[int, ...], seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{key}/{layer}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _t5_scale(key: str, model: ModelConfig) -> float | torch.Tensor:

@@ -41,11 +41,21 @@ def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = No
     Raises:
         ConfigError: If what is given by hand does not fit.
     """
-    num_chunks = parallel.pp * parallel.num_model_chunks
-    layout = balanced_layout(model.num_layers, model.num_decoder_layers, num_chunks)
-    if by_hand is not None:
-        layout = layout_by_hand(by_hand)
-    check_layout(layout, model.num_layers, model.num_decoder_layers, num_chunks)
+    encoder, decoder, num_chunks = model.num_layers, model.num_decoder_layers, parallel.pp * parallel.num_model_chunks
+    if by_hand is None:
+        return balanced_layout(encoder, decoder, num_chunks)
+    layout = layout_by_hand(by_hand)
+    if len(layout) != num_chunks or sum(layout) != encoder + decoder:
+        raise ConfigError(
+            f"{OVERRIDE}={list(layout)}: expected a number for each of the {num_chunks} chunks (pp x vpp), in the "
+            f"order of the pipeline, {encoder} layers of the encoder + {decoder} of the decoder in all, got "
+            f"{len(layout)} numbers and {sum(layout)} layers; correct them"
+        )
+    if min(layout) < 0 or 0 in layout[1:-1]:
+        raise ConfigError(
+            f"{OVERRIDE}={list(layout)} leaves a chunk without weights; only the first, which holds the embedding, and "
+            "the last, which holds the output layer, may be without layers"
+        )
     return layout
 
 
@@ -96,22 +106,3 @@ def layout_by_hand(given: object) -> tuple[int, ...]:
             f"{OVERRIDE}={given!r} does not say how many layers each chunk holds ({error}); give numbers, e.g. [2, 5], "
             "or Megatron's notation, e.g. 'Et*2|t*5L'"
         ) from None
-
-
-def check_layout(layout: Sequence[int], num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
-    """Raise unless ``layout`` cuts exactly these layers into exactly these chunks.
-
-    Raises:
-        ConfigError: With the numbers that do not agree.
-    """
-    if len(layout) != num_chunks or sum(layout) != num_encoder_layers + num_decoder_layers:
-        raise ConfigError(
-            f"{OVERRIDE}={list(layout)}: expected a number for each of the {num_chunks} chunks (pp x vpp), in the "
-            f"order of the pipeline, {num_encoder_layers} layers of the encoder + {num_decoder_layers} of the decoder "
-            f"in all, got {len(layout)} numbers and {sum(layout)} layers; correct them"
-        )
-    if min(layout) < 0 or 0 in layout[1:-1]:
-        raise ConfigError(
-            f"{OVERRIDE}={list(layout)} leaves a chunk without weights; only the first, which holds the embedding, and "
-            "the last, which holds the output layer, may be without layers"
-        )

@@ -27,6 +27,7 @@ from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps import base
+from lightning_megatron.steps.gpt import MaskedLossStep
 
 MEGATRON_NAMES = {
     "text": "input_ids",
@@ -74,7 +75,7 @@ _OPTIONAL = {"token_classification": ("loss_mask",)} | dict.fromkeys(
 """Keys that a batch may have, by task."""
 
 
-class BertTrainStep(base.MaskedLossStep):
+class BertTrainStep(MaskedLossStep):
     """The objective of a BERT's task, each term a mean over its targets in the global batch.
 
     Inputs are Hugging Face's, [b, s] each: ``input_ids`` and, optionally, ``attention_mask`` (1 for tokens and 0 for

@@ -1,25 +1,81 @@
-"""Objectives of GPT: next-token prediction on Hugging Face and Megatron batches, and LAMBADA's last words."""
+"""Objectives of GPT (next tokens, and the last words of LAMBADA), and what those of BERT and T5 share with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.steps import base
 
 _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
 
 
-class GPTTrainStep(base.MaskedLossStep):
+class MaskedLossStep(TrainStep):
+    """An objective whose prepared batches have the weight of each target."""
+
+    architecture: ClassVar[Architecture]
+    """Of the models that it trains."""
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
+    masks: Mapping[str, str] = {"lm_loss": "loss_mask"}
+    """Where the weights of each term's targets are."""
+
+    def bind(self, model: ModelConfig) -> None:
+        """Learn which model is trained.
+
+        Raises:
+            ConfigError: If it is of another architecture, with the name of the step for that.
+        """
+        if model.architecture != self.architecture:
+            raise ConfigError(
+                f"{type(self).__name__} trains {self.architecture.upper()}s, and {model.family} is a "
+                f"{model.architecture.upper()}; use train_step={model.architecture!r}"
+            )
+        super().bind(model)
+
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Repeat the last row without targets."""
+        rows = next(iter(batch.values())).shape[0]
+        padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
+        for mask in self.masks.values():
+            padded[mask][rows:] = 0
+        return padded
+
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row."""
+        return batch["tokens"].shape[1]
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The number of targets of each term, known from the masks alone."""
+        return {term: batch[mask].sum() for term, mask in self.masks.items()}
+
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """The masked sum of the per-token losses.
+
+        Args:
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s], fp32.
+        """
+        return {"lm_loss": base.masked_term(output, batch["loss_mask"])}
+
+    def metrics(self) -> dict[str, Metric]:
+        """``perplexity`` of the targets."""
+        return {"perplexity": base.Perplexity()}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Take in the losses of one microbatch, each with its weight."""
+        metrics["perplexity"].update(output.float(), batch["loss_mask"])
+
+
+class GPTTrainStep(MaskedLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches, [b, s] each:

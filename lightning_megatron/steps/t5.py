@@ -11,6 +11,7 @@ from lightning_megatron.engine.schedule import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base
+from lightning_megatron.steps.gpt import MaskedLossStep
 
 MEGATRON_NAMES = {
     "text_enc": "input_ids",
@@ -24,7 +25,7 @@ _KNOWN = (*MEGATRON_NAMES.values(), "enc_dec_mask", "labels", "loss_mask", "samp
 """Whether a sample was cut short (``truncated``) changes nothing."""
 
 
-class T5TrainStep(base.MaskedLossStep):
+class T5TrainStep(MaskedLossStep):
     """Cross-entropy of the decoder's next token, averaged over the targets of the global batch.
 
     Accepts two kinds of batches:

@@ -111,7 +111,7 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
     ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
     ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
     ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
-    ([{"tokens": [[83]]}], "input_ids[0, 0] is 83 and must be in 0..82 (vocab_size=83)"),
+    ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
     ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
 )
 

@@ -75,7 +75,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
         (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
         (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
-        (_ids([1, 83]), None, {}, r"input_ids\[0, 1\] is 83 and must be in 0..82"),
+        (_ids([1, 83]), None, {}, r"expected tokens of the vocabulary, 0 to 82, got 83"),
         (_ids([1] * 32), None, {"max_new_tokens": 10}, "a prompt of 32 tokens and max_new_tokens=10 .* at most 9"),
         (_ids([1] * 32), None, {"max_length": 42}, "a prompt of 32 tokens and max_length=42 .* of at most 41"),
         (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
