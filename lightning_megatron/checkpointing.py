@@ -537,16 +537,16 @@ def find_last(trainer: pl.Trainer) -> files.Found | None:
         CheckpointError: If there are checkpoints and none is complete.
     """
     callbacks = trainer.checkpoint_callbacks
-    after_failures = [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
-    alone = (files.found_at(path) for path in (as_path(trainer.default_root_dir) / LAST, *after_failures))  # of SIGTERM
     keepers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
-    folders = [folder for keeper in keepers for folder in _folders_of(keeper, trainer)]
-    found = [*filter(None, alone), *(each for folder in folders for each in files.found_in(folder))]
-    if not found and (broken := [str(folder / name) for folder in folders for name in files.broken_names(folder)]):
-        raise CheckpointError(
-            f"ckpt_path='last' finds no complete checkpoint, but {', '.join(broken)}; give another, or remove them"
-        )
-    return max(files.preferred(found, _resumes(trainer)), key=lambda each: each.time, default=None)
+    places = [as_path(trainer.default_root_dir) / LAST]  # of SIGTERM
+    places += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    for folder in (each for keeper in keepers for each in _folders_of(keeper, trainer)):
+        places += files.checkpoints_in(folder)
+    found, others = files.complete_of(places, to_resume=_resumes(trainer))
+    if not found and others:
+        names = ", ".join(map(str, others))
+        raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
+    return max(found, key=lambda each: each.time, default=None)
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -599,7 +599,8 @@ def _resumes(trainer: pl.Trainer) -> bool:
 
 
 def _find_requeued(root: Path) -> files.Found | None:
-    if found := [each for each in files.found_in(root) if each.path.match(_REQUEUED)]:
+    found, _ = files.complete_of(each for each in files.checkpoints_in(root) if each.match(_REQUEUED))
+    if found:
         return files.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):
         raise CheckpointError(

@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,23 +253,35 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def found_at(path: Path) -> Found | None:
-    """The checkpoint ``path``; None unless it is complete and can be read."""
-    if not is_complete(path):
-        return None
-    try:
-        return _described(path)
-    except (CheckpointError, FileNotFoundError) as error:
-        if is_complete(path):  # else another process has removed it meanwhile
-            rank_zero_warn(f"{error}. It is passed over, though its folder has all files")
-        return None
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Links among them, and those of which only what an interrupted save left beside them is there."""
+    present = [path.name.partition(ENDING) for path in folder.iterdir()] if folder.is_dir() else []
+    return [folder / name for name in sorted({stem + ending for stem, ending, _ in present if ending})]
 
 
-def found_in(folder: Path) -> Iterator[Found]:
-    """The complete checkpoints in ``folder``, links among them."""
-    for name in _names(folder):
-        if (found := found_at(folder / name)) is not None:
-            yield found
+def complete_of(places: Iterable[Path], *, to_resume: bool = False) -> tuple[list[Found], list[Path]]:
+    """The complete checkpoints among ``places``, and those that are damaged or foreign.
+
+    A link to one that was being written when its run was killed is neither, and so is what is not there.
+
+    Args:
+        places: Where to look.
+        to_resume: Leave out those that have only weights, unless there are no others.
+    """
+    found: list[Found] = []
+    others: list[Path] = []
+    for path in places:
+        try:
+            check_complete(recover(path))
+            found.append(_described(path))
+        except (CheckpointError, FileNotFoundError) as error:
+            if is_complete(path):  # else another process may have removed it meanwhile
+                rank_zero_warn(f"{error}. It is passed over, though its folder has all files")
+            was_begun = path.is_symlink() and Path(f"{path.resolve()}{PARTIAL}").exists()
+            if (path.is_symlink() or path.exists()) and not was_begun:
+                others.append(path)
+    whole = [each for each in found if each.has_optimizer]
+    return (whole if to_resume and whole else found), others
 
 
 def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> Found:
@@ -287,9 +299,9 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
     own = recover(path)
     if (own / META).is_file() or not own.is_dir():
         check_complete(own)
-        found = [_described(path)]
+        found, others = [_described(path)], []
     else:
-        found = preferred(found_in(path), to_resume)
+        found, others = complete_of(checkpoints_in(path), to_resume=to_resume)
     if of_step := [each for each in found if step in (None, each.step)]:
         return newest(of_step)
     if found:
@@ -297,8 +309,9 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
         raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
     if (program := _other_program(path)) is not None:
         raise CheckpointError(f"{path} is {program}; convert it with `lightning-megatron convert`")
-    if broken := broken_names(path):
-        raise CheckpointError(f"none of the checkpoints in {path} is complete: {', '.join(broken)}; give another path")
+    if others:
+        names = ", ".join(each.name for each in others)
+        raise CheckpointError(f"none of the checkpoints in {path} is complete: {names}; give another path")
     check_complete(path)
     return _described(path)
 
@@ -306,20 +319,6 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
 def newest(found: Iterable[Found]) -> Found:
     """The one with most steps, and of those the last one saved."""
     return max(found, key=lambda each: (each.step, each.time))
-
-
-def preferred(found: Iterable[Found], to_resume: bool) -> list[Found]:
-    """``found`` without those that have only weights, unless there are no others or they will do."""
-    every = list(found)
-    whole = [each for each in every if each.has_optimizer]
-    return whole if to_resume and whole else every
-
-
-def broken_names(folder: Path) -> list[str]:
-    """Checkpoints that are damaged or foreign; not links to one that was being written when its run was killed."""
-    named = [each for each in (folder / name for name in _names(folder)) if each.is_symlink() or each.exists()]
-    was_begun = [path.is_symlink() and Path(f"{path.resolve()}{PARTIAL}").exists() for path in named]
-    return [path.name for path, begun in zip(named, was_begun, strict=True) if not begun and not is_complete(path)]
 
 
 def is_own_within(path: Path, folders: Iterable[Path]) -> bool:
@@ -331,12 +330,6 @@ def is_own_within(path: Path, folders: Iterable[Path]) -> bool:
     if not any(folder.resolve() in place.parents for folder in folders):
         return False
     return not recover(path.resolve()).exists() or is_complete(path.resolve())
-
-
-def _names(folder: Path) -> list[str]:
-    """The checkpoints in ``folder``, also those of which only what an interrupted save left beside them is there."""
-    present = [path.name.partition(ENDING) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted({stem + ending for stem, ending, _ in present if ending})
 
 
 def _described(path: Path) -> Found:

@@ -6,6 +6,7 @@ The folders are made by hand, and no process is started: what ``ckpt_path`` mean
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,10 @@ def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
+    shutil.rmtree(tmp_path / "step=2.ckpt")
+    refused = pytest.raises(CheckpointError, match="finds no complete checkpoint, but .*step=4")
+    with pytest.warns(UserWarning, match="passed over"), refused:
+        _find(tmp_path, "last")  # a run that shall go on does not begin anew
 
 
 def test_last_is_found_in_the_numbered_folders_of_a_logger(tmp_path: Path) -> None:
