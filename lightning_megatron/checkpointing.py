@@ -75,11 +75,7 @@ class Checkpointing:
     """
 
     def __init__(
-        self,
-        strategy: MegatronStrategy,
-        *,
-        load_from: LoadFrom | str | Path | None,
-        async_save: bool,
+        self, strategy: MegatronStrategy, *, load_from: LoadFrom | str | Path | None, async_save: bool
     ) -> None:
         """Begin without any run.
 
@@ -542,7 +538,7 @@ def find_last(trainer: pl.Trainer) -> files.Found | None:
     places += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
     for folder in (each for keeper in keepers for each in _folders_of(keeper, trainer)):
         places += files.checkpoints_in(folder)
-    found, others = files.complete_of(places, to_resume=_resumes(trainer))
+    found, others = files.complete_of(dict.fromkeys(places), to_resume=_resumes(trainer))
     if not found and others:
         names = ", ".join(map(str, others))
         raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
