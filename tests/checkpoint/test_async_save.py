@@ -14,17 +14,12 @@ from tests.ranks import run_ranks
 
 SAVED_AT, LAST = 2, 4
 
-CPU = [
-    pytest.param("cpu", 2, {"tp": 2, "sequence_parallel": True}, "32-true"),
-    pytest.param("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
-]
-ONE_GPU = [
-    pytest.param("gpu", 1, {}, precision, marks=pytest.mark.gpu(1))
-    for precision in ("32-true", "bf16-mixed", "16-mixed")
-]
-TWO_GPUS = [
-    pytest.param("gpu", 2, strategy, "bf16-mixed", marks=pytest.mark.gpu(2))
-    for strategy in ({"tp": 2, "sequence_parallel": True}, {"pp": 2}, {}, {"distributed_optimizer": False})
+TP2_SP = {"tp": 2, "sequence_parallel": True}
+CASES: list[tuple[str, int, dict[str, Any], str]] = [
+    ("cpu", 2, TP2_SP, "32-true"),
+    ("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
+    *(("gpu", 1, {}, precision) for precision in ("32-true", "bf16-mixed", "16-mixed")),
+    *(("gpu", 2, strategy, "bf16-mixed") for strategy in (TP2_SP, {"pp": 2}, {}, {"distributed_optimizer": False})),
 ]
 
 
@@ -57,7 +52,10 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
     )
 
 
-@pytest.mark.parametrize(("accelerator", "world_size", "strategy", "precision"), [*CPU, *ONE_GPU, *TWO_GPUS])
+@pytest.mark.parametrize(
+    ("accelerator", "world_size", "strategy", "precision"),
+    [pytest.param(*case, marks=[pytest.mark.gpu(case[1])] * (case[0] == "gpu")) for case in CASES],
+)
 def test_it_is_the_run_of_the_step_that_was_saved(
     accelerator: str, world_size: int, strategy: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
