@@ -297,9 +297,10 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
     """
     path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has read what stands in a YAML file
     own = recover(path)
+    others: list[Path] = []
     if (own / META).is_file() or not own.is_dir():
         check_complete(own)
-        found, others = [_described(path)], []
+        found = [_described(path)]
     else:
         found, others = complete_of(checkpoints_in(path), to_resume=to_resume)
     if of_step := [each for each in found if step in (None, each.step)]:
