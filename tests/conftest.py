@@ -54,6 +54,14 @@ def _no_leaks() -> Iterator[None]:
     assert not leaks, "the test left behind: " + "; ".join(leaks)
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a small indexed dataset; its tokenizer is in the folder ``tok`` beside it."""
+    from tests.cli.corpus import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
 def _num_cuda_devices() -> int:
     """Look for a device file first: importing torch to learn that there is no GPU costs seconds."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import yaml
 
 from tests.cli.command import instantiate
-from tests.cli.corpus import make_corpus
 from tests.ranks import ROOT, run_ranks
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -28,23 +28,23 @@ def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def _with_model_directory(fields: dict[str, Any], folder: Path) -> list[str]:
+def _with_model_directory(fields: dict[str, Any], tokenizer: Path, folder: Path) -> list[str]:
     """Where a config starts from a model's directory: one with a tokenizer and a config of the defaults' shape."""
     if not isinstance(fields["model"]["init_args"]["model"], str):
         return []
     from transformers import LlamaConfig, MegatronBertConfig
 
     config_class = MegatronBertConfig if "task" in fields["model"]["init_args"] else LlamaConfig
-    directory = make_corpus(folder).parent / "tok"
+    directory = shutil.copytree(tokenizer, folder / "model")
     config_class().save_pretrained(directory)
     # It has no weights, which would be looked for at once.
     return ["--model.model", str(directory), "--model.pretrained", "false", "--data.tokenizer", str(directory)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path, tmp_path: Path) -> None:
+def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path, corpus: Path, tmp_path: Path) -> None:
     fields = yaml.safe_load(config.read_text())
-    (made,) = run_ranks(_instantiate, 1, str(config), _with_model_directory(fields, tmp_path))
+    (made,) = run_ranks(_instantiate, 1, str(config), _with_model_directory(fields, corpus.parent / "tok", tmp_path))
     trainer = fields["trainer"]
     layout = trainer["strategy"]["init_args"]
     assert made["world_size"] == trainer["devices"]

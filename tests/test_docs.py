@@ -22,7 +22,7 @@ from lightning_megatron import Heartbeat, LoadFrom, LoRA, LRSchedule, MaskingOpt
 from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
 from lightning_megatron.foreign_names import foreign_names
 from tests.cli.command import instantiate, run_cli
-from tests.cli.corpus import VOCAB_SIZE, make_corpus
+from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_config_command import OLD
 from tests.families.parity import tiny_model
 from tests.generate.readable import byte_level_tokenizer
@@ -60,7 +60,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a reader stands: small models with tokenizers, a dataset, the configs, and what Accelerate wrote."""
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config
     from transformers import T5ForConditionalGeneration as T5
@@ -79,7 +79,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(dict.fromkeys(("bos_token", "eos_token"), "<|end|>"))
     for name in ("llama", "t5"):
         tokenizer.save_pretrained(folder / name)
-    make_corpus(folder)
+    shutil.copytree(corpus.parent, folder, dirs_exist_ok=True)
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     (folder / "path/to").mkdir(parents=True)

@@ -14,13 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.corpus import VOCAB_SIZE, make_corpus, make_sentences
+from tests.cli.corpus import VOCAB_SIZE, make_sentences
 from tests.ranks import ROOT, run_ranks
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def _run(example: str, world_size: int, *arguments: object) -> str:

@@ -305,6 +305,10 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
     path, hint = message.partition(":")[0], ""
     if not files and "arguments are required" in message:
         return f"{message}; give --config FILE, or model and data as options: see --help"
+    if message.endswith("expected one argument"):  # which is said of --model where --model.lr has none
+        return (
+            f"argument {next(a for a, b in pairwise([*arguments, '--']) if a[:2] == b[:2] == '--')}: expected a value"
+        )
     if path == "trainer.precision":
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
     elif match := _REFUSED.search(message):

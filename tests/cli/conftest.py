@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.cli import main
-from tests.cli.corpus import VOCAB_SIZE, make_corpus
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a small indexed dataset."""
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
+from tests.cli.corpus import VOCAB_SIZE
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,7 @@ MISTAKES = {
     f"{_FIT} --trainer.strategy.load_from.path x": "/x does not exist; give the path of a *.ckpt directory",
     f"{_FIT} --model.optimizer.beta9 3": "did you mean optimizer.beta2?",
     f"{_FIT} --model MegatronModul": "did you mean MegatronModule?",
+    f"{_FIT} --model.lr": "error: argument --model.lr: expected a value",
     f"{_FIT} --trainer.precision fp16": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed",
     # what they name,
     f"{_FIT} --trainer.accelerator tpu": "torch_xla",

@@ -17,7 +17,7 @@ import yaml
 from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train, train_and_keep, train_and_save
 from tests.cli.command import run_cli
-from tests.cli.test_training import configuration as cli_configuration
+from tests.cli.corpus import configuration as cli_configuration
 from tests.launch.test_started_by import script_environment, slurm_variables
 from tests.ranks import run_ranks
 

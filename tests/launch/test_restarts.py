@@ -18,8 +18,7 @@ import yaml
 from torch.distributed.rendezvous import TCPStore
 
 from tests.cli.command import run_cli
-from tests.cli.corpus import make_corpus
-from tests.cli.test_training import configuration
+from tests.cli.corpus import configuration, make_corpus
 from tests.launch.test_started_by import has_ended, script_environment
 from tests.ranks import run_ranks
 
