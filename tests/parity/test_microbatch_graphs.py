@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.comparison import assert_same_run
 from tests.parity.training import Case, Layout, RankOutcome, joined_outcome, outcome, train
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 
 class _Repeats:
@@ -57,12 +57,3 @@ def test_graphs_are_the_steps_that_megatron_runs(model: str) -> None:
         for graphs in (False, True)
     ]
     assert_same_run(*(outcome(case) for case in cases))
-
-
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [(Layout(tp=2), "tp=2, pp=1"), (Layout(pp=2, num_microbatches=2), "pp=2"), (Layout(), "a cpu")],
-)
-def test_what_cannot_be_replayed_is_refused(layout: Layout, reason: str) -> None:
-    with pytest.raises(RankError, match=f"cuda_graphs=True: expected tp=1, pp=1 and cp=1 on GPUs.*{reason}"):
-        run_ranks(train, layout.world_size, Case(layout=replace(layout, cuda_graphs=True)))

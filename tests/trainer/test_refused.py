@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 MIXTRAL = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
 FP8 = Run(strategy={"fp8": "tensorwise"})
 NARROW = {**LLAMA, "intermediate_size": 48}
+ODD = {**LLAMA, "head_dim": 6}
 BF16 = {"precision": "bf16-mixed"}
 
 
@@ -35,6 +36,8 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 10**9})),
         ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
         ("fp8: expected precision='bf16-mixed'", FP8),
+        (r"num_attention_heads \* kv_channels / tp .* got 24; choose", FP8.but(model=ODD, trainer=BF16)),
+        ("cuda_graphs=True: expected tp=1, .* on GPUs.*a cpu", Run(strategy={"cuda_graphs": True})),
         ("ep=2: expected a divisor of the 1 ranks", MIXTRAL.but(strategy={"ep": 2})),
         ("expected at most num_experts=4, got 5", MIXTRAL.but(model={"num_experts_per_tok": 5})),
         ("together, got one of", _by_hand(MIXTRAL, moe_router_score_function="sigmoid")),
@@ -57,6 +60,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     ),
     2: (
         ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
+        ("cuda_graphs=True: expected tp=1, .* tp=2, pp=1", Run(strategy={"cuda_graphs": True, "tp": 2})),
         ("ep=2: expected a model with experts, got llama", Run(model=LLAMA, strategy={"ep": 2})),
         ("trained with sequence_parallel=True", MIXTRAL.but(strategy={"tp": 2})),
     ),
