@@ -69,12 +69,7 @@ def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist
         columns: Whether the transpose is needed.
         group: Whose parts are to have one scale: one all-reduce; every rank must call. None for this rank alone.
     """
-    if x.is_cuda:
-        from lightning_megatron.engine.fillers import triton_kernels
-
-        amax = triton_kernels.fp8_amax(x)
-    else:
-        amax = x.abs().amax().float().reshape(1)
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(1)  # NaN if a number is
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return _cast(x, dtype, amax, rows=True, columns=columns)

@@ -413,27 +413,16 @@ def adam_step(
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
-# Triton kernels of fp8 linears: the largest magnitude of a tensor, and its fp8 numbers with those of its transpose.
+# A Triton kernel of fp8 linears: the fp8 numbers of a tensor with those of its transpose.
 #
 # Hopper multiplies fp8 matrices in one layout only (both rows contiguous along what is summed), so a tensor that enters
 # two products is needed as it is and transposed. One kernel reads it once and writes both; torch would copy three
 # times, and its copy of a transpose of bytes is slow. On a CPU ``fp8.py`` does the same.
 
-_AMAX_BLOCK, _AMAX_ROUNDS = 2048, 16
 _TILE = (64, 128)
 _WARPS = 4
 """Fastest of those measured on an H200: [8192, 28672] in bf16 to both in fp8 in 251 us (tiles of 128 x 128 with 8
-warps: 315; at the speed of a copy: 220), its amax in 114 (at that speed: 110)."""
-
-
-@triton.jit
-def _fp8_amax(x, out, size, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK * ROUNDS
-    largest = tl.zeros([BLOCK], tl.float32)
-    for i in range(ROUNDS):
-        at = start + i * BLOCK + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)))
-    tl.atomic_max(out, tl.max(largest, 0))
+warps: 315; at the speed of a copy: 220)."""
 
 
 @triton.jit
@@ -441,7 +430,7 @@ def _fp8_cast(
     x, amax, scale, rows, columns, m, n, stride, MAX: tl.constexpr, SMALLEST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # From the end: what _fp8_amax has read last is still in the cache.
+    # From the end, which whoever took the largest magnitude has read last: it is still in the cache.
     block_m, block_n = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     at_m, at_n = block_m * BM + tl.arange(0, BM), block_n * BN + tl.arange(0, BN)
     there = (at_m[:, None] < m) & (at_n[None, :] < n)
@@ -457,15 +446,6 @@ def _fp8_cast(
         tl.store(columns + place, tl.trans(numbers.to(columns.dtype.element_ty)), mask=there)
     if block_m + block_n == 0:
         tl.store(scale, tl.math.div_rn(largest, MAX))
-
-
-def fp8_amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a contiguous tensor, NaN left out: [1], fp32."""
-    out = torch.zeros(1, device=x.device)
-    _fp8_amax[(triton.cdiv(x.numel(), _AMAX_BLOCK * _AMAX_ROUNDS),)](
-        x, out, x.numel(), _AMAX_BLOCK, _AMAX_ROUNDS, num_warps=8
-    )
-    return out
 
 
 def fp8_cast(x: Tensor, amax: Tensor, smallest: float, rows: Tensor | None, columns: Tensor | None) -> Tensor:

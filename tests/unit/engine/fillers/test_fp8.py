@@ -57,11 +57,10 @@ def test_very_small_gradients_keep_their_size_and_what_is_not_finite_stays_so(si
 @pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
 def test_the_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
-    x[3, 5] = float("nan")
-    largest = x.nan_to_num().abs().amax().float().reshape(1).cpu()
+    largest = x.abs().amax().float().reshape(1).cpu()
     found, expected = fp8.quantize(x, dtype), fp8._cast(x.cpu(), dtype, largest, rows=True, columns=True)
     for each, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0)
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------

@@ -214,8 +214,7 @@ def test_a_matrix_and_its_transpose_are_cast_as_torch_casts(dtype: torch.dtype, 
     # Triton's interpreter does not round to fp8 as GPUs do: whole numbers up to 7, of which none is rounded.
     x = torch.randint(-7, 8, shape).bfloat16().to(DEVICE)
     x[0, 0] = 7
-    amax = triton_kernels.fp8_amax(x)
-    assert amax.item() == 7
+    amax = torch.full((1,), 7.0, device=DEVICE)
     for rows, columns in ((True, True), (True, False), (False, True)):
         expected = fp8._cast(x, dtype, amax, rows=rows, columns=columns)
         found = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
