@@ -81,7 +81,7 @@ MEGATRON: tuple[Patch, ...] = (
     Patch(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
-        kernels.loss_method,
+        _being(kernels.language_model_loss),
     ),
     # Torch's is unfused; Apex's clips and copies in passes apart.
     Patch(_FACTORY, "Adam", _being(adam.FusedAdam)),
@@ -96,7 +96,7 @@ MEGATRON: tuple[Patch, ...] = (
     # A loop with one kernel per bf16 parameter.
     Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _being(kernels.copy)),
     # A loop with one kernel per parameter, for fp32 parameters onto themselves.
-    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", kernels.copies_shards),
+    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", _being(kernels.copy_shards)),
     # It needs Transformer Engine, and saves and restores random streams that norms do not draw from.
     Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _being(kernels.WithoutOutput)),
     # The router asks whether it is None, and without Transformer Engine there is no such name: NameError.

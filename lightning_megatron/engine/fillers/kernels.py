@@ -510,15 +510,10 @@ def token_losses(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
     return losses.masked_fill(labels < 0, 0.0)
 
 
-def loss_method(original: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
-    """``LanguageModule.compute_language_model_loss`` by ``token_losses``."""
-
-    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        """Losses [b, s] of labels [b, s] and logits [s, b, v/tp]."""
-        loss = token_losses(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
-        return loss.transpose(0, 1).contiguous()
-
-    return compute_language_model_loss
+def language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    """``LanguageModule.compute_language_model_loss``: losses [b, s] of labels [b, s] and logits [s, b, v/tp]."""
+    loss = token_losses(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
+    return loss.transpose(0, 1).contiguous()
 
 
 # ---- soft caps -------------------------------------------------------------------------------------------------------
@@ -565,41 +560,28 @@ def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | 
         torch._foreach_copy_(list(that), list(this))
 
 
-def _find_shard_copies(optimizer: Any) -> dict[Tensor, Tensor]:
-    copies: dict[Tensor, Tensor] = {}
-    pairs = (
-        (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
-        (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
-    )
-    for main_groups, model_groups in pairs:
-        for main_group, model_group in zip(main_groups, model_groups, strict=True):
-            for main, parameter in zip(main_group, model_group, strict=True):
-                target = _shard_in_buffer(optimizer, parameter)
-                # float32 shards are views of the buffer: nothing to copy.
-                if target.data_ptr() != main.data_ptr():
-                    copies[main] = target
-    return copies
-
-
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
     buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
     place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
-    return bucket.view(-1)[place.start : place.end].detach()
+    return bucket.view(-1)[place.start : place.end]
 
 
-def copies_shards(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards."""
+@torch.no_grad()
+def copy_shards(self: Any) -> None:
+    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards.
 
-    @torch.no_grad()
-    def _copy_main_params_to_model_params(self: Any) -> None:
-        if self.is_stub_optimizer:
-            return
-        masters: MasterOptimizer = self.optimizer
-        if masters.low_copies is None:  # found once: every microsecond that the host spends here the GPU may be idle
-            masters.low_copies = _find_shard_copies(self)
-        if not masters.has_copied:
-            copy(list(masters.low_copies), list(masters.low_copies.values()))
-        masters.has_copied = False
-
-    return _copy_main_params_to_model_params
+    Those of float32 weights are views of the weights' buffer: nothing to copy.
+    """
+    if self.is_stub_optimizer:
+        return
+    masters: MasterOptimizer = self.optimizer
+    if masters.low_copies is None:  # found once: every microsecond that the host spends here the GPU may be idle
+        masters.low_copies = {
+            main: _shard_in_buffer(self, parameter)
+            for pair in zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True)
+            for main, parameter in zip(*pair, strict=True)
+        }
+    if not masters.has_copied:
+        copy(list(masters.low_copies), list(masters.low_copies.values()))
+    masters.has_copied = False

@@ -406,11 +406,8 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
             continue
         if module.tp_group not in exchanges:
             exchanges[module.tp_group] = exchange_of(module.tp_group)
-        if (exchange := exchanges[module.tp_group]) is None:
-            continue
-        if stands_in is None:
-            module._forward_impl = SplitLinear(module, exchange)
-        else:
+        if (exchange := exchanges[module.tp_group]) is not None:
+            module._forward_impl = stands_in = stands_in or SplitLinear(module, exchange)
             stands_in.exchange = exchange
 
 
