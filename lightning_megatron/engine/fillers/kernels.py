@@ -347,7 +347,7 @@ def with_bias_in_product(original: Callable[..., Tensor]) -> Any:
         ctx.save_for_backward(input, weight)
         ctx.sequence_parallel = is_sequence_parallel
         if is_sequence_parallel:
-            group = others[-1]
+            group = ctx.tp_group  # by name: 0.19 takes one more option behind it
             whole = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
             dist.all_gather_into_tensor(whole, input.contiguous(), group=group)
             input = whole
