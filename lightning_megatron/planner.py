@@ -372,7 +372,7 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
     )
     launches = sum(_HOST_DECODER if layer >= model.num_layers else 1.0 for layer in layers)
-    host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0)
+    host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0) * (1 + repeated)
     return busy if run.cuda_graphs else replace(busy, idle=max(0.0, host - busy.total))
 
 

@@ -392,7 +392,7 @@ class MegatronStrategy(DDPStrategy):
             settings=self.settings, engine=self.engine, clip_grad=float(clip or 0), may_skip=self.on_nan == "skip"
         )
         with self.engine():
-            return MegatronOptimizer.build(self._chunks, options, lr, context)
+            return MegatronOptimizer(self._chunks, options, lr, context)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -190,31 +190,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
     because moments are sharded and saved by the strategy.
     """
 
-    def __init__(self, inner: Any, context: OptimizerContext) -> None:
-        """Wrap ``inner``, one of Megatron's optimizers, which is called inside ``context.engine()``.
+    def __init__(
+        self, chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
+    ) -> None:
+        """Make Megatron's optimizer over DDP-wrapped chunks. Every rank must call, inside ``context.engine()``.
 
         ``super().__init__`` is not called: it would build groups of its own.
-        """
-        self.inner = inner
-        self._context = context
-        # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
-        self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
-        self.loss = torch.zeros(())
-        """[], fp32, on the device: what the gradients are of, the same on every rank."""
-        self.judge: Callable[[float], None] = lambda grad_norm: None
-        """Called on all ranks with the step's gradient norm; NaN or infinite if the loss is. Raises to end the run."""
-        self.grad_norm: torch.Tensor | None = None
-        """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
-        self._report: OptimizerReport | None = None
-        self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
-        """Of a step that the host does not know yet: the squared norm, and ``judge`` of then."""
-        self.skipped_steps = 0
-
-    @classmethod
-    def build(
-        cls, chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
-    ) -> Self:
-        """Megatron's optimizer over DDP-wrapped chunks, as a torch optimizer. Every rank must call.
 
         Raises:
             ConfigError: If the learning rate is negative.
@@ -243,16 +224,27 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "clip_grad": context.clip_grad or math.inf,
         }
         config = configured(OptimizerConfig, chosen, settings.overrides.optimizer)
-        inner = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
-        for group in inner.param_groups:
+        self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
+        for group in self.inner.param_groups:
             # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
-        optimizer = cls(inner, context)
-        for masters in optimizer._masters:
+        self._context = context
+        # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
+        self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
+        self.loss = torch.zeros(())
+        """[], fp32, on the device: what the gradients are of, the same on every rank."""
+        self.judge: Callable[[float], None] = lambda grad_norm: None
+        """Called on all ranks with the step's gradient norm; NaN or infinite if the loss is. Raises to end the run."""
+        self.grad_norm: torch.Tensor | None = None
+        """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
+        self._report: OptimizerReport | None = None
+        self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
+        """Of a step that the host does not know yet: the squared norm, and ``judge`` of then."""
+        self.skipped_steps = 0
+        for masters in self._masters:
             masters.materialize_state()
-        return optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
