@@ -119,12 +119,10 @@ def _t5_scale(key: str, model: ModelConfig) -> float | torch.Tensor:
     if key.endswith("linear_qkv.weight"):
         of_head = torch.tensor([of_queries, into_hidden, into_hidden]).repeat_interleave(model.kv_channels)
         return of_head.repeat(model.num_attention_heads)[:, None]
-    if key.endswith("linear_q.weight"):
-        return of_queries
-    if key.endswith("linear_proj.weight"):
-        return float((model.num_attention_heads * model.kv_channels) ** -0.5)
-    if key.endswith("linear_fc2.weight"):
-        return float(model.ffn_hidden_size**-0.5)
-    if key.endswith(("word_embeddings.weight", "output_layer.weight")):
-        return 1.0
-    return into_hidden
+    scales = {
+        "linear_q.weight": of_queries,
+        "linear_proj.weight": float((model.num_attention_heads * model.kv_channels) ** -0.5),
+        "linear_fc2.weight": float(model.ffn_hidden_size**-0.5),
+        **dict.fromkeys(_VOCAB_ROWS, 1.0),
+    }
+    return next((scale for name, scale in scales.items() if key.endswith(name)), into_hidden)

@@ -65,7 +65,6 @@ def test_frequencies_and_attention_factor_are_those_of_hugging_face(case: str) -
     ("rope", "message"),
     [
         ({"rope_type": "proportional", "factor": 2.0}, "rope_type='proportional'"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "llama3.*low_freq_factor"),
         ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 numbers, .* got 1 and 12"),
     ],
