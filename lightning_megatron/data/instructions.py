@@ -24,13 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.documents import (
-    find_files,
-    format_of,
-    progress_bar,
-    read_records,
-    without_surrogates,
-)
+from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records, without_surrogates
 from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError
@@ -141,27 +135,27 @@ def read_instructions(options: InstructionOptions) -> Instructions:
     reader, files, limit = _Reader(options), record_files(options.path), options.seq_length
     # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
     tokens, is_answer, lengths = bytearray(), bytearray(), array("q")
-    num_cut, left_out = 0, list[int]()  # of those without an answer, the tokens that one would need
+    num_cut = left_out = 0
     # A short file is read before anybody wonders.
     with progress_bar(files, "Tokenizing instructions", delay=3) as bar:
         for ids, learned in reader.samples(read_records(files, bar.update)):
             num_cut += len(ids) > limit
             if not learned[:limit].any():
-                left_out.append(int(learned.argmax()) + 1)
+                left_out += 1
                 continue
             tokens += ids[:limit].tobytes()
             is_answer += learned[:limit].tobytes()
             lengths.append(min(limit, len(ids)))
     if not lengths:
         raise DataError(
-            f"seq_length={limit} leaves nothing of the answers of any of the {len(left_out)} samples of {options.path};"
-            f" give some, or raise it, to {min(left_out, default=limit)} at the very least"
+            f"seq_length={limit} leaves nothing of the answers of the {left_out} samples of {options.path}; raise it,"
+            " or give others"
         )
     if num_cut:
         _log.warning(
             "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
             " nothing of their answers was left. Raise seq_length to keep them whole.",
-            *(num_cut, len(lengths) + len(left_out), options.path, limit, num_cut - len(left_out), len(left_out)),
+            *(num_cut, len(lengths) + left_out, options.path, limit, num_cut - left_out, left_out),
         )
     return Instructions(
         tokens=np.frombuffer(tokens, dtype=np.int32),

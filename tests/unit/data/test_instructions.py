@@ -26,15 +26,7 @@ from lightning_megatron.data.instructions import (
 )
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError
-from tests.unit.data.chat_tokenizer import (
-    END,
-    FORGETFUL,
-    MARKED,
-    REASONING,
-    STRICT,
-    UNMARKED,
-    make_tokenizer,
-)
+from tests.unit.data.chat_tokenizer import END, FORGETFUL, MARKED, REASONING, STRICT, UNMARKED, make_tokenizer
 
 QUESTIONS = [{"prompt": "is it?", "completion": " yes"}, {"prompt": "the question", "completion": "the answer is: no!"}]
 CHAT = [
@@ -147,10 +139,8 @@ def test_long_samples_lose_their_end_and_those_without_an_answer_are_counted(
     assert got.lengths.tolist()[1:] == [8]
     assert "2 of 3 samples" in caplog.text
     assert "1 lost their end, and 1 are left out" in caplog.text
-    needed = 12 + 1  # a token for each letter of the question, and one to learn
-    with pytest.raises(DataError, match=f"seq_length=12 leaves nothing .* any of the 1 .* to {needed} at the very"):
-        _read(tmp_path, long_question, seq_length=needed - 1)
-    assert len(_read(tmp_path, long_question, seq_length=needed)[0]) == 1
+    with pytest.raises(DataError, match="seq_length=12 leaves nothing of the answers of the 1 samples"):
+        _read(tmp_path, long_question, seq_length=12)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
