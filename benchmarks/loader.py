@@ -100,7 +100,7 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
             ours, peer = [], []
             for _ in range(3):
                 order = PassOrder(len(samples), 1, "later passes")
-                loader = TrainLoader(samples, order, shape, max_steps=10**9, num_workers=workers)
+                loader = TrainLoader(samples, order, shape, 10**9, workers)
                 ours.append(tokens_per_second(loader, "text" if name == "gpt" else "input_ids", options.seconds))
                 if name == "gpt":
                     batches = peer_batches(part, seq_length, options.rows, workers)

@@ -282,12 +282,8 @@ class InstructionDataModule(MegatronDataModule):
         part = split_ranges(split, len(instructions))[name]
         if not part:
             raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
-        samples = InstructionSamples(
-            instructions.part(part),
-            self.seq_length,
-            pack_by=self.seed if self.packing else None,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
+        pack_by = self.seed if self.packing else None
+        samples = InstructionSamples(instructions.part(part), self.seq_length, pack_by, self.pad_to_multiple_of)
         if self.packing:
             share = samples.instructions.lengths.sum() / (len(samples) * self.seq_length)
             rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {share:.1%} is no padding")
@@ -367,12 +363,9 @@ class DatasetSamples:
         self._dataset = dataset
         self._collate = collate
         # A Hugging Face dataset of lists gives arrays twenty times as fast.
-        is_lists = collate is None and getattr(dataset, "format", None) and hasattr(dataset, "with_format")
-        self._items = (
-            dataset.with_format("numpy", columns=dataset.format["columns"])
-            if is_lists and dataset.format["type"] is None
-            else dataset
-        )
+        kind: Any = getattr(dataset, "format", None) if collate is None and hasattr(dataset, "with_format") else None
+        is_lists = kind and kind["type"] is None
+        self._items = dataset.with_format("numpy", columns=kind["columns"]) if is_lists else dataset
 
     @property
     def fingerprint(self) -> str:

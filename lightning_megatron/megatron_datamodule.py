@@ -147,8 +147,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         restored, self._restored = self._restored or self.state_dict(), {}
         # Another number of samples may be another order: the run goes on in the one that it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
-        max_steps = None if counts_epochs else trainer.max_steps
-        loader = TrainLoader(samples, order, shape, max_steps=max_steps, num_workers=self.num_workers)
+        loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
         self._train_loader = loader
         if restored:
             self._go_to(loader, restored)

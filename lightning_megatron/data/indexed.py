@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_megatron.errors import DataError
 from lightning_megatron.files import exit_on_sigterm, readable_size, staged
@@ -266,12 +266,7 @@ class IndexedDatasetWriter:
         """Tokens of all documents."""
         return self._bin.tell() // self._dtype.itemsize
 
-    def add_documents(
-        self,
-        tokens: bytes | memoryview,
-        lengths: Sequence[int] | NDArray[Any],
-        sequences: Sequence[int] | NDArray[Any] | None = None,
-    ) -> None:
+    def add_documents(self, tokens: bytes | memoryview, lengths: ArrayLike, sequences: ArrayLike | None = None) -> None:
         """Append documents.
 
         Args:
@@ -280,8 +275,9 @@ class IndexedDatasetWriter:
             sequences: Sequences of each document; None if every document is one.
         """
         self._bin.write(tokens)
-        self._lengths.frombytes(np.asarray(lengths, np.intc).tobytes())
-        counts = np.ones(len(lengths), np.intc) if sequences is None else np.asarray(sequences, np.intc)
+        own = np.asarray(lengths, np.intc)
+        self._lengths.frombytes(own.tobytes())
+        counts = np.ones_like(own) if sequences is None else np.asarray(sequences, np.intc)
         self.counts.frombytes(counts.tobytes())
 
     def complete(self) -> None:

@@ -187,13 +187,7 @@ class TrainLoader:
     """
 
     def __init__(
-        self,
-        samples: Samples | None,
-        order: PassOrder,
-        shape: BatchShape,
-        *,
-        max_steps: int | None = None,
-        num_workers: int = 0,
+        self, samples: Samples | None, order: PassOrder, shape: BatchShape, max_steps: int | None, num_workers: int
     ) -> None:
         """Begin at the first sample.
 

@@ -126,10 +126,10 @@ def masked_ngrams(
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-Arrays: TypeAlias = dict[str, NDArray[np.int64]]
-
-
-Sentences: TypeAlias = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32], int]
+Ids: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+Arrays: TypeAlias = dict[str, Ids]
+Sentences: TypeAlias = tuple[Ids, Flags, NDArray[np.int32], int]
 """The text of a sample: tokens of all sentences; whether each begins a word, as the first one of a sentence does, with
 a mark or without; lengths of the sentences; and the tokens that the sample shall have, at most."""
 
@@ -245,19 +245,11 @@ class MaskedObjective(Objective):
         if warns:
             alone = dataset.lengths[bounds[:-1][num_sentences == 1]].astype(np.int64)
             self._warn(part, left_out, int(np.maximum(alone - self.max_tokens, 0).sum()) / num_tokens)
-        return build_mapping(  # type: ignore[no-any-return]
-            bounds,
-            dataset.lengths,
-            _MAX_INT32 - 1,  # passes; whole ones are made until there are as many samples
-            max(1, num_samples or 1),
-            self.max_tokens,
-            self.masking.short_sequence_probability,
-            part.seed,
-            False,
-            self.min_sentences,
-        )
+        passes = _MAX_INT32 - 1  # whole ones are made until there are as many samples
+        cut = (max(1, num_samples or 1), self.max_tokens, self.masking.short_sequence_probability, part.seed)
+        return build_mapping(bounds, dataset.lengths, passes, *cut, False, self.min_sentences)  # type: ignore[no-any-return]
 
-    def _warn(self, part: Part, left_out: NDArray[np.bool_], share_behind: float) -> None:
+    def _warn(self, part: Part, left_out: Flags, share_behind: float) -> None:
         """Say which documents are left out, and which share of the tokens is behind the end of a row."""
         if (count := int(left_out.sum())) > 0.01 * len(left_out):
             _log.warning(
@@ -309,7 +301,7 @@ class MaskedObjective(Objective):
     def fill(self, rows: Arrays, number: int, sample: Sentences, state: np.random.RandomState) -> None:
         """Write a sample into row ``number``; all random numbers come from ``state``."""
 
-    def _words(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
+    def _words(self, tokens: Ids, begins: Flags) -> tuple[Ids, list[int]]:
         """Places of the tokens that may be masked, ascending; where in these each word begins, and their number.
 
         A piece in the middle of a word belongs to the word before it even if a special token stands between them: that
@@ -374,14 +366,7 @@ class BertObjective(MaskedObjective):
         rows["attention_mask"][number, :end] = 1
         self._mask_words(tokens[:end], starts[:end], rows["labels"][number], target, state)
 
-    def _mask_words(
-        self,
-        tokens: NDArray[np.int64],
-        begins: NDArray[np.bool_],
-        labels: NDArray[np.int64],
-        target: int,
-        state: np.random.RandomState,
-    ) -> None:
+    def _mask_words(self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState) -> None:
         """Of the tokens to predict 80 % become the mask, 10 % any token, and 10 % stay.
 
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
@@ -512,9 +497,7 @@ class T5Objective(MaskedObjective):
         rows["input_ids"][number, : len(inputs)], rows["attention_mask"][number, : len(inputs)] = inputs, 1
         rows["labels"][number, : len(labels)] = labels
 
-    def _spans(
-        self, text: NDArray[np.int64], begins: NDArray[np.bool_], target: int, state: np.random.RandomState
-    ) -> list[tuple[int, int]]:
+    def _spans(self, text: Ids, begins: Flags, target: int, state: np.random.RandomState) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in the order of the text."""
         places, bounds = self._words(text, begins)
         largest, geometric = self.masking.max_ngram or 10, state.geometric

@@ -271,6 +271,8 @@ class IndexedSamples:
 
 # ---- samples of a GPT -----------------------------------------------------------------------------------------------
 
+Int32s: TypeAlias = NDArray[np.int32]
+Int64s: TypeAlias = NDArray[np.int64]
 PADDING = -1
 """Fills a last sample up where the documents end before it."""
 _OWN_SHUFFLE_BELOW = 0.80
@@ -340,7 +342,7 @@ class GPTObjective(Objective):
             found = partly
         return {"text": torch.from_numpy(found.reshape(len(pieces), width))}
 
-    def _measured(self, part: Part) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+    def _measured(self, part: Part) -> tuple[int, Int32s, Int32s]:
         """Samples in one pass, at least one; tokens of each document of the dataset; and the documents of ``part``."""
         lengths = open_dataset(part.prefix).lengths
         bounds = split_ranges(part.split, len(lengths))[part.name]
@@ -361,12 +363,7 @@ class GPTObjective(Objective):
 
 
 def build_gpt_index(
-    lengths: NDArray[np.int32],
-    documents: NDArray[np.int32],
-    seq_length: int,
-    num_samples: int | None,
-    seed: int,
-    keep_partial: bool,
+    lengths: Int32s, documents: Int32s, seq_length: int, num_samples: int | None, seed: int, keep_partial: bool
 ) -> GPTIndex:
     """Lay out the samples.
 
@@ -400,9 +397,7 @@ def build_gpt_index(
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=samples)
 
 
-def _pieces(
-    dataset: IndexedDataset, index: GPTIndex, indices: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _pieces(dataset: IndexedDataset, index: GPTIndex, indices: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Pieces of documents that make up rows: how many for each row; for each its first token and its length.
 
     A row is the end of one document, whole documents, and the beginning of another, or a piece of one document.
@@ -668,7 +663,13 @@ def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
             fingerprint = _read_fingerprint(path)
             if fingerprint is None:
                 _log.info("Building the index of %s in %s.", subject, folder)
-                fingerprint = _build(path, write)
+                with staged(path.parent, path.name, error=DataError) as hidden:
+                    staging = hidden / path.name
+                    staging.mkdir()
+                    fingerprint = write(str(staging))
+                    sizes = {each.name: each.stat().st_size for each in staging.iterdir()}
+                    manifest = json.dumps({"order": {"fingerprint": fingerprint}, "sizes": sizes}, indent=1)
+                    (staging / _MANIFEST).write_text(manifest, encoding="utf-8")
             # Whoever opened the file before finds a whole folder when the lock is released.
             file.unlink(missing_ok=True)
             return fingerprint
@@ -676,17 +677,6 @@ def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
         raise DataError(
             f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache"
         ) from error
-
-
-def _build(path: Path, write: Callable[[str], str]) -> str:
-    with staged(path.parent, path.name, error=DataError) as hidden:
-        folder = hidden / path.name
-        folder.mkdir()
-        fingerprint = write(str(folder))
-        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-        manifest = json.dumps({"order": {"fingerprint": fingerprint}, "sizes": sizes}, indent=1)
-        (folder / _MANIFEST).write_text(manifest, encoding="utf-8")
-    return fingerprint
 
 
 def _read_fingerprint(folder: Path) -> str | None:

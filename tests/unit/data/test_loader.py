@@ -21,7 +21,7 @@ def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0) -> BatchShape
 
 
 def _loader(shape: BatchShape, num_samples: int = 100) -> TrainLoader:
-    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape)
+    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape, None, 0)
 
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
@@ -66,7 +66,7 @@ class RandomSamples:
 
 def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
     shape = _shape(1, 1, 2, rank)
-    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, num_workers=1)
+    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, None, 1)
     loader.set_epoch(epoch)
     for _ in range(steps):
         loader.advance()
