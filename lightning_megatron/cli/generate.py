@@ -79,9 +79,6 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
         ConfigError: If an argument is wrong, the tokenizer is that of another model, or a prompt cannot be continued.
         CheckpointError: If the checkpoint cannot be read.
     """
-    from lightning_megatron.convert.contents import open_source
-    from lightning_megatron.generate.inputs import encoded, request_of
-
     early_stopping: Any = {"true": True, "false": False}.get(options.early_stopping, "never")
     how = replace(how, early_stopping=early_stopping)
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
@@ -89,6 +86,10 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     if options.stream and not can_stream:
         raise ConfigError("--stream shows one text of one prompt, without beams and --json; leave it out, or these")
     require_number("batch_size", options.batch_size, at_least=1)
+
+    from lightning_megatron.convert.contents import open_source
+    from lightning_megatron.generate.inputs import encoded, request_of
+
     stored = open_source(options.load_path, options.config, options.iteration)
     if stored.model.architecture not in ("gpt", "t5"):
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
