@@ -13,15 +13,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanSquaredError, Metric
-from torchmetrics.classification import (
-    BinaryAccuracy,
-    BinaryF1Score,
-    MulticlassAccuracy,
-    MulticlassF1Score,
-    MultilabelAccuracy,
-    MultilabelF1Score,
-)
+from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric
 
 from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError, DataError, require_choice
@@ -277,12 +269,11 @@ class BertTrainStep(MaskedLossStep):
         if self._problem == "regression" or (self._problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self._problem != "multi_label_classification":
-            options: dict[str, Any] = {"num_classes": n, "ignore_index": base.IGNORE_INDEX, "validate_args": False}
-            f1 = MulticlassF1Score(average="macro", **options)
-            return {"accuracy": MulticlassAccuracy(average="micro", **options), "f1": f1}
-        if n == 1:  # torchmetrics' multi-label metrics want two
-            return {"accuracy": BinaryAccuracy(), "f1": BinaryF1Score()}
-        return {"accuracy": MultilabelAccuracy(num_labels=n), "f1": MultilabelF1Score(num_labels=n)}
+            options: dict[str, Any] = {"task": "multiclass", "num_classes": n, "ignore_index": base.IGNORE_INDEX}
+            options["validate_args"] = False
+            return {"accuracy": Accuracy(**options, average="micro"), "f1": F1Score(**options, average="macro")}
+        options = {"task": "multilabel" if n > 1 else "binary", "num_labels": n, "average": "macro"}
+        return {"accuracy": Accuracy(**options), "f1": F1Score(**options)}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
         """Take in the targets of one microbatch; what carries no loss does not count."""
