@@ -281,8 +281,9 @@ class LossCurve(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Write the picture on rank 0, also of a run that has failed."""
         if self._folder is not None and trainer.is_global_zero and self.train.points:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._draw().savefig(self._folder / self.filename)
+            path = self._folder / self.filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._draw().savefig(path)
 
     on_exception = on_train_end  # type: ignore[assignment]
 

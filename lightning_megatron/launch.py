@@ -73,6 +73,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
     for name, unit in (("val_check_interval", "steps or a share of an epoch"), ("check_val_every_n_epoch", "epochs")):
         if getattr(trainer, name) == 0:
             raise ConfigError(f"{name}=0: expected {unit}; use limit_val_batches=0 for no validation")
+    if trainer._detect_anomaly:  # it would look at memory that stands for them, and find NaN where there is none
+        raise ConfigError(
+            "detect_anomaly=True: expected False, since gradients go to Megatron's buffers and not through autograd; "
+            "use MegatronStrategy(on_nan='raise'), which names microbatch and rank"
+        )
     require_number("gradient_clip_val", trainer.gradient_clip_val or 0)
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm not in (None, "norm"):

@@ -114,7 +114,7 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     without = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
     if late:
         _decide_on_device()
-    kinds: tuple[Kind, ...] = ("nan", "infinite loss", "nan gradient")
+    kinds: tuple[Kind, ...] = ("nan", "nan gradient") if late else ("nan", "infinite loss", "nan gradient")
     return *without, [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
 
 

@@ -56,6 +56,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ("it is Transformer Engine's Adam", _by_hand(Run(), "optimizer", exp_avg_dtype=torch.bfloat16)),
         (r"use MegatronStrategy\(overlap_communication=\)$", _by_hand(Run(), "ddp", overlap_grad_reduce=True)),
         (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
+        ("detect_anomaly=True: expected False.*on_nan=", Run(trainer={"detect_anomaly": True})),
         ("expected what can begin anew.* got a generator", Run(loader=_once, trainer={"max_steps": 5})),
     ),
     2: (

@@ -80,12 +80,12 @@ def test_impossible_numbers_are_refused() -> None:
 
 
 def test_points_are_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
-    curve = LossCurve(every_n_steps=2)
+    curve = LossCurve("pictures/loss_curve.png", every_n_steps=2)
     trainer = toy_trainer(tmp_path, [curve], **EVERY_THIRD_STEP, num_sanity_val_steps=-1)
     trainer.fit(ToyModule(LOSSES, [9.0, 6.0, 5.0]), loader(3), loader(2))
     assert curve.train.points == [(1, 8.0), (2, 7.0), (4, 6.25), (6, 5.75)]
     assert curve.validation.points == [(0, 9.0), (3, 6.0), (6, 5.0)]
-    assert (tmp_path / "loss_curve.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "pictures/loss_curve.png").read_bytes().startswith(PNG)
 
 
 def test_a_run_that_fails_leaves_a_picture_and_an_instance_that_starts_anew(tmp_path: Path) -> None:
