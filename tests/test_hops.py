@@ -6,7 +6,7 @@ from tests.ranks import run_ranks
 
 MOST = {"from a batch to its loss": 17, "in a save": 14, "to the first token of a text": 23, "for the next token": 4}
 """What was reached, of at most 20, 15, any and 8: whoever needs one more finds one that can go, or says why there is
-none. The loader keeps its own place in the data (two of a save); prompts and options are checked where they are told."""
+none. The loader keeps its own place in the data (two of a save); prompts and options are checked in other files."""
 
 
 def _found() -> dict[str, list[str]]:
