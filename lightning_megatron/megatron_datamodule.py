@@ -148,7 +148,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         # Another number of samples may be another order: the run goes on in the one that it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
         loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
-        self._train_loader = loader
+        self._train_loader, loader.state_dict = loader, self.state_dict
         if restored:
             self._go_to(loader, restored)
         if is_reloaded:
@@ -172,7 +172,10 @@ class MegatronDataModule(LightningDataModule, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Position in the training samples, and which samples those are."""
-        return {} if self._train_loader is None else self._train_loader.state_dict()
+        if (loader := self._train_loader) is None:
+            return {}
+        position, order = vars(loader.position).copy(), loader.order
+        return {"train": position, "train_order": order.fingerprint, "num_samples": order.requested}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -208,6 +208,8 @@ class TrainLoader:
         self.before_batch: Callable[[], object] = lambda: None
         """Called when a batch is asked for: what was handed out before has been trained on."""
         self.position = Position()
+        self.state_dict: Callable[[], dict[str, Any]] = dict
+        """The data module's, which Lightning saves here once more."""
         self._shape, self._max_steps, self._num_workers = shape, max_steps, num_workers
         step = shape.at(0)
         if max_steps is None and order.num_samples < step.global_batch_size:
@@ -270,11 +272,6 @@ class TrainLoader:
             # The run counted epochs: each was a pass, of which this one goes on.
             at = Position(consumed_samples=at.consumed_samples + at.epoch * self.order.num_samples, steps=at.steps)
         self.position = at
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position, and which samples those are: the state of the data module, which Lightning saves here once more."""
-        order = self.order
-        return {"train": vars(self.position).copy(), "train_order": order.fingerprint, "num_samples": order.requested}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: Lightning gives the data module its state before, and the loader not in every case.
