@@ -82,7 +82,9 @@ _FORCED = (("tp_comm_overlap", True),)
         ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
         # Heads, in each of four layers there and back.
         ("llama", Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True), 2 * 4 * 2),
-        ("t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None),
+        pytest.param(
+            "t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
