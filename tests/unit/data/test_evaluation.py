@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_megatron import TextEvaluationDataModule
 from lightning_megatron.data.evaluation import EvaluationTexts, read_evaluation_texts
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import DataError
 from tests.unit.data.chat_tokenizer import make_tokenizer
 
 
@@ -42,9 +40,3 @@ def test_a_last_token_is_asked_behind_the_end_of_its_text(tmp_path: Path) -> Non
 def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
         _texts(tmp_path, '{"text": "it is"}', line)
-
-
-@pytest.mark.parametrize("options", [{"stride": 0}, {"stride": 4, "task": "last_word"}])
-def test_strides_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"stride=\d is for task=perplexity, and 1 to seq_length=8"):
-        TextEvaluationDataModule("texts", "tok", seq_length=8, **options)

@@ -242,6 +242,7 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkey
         return lay_out(objective, part)
 
     monkeypatch.setattr(GPTObjective, "lay_out", slow)
+    monkeypatch.setattr("lightning_megatron.data.samples._QUIET_WAIT_S", 0.01)  # after which they say that they wait
     parts = _parts(tmp_path, "ab", [0.5, 0.5], num_samples=200)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
