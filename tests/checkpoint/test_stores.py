@@ -54,16 +54,20 @@ NEEDS_S3 = pytest.mark.skipif(find_spec("moto") is None or find_spec("s3fs") is 
 
 
 def _kept(address: str, is_async: bool) -> tuple[Trace, Trace, list[str], list[str]]:
-    """A run of 4 steps, the resumed one to 6, and what is in the store after each."""
-    from lightning_megatron.files import as_path
-
+    """A run of 4 steps, the resumed one to 6, and the checkpoints in the store after each."""
     register()
     options = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
     run = RUN.but(strategy={"async_save": is_async})
     first = fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
-    names = sorted(each.name for each in as_path(address).iterdir())
+    names = _checkpoints(address)  # beside them the other rank may be trying already whether it can write
     resumed = fit(run.but(ckpt_path="last"), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
-    return first, resumed, names, sorted(each.name for each in as_path(address).iterdir())
+    return first, resumed, names, _checkpoints(address)
+
+
+def _checkpoints(address: str) -> list[str]:
+    from lightning_megatron.files import as_path
+
+    return sorted(each.name for each in as_path(address).iterdir() if each.suffix == ".ckpt")
 
 
 def _resumed_elsewhere(path: str) -> Trace:
