@@ -123,7 +123,7 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
         ({"megatron_lm_expert_tensor_parallel_size": 2}, "expected 1, got 2; experts are whole on a rank"),
         ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*for fp8 write bf16, and set"),
         ({"megatron_lm_train_samples": 9, "num_processes": None}, "train_samples: .* expected num_processes, got none"),
-        ({"megatron_lm_train_samples": 9, "megatron_lm_rampup_batch_size": [3, 4, 5]}, r"\[3, 4, 5\] must be a first"),
+        ({"megatron_lm_train_samples": 9, "megatron_lm_rampup_batch_size": [3, 4, 5]}, r"\[3, 4, 5\]: expected a"),
         ({"num_machines": 3}, "num_machines=3 does not divide num_processes=8; choose num_machines from 1, 2, 4, 8"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
