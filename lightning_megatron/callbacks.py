@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-from lightning_megatron.errors import ConfigError, require_number
+from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.generate.inputs import encoded, new_texts, request_of, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
@@ -242,10 +242,13 @@ class LossCurve(Callback):
             monitor: Names of the logged training and validation loss.
 
         Raises:
-            ConfigError: If a number is out of range.
+            ConfigError: If a number is out of range, or the suffix none that matplotlib writes.
         """
+        from matplotlib.backend_bases import FigureCanvasBase
+
         _check_interval(every_n_steps)
         require_number("max_points", max_points, at_least=2)
+        require_choice("filename", Path(filename).suffix[1:] or "png", FigureCanvasBase.filetypes)
         self.filename, self.every_n_steps, self.log_scale = filename, every_n_steps, log_scale
         self.train_name, self.val_name = monitor
         self.train, self.validation = Curve(max_points), Curve(max_points)
@@ -381,7 +384,16 @@ class PerplexityReport(Callback):
             monitor: Name of the logged validation loss, in nats per token.
         """
         self.monitor = monitor
+        self._clear()
+
+    def _clear(self) -> None:
         self._state: dict[str, Any] = {"before": None, "before_is_partial": False, "after": None, "after_step": 0}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget another run's figures; those of a resumed run are loaded later."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._clear()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -36,7 +36,7 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
 from lightning_megatron.convert.peft import save_adapter
 from lightning_megatron.convert.registry import config_of_task, differences, family_of
-from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source
+from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, refuse_infinite
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import on_all_ranks_alike
@@ -135,9 +135,11 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
     """Put the mean of all checkpoints into ``chunks``: summed in fp32, in ``dtype`` or those of the first.
 
     Raises:
-        CheckpointError: If a file is damaged, or one checkpoint has a head and another not.
+        CheckpointError: If a file is damaged, one checkpoint has a head and another not, or a mean is infinite in
+            ``dtype``.
     """
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    weights = [weight for _, weight in named]
     sums, dtypes = [weight.float() for weight in weights], [weight.dtype for weight in weights]
     for source in others:
         loading = Loading(chunks, source)
@@ -146,8 +148,10 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
         loading.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
-    for weight, total, of_first in zip(weights, sums, dtypes, strict=True):
-        weight.data = (total / (len(others) + 1)).to(dtype or of_first)
+    for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
+        mean = total / (len(others) + 1)
+        weight.data = mean.to(dtype or of_first)
+        refuse_infinite(name, mean, weight)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -365,14 +365,20 @@ class Loading:
                     part, ours = self._found[place.key][0].read(place), shard.data[: place.size[0]]
                     shard.data[place.size[0] :] = 0
                     ours.copy_(part)
-                    if dtype is not None and ours.isinf().sum() > part.isinf().sum():
-                        raise CheckpointError(
-                            f"{place.key}: expected numbers up to {torch.finfo(dtype).max:.4g} ({str(dtype)[6:]}), got "
-                            f"{part[part.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
-                        )
+                    if dtype is not None:
+                        refuse_infinite(place.key, part, ours)
                     bar.update(shard.data.nbytes)
 
             on_all_ranks_alike(fill_all)
+
+
+def refuse_infinite(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Raise if a finite number of ``given`` has become infinite in the dtype of ``rounded``."""
+    if rounded.isinf().sum() > given.isinf().sum():
+        raise CheckpointError(
+            f"{name}: expected numbers up to {torch.finfo(rounded.dtype).max:.4g} ({str(rounded.dtype)[6:]}), got "
+            f"{given[given.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
+        )
 
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:

@@ -234,6 +234,11 @@ def test_the_mean_of_several_checkpoints_is_written(tmp_path: Path) -> None:
     mean = {name: sum(model[name].float() for model in models) / 3 for name in models[0]}  # type: ignore[union-attr]
     assert_same(tensors_in(tmp_path / "mean"), {name: weight.to(torch.bfloat16) for name, weight in mean.items()})
 
+    models[0]["lm_head.weight"][0] = 1e6
+    model.load_state_dict(models[0])
+    save_as(model, tmp_path / "large", FORMATS[0])
+    with pytest.raises(CheckpointError, match=r"output_layer.weight: expected numbers up to 6.55e\+04 \(float16\)"):
+        convert(replace(options, dtype="fp16", save_path=tmp_path / "mixture"), [tmp_path / "large"])
     save_as(tiny_gpt2(), tmp_path / "gpt2", FORMATS[0])
     with pytest.raises(CheckpointError, match=r"gpt2: expected the model of .*0 to average with, got one with other"):
         convert(replace(options, save_path=tmp_path / "mixture"), [tmp_path / "gpt2"])

@@ -74,6 +74,8 @@ def test_impossible_numbers_are_refused() -> None:
         ThroughputMonitor(every_n_steps=0)
     with pytest.raises(ConfigError, match="max_points=1 must be at least 2"):
         LossCurve(max_points=1)
+    with pytest.raises(ConfigError, match="filename='xyz' is unknown; choose from"):
+        LossCurve("folder/loss.xyz")
 
 
 # ---- LossCurve ------------------------------------------------------------------------------------------------------
@@ -134,7 +136,9 @@ def test_a_long_curve_stays_bounded_and_evenly_spaced(tmp_path: Path) -> None:
 def test_the_report_says_what_validations_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sanity_steps: int, val_losses: list[float], line: str
 ) -> None:
-    trainer = toy_trainer(tmp_path, [PerplexityReport()], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps)
+    report = PerplexityReport()
+    report.load_state_dict({"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3})  # another run's
+    trainer = toy_trainer(tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps)
     trainer.fit(ToyModule([1.0] * 20, val_losses), loader(4), loader(3))
     assert line in capsys.readouterr().out.splitlines()[-1]
 
