@@ -248,7 +248,7 @@ class LossCurve(Callback):
 
         _check_interval(every_n_steps)
         require_number("max_points", max_points, at_least=2)
-        require_choice("filename", Path(filename).suffix[1:] or "png", FigureCanvasBase.filetypes)
+        require_choice("filename", Path(filename).suffix[1:].lower() or "png", FigureCanvasBase.filetypes)
         self.filename, self.every_n_steps, self.log_scale = filename, every_n_steps, log_scale
         self.train_name, self.val_name = monitor
         self.train, self.validation = Curve(max_points), Curve(max_points)
@@ -310,7 +310,9 @@ class LossCurve(Callback):
 
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
-        steps, losses = zip(*self.train.points, strict=True)
+        # Steps that on_nan="skip" left out would take whole windows of the smoothed line along.
+        finite = [point for point in self.train.points if math.isfinite(point[1])]
+        steps, losses = zip(*finite or self.train.points, strict=True)
         width = len(losses) // 25 | 1  # odd: the middle of a window is a step
         axes.plot(steps, losses, "C0", alpha=0.3 if width > 1 else 1.0, label=None if width > 1 else "training")
         if width > 1:  # a window that looks back only would lag behind a falling loss

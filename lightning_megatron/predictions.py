@@ -52,8 +52,10 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
             batches were of, or a prediction has other rows than its batch; on all ranks, if a sample was predicted
             twice.
     """
-    if trainer.predict_dataloaders is None or predictions is None:
-        raise ConfigError(f"predictions={predictions}: expected those of Trainer.predict(return_predictions=True)")
+    if trainer.predict_dataloaders is None:
+        raise ConfigError("this Trainer has predicted nothing yet; call its predict first")
+    if predictions is None:
+        raise ConfigError("predictions=None: expected those of Trainer.predict(return_predictions=True)")
     strategy: Any = trainer.strategy
     loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
     if len(loaders) > 1:

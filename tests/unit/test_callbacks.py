@@ -115,6 +115,15 @@ def test_a_resumed_run_continues_curve_and_report(tmp_path: Path, capsys: pytest
     assert "validation perplexity: 900.0 before, 7.0 after 8 steps" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_not_finite_leaves_no_gap_in_the_smoothed_line() -> None:
+    curve = LossCurve("loss.PNG")
+    for step in range(100):
+        curve.train.add(step, math.nan if step == 50 else 2.0)
+    smoothed = curve._draw().axes[0].lines[1].get_ydata()
+    assert len(smoothed) == 97
+    assert smoothed == pytest.approx(2.0)
+
+
 def test_a_long_curve_stays_bounded_and_evenly_spaced(tmp_path: Path) -> None:
     curve = Curve(max_points=10)
     for step in range(1000):
