@@ -149,10 +149,11 @@ class MegatronDataModule(LightningDataModule, ABC):
         order, samples = self._open("train", restored.get("num_samples", num_samples))
         loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
         self._train_loader, loader.state_dict = loader, self.state_dict
-        if restored:
-            self._go_to(loader, restored)
         if is_reloaded:
+            loader.go_to(restored["train"])
             loader.set_epoch(trainer.current_epoch)
+        elif restored:
+            self._go_to(loader, restored)
         self._check_lengths_of_epochs(loader)
         self._check_validation_interval(len(loader))
         return loader

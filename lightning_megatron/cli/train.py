@@ -47,6 +47,8 @@ SHORT_NAMES: list[type] = [
 """Classes that a configuration may name without their module, because they are imported here."""
 DATA_MODULES = [each for each in SHORT_NAMES if issubclass(each, LightningDataModule) and not inspect.isabstract(each)]
 DEFAULT_SEED = 1234
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+"""What argparse takes for a negative number; any other word with a dash is an option to it, -1e-3 as well."""
 _MOST_VALUES, _DEEPEST = 100_000, 100
 _load = get_loader("yaml")
 _REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
@@ -306,9 +308,9 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
     if not files and "arguments are required" in message:
         return f"{message}; give --config FILE, or model and data as options: see --help"
     if message.endswith("expected one argument"):  # which is said of --model where --model.lr has none
-        return (
-            f"argument {next(a for a, b in pairwise([*arguments, '--']) if a[:2] == b[:2] == '--')}: expected a value"
-        )
+        for name, value in pairwise([*arguments, "--"]):
+            if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NUMBER.fullmatch, (name, value))):
+                return f"argument {name}: expected a value" + f"; write {name}={value}" * value[1:2].isdigit()
     if path == "trainer.precision":
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
     elif match := _REFUSED.search(message):

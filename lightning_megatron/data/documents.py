@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, require_choice
 
 try:
     import orjson as _orjson
@@ -61,8 +61,7 @@ _COMPRESSED_BYTES = 1 << 16
 """Compressed bytes taken at a time; text grows to some ten times as many."""
 _LONGEST_ZSTD_WINDOW = 1 << 31
 """What ``zstd --long=31`` needs; large public corpora are compressed so."""
-_ROWS = 256
-"""Rows of a table in a piece: enough that a process is not asked too often, little enough where they are long."""
+_MOST_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +95,7 @@ class BadDocuments:
     def __init__(self, on_error: Literal["skip", "fail"], bar: Any) -> None:
         self.count = 0
         """How many were left out."""
+        require_choice("on_error", on_error, ("skip", "fail"))
         self._on_error, self._bar = on_error, bar
 
     def add(self, messages: Sequence[str]) -> None:
@@ -180,7 +180,7 @@ def cut_into_pieces(
     Args:
         files: What ``find_files`` gave.
         keys: Columns to read from tables.
-        piece_bytes: Of text; larger where a document is, or rows of a table are.
+        piece_bytes: Of text; larger where a document is.
     """
     group: list[str] = []
     group_bytes = 0
@@ -193,7 +193,7 @@ def cut_into_pieces(
             group.append(str(path))
             group_bytes += size
         elif content == "parquet":
-            yield from _rows(str(path), size, keys)
+            yield from _rows(str(path), size, keys, piece_bytes)
         else:
             yield from _lines(str(path), size, piece_bytes)
     if group:
@@ -384,7 +384,7 @@ def _lines(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
         yield Piece(path=path, lines=bytes(buffer), first=first, num_bytes=size - accounted, problem=problem)
 
 
-def _rows(path: str, size: int, keys: Sequence[str]) -> Iterator[Piece]:
+def _rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
     """The columns ``keys`` of a table, however large its row groups are: pages are read as they are needed."""
     import pyarrow
     import pyarrow.parquet
@@ -396,7 +396,10 @@ def _rows(path: str, size: int, keys: Sequence[str]) -> Iterator[Piece]:
         ) as table:
             num_rows, names = table.metadata.num_rows, table.schema_arrow.names
             columns = list(keys) if set(keys) <= set(names) else None  # of all of them the right one can be chosen
-            for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            bytes_a_row = sum(group.total_byte_size for group in groups) // max(num_rows, 1)
+            rows = max(1, min(_MOST_ROWS, piece_bytes // max(bytes_a_row, 1)))
+            for batch in table.iter_batches(rows, columns=columns, use_threads=False):
                 first, done = done + 1, done + batch.num_rows
                 before, accounted = accounted, size * done // num_rows
                 yield Piece(path=path, rows=batch.to_pylist(), first=first, num_bytes=accounted - before)

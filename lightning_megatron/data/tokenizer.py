@@ -115,7 +115,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     files, tokenizer = find_files(options.input), ByteLevelBPETokenizer()
     counts = Counter[str]()
     # A reader must never meet half a tokenizer.json.
-    with staged(Path(options.output), "tokenizer.json", error=DataError) as hidden:
+    with staged(Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError) as hidden:
         texts, special = _texts_with_progress(files, options, counts), special_tokens(options.kind)
         tokenizer.train_from_iterator(texts, options.vocab_size, min_frequency=0, special_tokens=special)
         if not counts["characters"]:

@@ -81,6 +81,8 @@ MISTAKES = {
     f"{_FIT} --model.optimizer.beta9 3": "did you mean optimizer.beta2?",
     f"{_FIT} --model MegatronModul": "did you mean MegatronModule?",
     f"{_FIT} --model.lr": "error: argument --model.lr: expected a value",
+    f"{_FIT} --trainer.max_steps=1 -c": "error: argument -c: expected a value",
+    f"{_FIT} --trainer.gradient_clip_val -1e-3": "expected a value; write --trainer.gradient_clip_val=-1e-3",
     f"{_FIT} --trainer.precision fp16": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed",
     # what they name,
     f"{_FIT} --trainer.accelerator tpu": "torch_xla",
