@@ -39,7 +39,7 @@ from lightning_megatron.convert.registry import config_of_task, differences, fam
 from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, refuse_infinite
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
-from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.collectives import alike_on_all_ranks, on_all_ranks_alike
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
@@ -148,10 +148,11 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
         loading.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
-    for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
-        mean = total / (len(others) + 1)
-        weight.data = mean.to(dtype or of_first)
-        refuse_infinite(name, mean, weight)
+    with alike_on_all_ranks():
+        for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
+            mean = total / (len(others) + 1)
+            weight.data = mean.to(dtype or of_first)
+            refuse_infinite(name, mean, weight)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
