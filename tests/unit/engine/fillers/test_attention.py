@@ -67,6 +67,19 @@ def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None
     assert (layer(*qkv, None) - rounded).abs().mean() < 0.01
 
 
+def test_one_query_with_gradients_is_not_attended_to_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "num_key_parts", lambda q, k: 2)  # as on a GPU
+    qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
+    mask[:, :9] = 0
+    layer = _layer("padding", "cross", HEADS)
+    actual = torch.autograd.grad(layer(*qkv, mask).square().sum(), qkv)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
+    hidden = (mask == 0)[:, None, None]
+    expected = (q @ k.mT / 8).masked_fill(hidden, MASKED_SCORE).softmax(-1) @ v
+    for found, wanted in zip(actual, torch.autograd.grad(expected.square().sum(), qkv), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_a_window_that_hides_a_token_from_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="sliding_window=0"):
         _layer(sliding_window=0)
