@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,12 @@ class Topology:
     last_stage: int
     """Global rank of the last pipeline stage in ``pp_group``."""
 
-    @functools.cached_property
+    @cached_property
     def is_data_source(self) -> bool:
         """Whether this rank reads the data of its copy of the model."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
-    @functools.cached_property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pp_rank == self.parallel.pp - 1
@@ -107,16 +108,18 @@ def _group_of_copy(parallel: ParallelConfig, timeout: timedelta, backend: str | 
     return group
 
 
+_host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group, and its ranks over gloo: one group whichever ``timeout`` the first caller had."""
+
+
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """All ranks over gloo, which never waits for work that is queued on a GPU; every rank must call."""
-    return _over_gloo(dist.group.WORLD, timeout)
-
-
-@functools.lru_cache(maxsize=1)
-def _over_gloo(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    is_gloo = dist.get_backend(world) == "gloo"
-    group: dist.ProcessGroup = world if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
-    return group
+    global _host
+    world: Any = dist.group.WORLD
+    if _host is None or _host[0] is not world:
+        group: Any = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        _host = (world, group)
+    return _host[1]
 
 
 def destroy() -> None:

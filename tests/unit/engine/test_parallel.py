@@ -1,13 +1,16 @@
-"""How many layers each chunk of a pipeline has, and how context parallelism splits rows and heads."""
+"""How many layers each chunk of a pipeline has, how context parallelism splits rows and heads, and host groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.engine import groups
 from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -72,3 +75,13 @@ def test_ranks_may_share_heads_and_rows() -> None:
 def test_a_split_that_cannot_be_is_refused(split: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split()
+
+
+def test_beside_nccl_callers_with_other_timeouts_share_one_group_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    try:
+        of_trainer, of_export, again = (groups.host_group(timedelta(minutes=each)) for each in (10, 30, 10))
+        assert of_trainer is of_export is again
+    finally:
+        dist.destroy_process_group()
