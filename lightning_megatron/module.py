@@ -394,9 +394,7 @@ class MegatronModule(pl.LightningModule):
         """Log the sum and each term; epoch means weigh every batch by its number of targets."""
         # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
         weight: Any = 1 if on_step else output.num_targets[self.train_step.loss_terms[0]].item()
-        if weight == int(
-            weight
-        ):  # whole numbers are summed up exactly; fractions, of targets that count in part, as such
+        if weight == int(weight):  # whole numbers are summed up exactly; fractions, of targets that count in part, stay
             weight = int(weight)
         # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
         has_bar = self.trainer.progress_bar_callback is not None
