@@ -160,6 +160,8 @@ class MaskedObjective(Objective):
     """How many of a row the text leaves to special tokens."""
     roles: ClassVar[tuple[str, ...]]
     """Of the special tokens that rows need, beside sentinels."""
+    usual_ngram: ClassVar[int]
+    """Words that are masked together, at most, where ``masking`` does not say."""
     index_type = SentenceIndex
 
     def __post_init__(self) -> None:
@@ -325,6 +327,7 @@ class BertObjective(MaskedObjective):
     name = "bert"
     special_tokens = 3
     roles = ("cls", "sep", "mask")
+    usual_ngram = 3
     sentence_order: bool = True
     """Whether rows are two segments, in order (``next_sentence_label`` 0) or swapped (1)."""
 
@@ -393,7 +396,7 @@ class BertObjective(MaskedObjective):
     def _cumulative(self) -> list[float]:
         """Of the sizes of n-grams, which are the less probable the larger: 1/n, normalised."""
         # Rounded as by the engine and numpy's choice, step by step: one bit decides about a whole sample.
-        probabilities = 1.0 / (np.arange(self.masking.max_ngram or 3, dtype=np.int64) + 1)
+        probabilities = 1.0 / (np.arange(self.masking.max_ngram or self.usual_ngram, dtype=np.int64) + 1)
         probabilities = probabilities / probabilities.sum(keepdims=True)
         probabilities = probabilities / probabilities.sum(keepdims=True)
         cumulative = probabilities.cumsum()
@@ -425,6 +428,7 @@ class T5Objective(MaskedObjective):
     name = "t5"
     special_tokens = 2
     roles = ("eos",)
+    usual_ngram = 10
     seq_length_decoder: int
     """Labels of a row of the decoder."""
     format: T5Format = "hugging_face"
@@ -446,7 +450,7 @@ class T5Objective(MaskedObjective):
             raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
         # If each word is one token; with longer words there are fewer spans.
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
-        largest = self.masking.max_ngram or 10
+        largest = self.masking.max_ngram or self.usual_ngram
         spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY))
         needed = tokens + spans + self._ending
         if self.seq_length_decoder < needed:
@@ -500,7 +504,7 @@ class T5Objective(MaskedObjective):
     def _spans(self, text: Ids, begins: Flags, target: int, state: np.random.RandomState) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in the order of the text."""
         places, bounds = self._words(text, begins)
-        largest, geometric = self.masking.max_ngram or 10, state.geometric
+        largest, geometric = self.masking.max_ngram or self.usual_ngram, state.geometric
         spans: list[tuple[int, int]] = []
         labels = self._ending
         draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), largest)  # noqa: E731
