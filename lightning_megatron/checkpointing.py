@@ -150,8 +150,7 @@ class Checkpointing:
         # Whether no later step of this run would save again, should this save fail.
         is_final = not is_training or self._signals.is_delivering or self._is_trained
         self.finish()
-        dist.broadcast_object_list(paths := [str(filepath)], 0)
-        saving = Save(self._run, checkpoint, *paths)
+        saving = Save(self._run, checkpoint, self._strategy.broadcast(str(filepath)))
         self._removals = [each for each in self._removals if each != saving.path]
         with self._failures(is_final):
             saving.start(self._memory)

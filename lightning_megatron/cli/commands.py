@@ -176,10 +176,10 @@ def _add_command(
         texts = {each.arg_name: each.description for each in parse_from_object(owner, DocstringStyle.GOOGLE).params}
         flags = {each.name: each.metadata.get("flag") for each in getattr(owner, "__dataclass_fields__", {}).values()}
         hints = get_type_hints(owner)
-        options[owner] = [name for name in inspect.signature(owner).parameters if flags.get(name) != ""]
+        parameters = inspect.signature(owner).parameters
+        options[owner] = [name for name in parameters if flags.get(name) != ""]
         for name in options[owner]:
-            parameter = inspect.signature(owner).parameters[name]
-            _add_argument(parser, parameter, flags.get(name), hints[name], texts.get(name) or "")
+            _add_argument(parser, parameters[name], flags.get(name), hints[name], texts.get(name) or "")
 
     def run(parsed: argparse.Namespace) -> None:
         given = {owner: {name: getattr(parsed, name) for name in names} for owner, names in options.items()}
