@@ -248,14 +248,15 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
 
 
 def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[Key]) -> None:
+    if not missing:
+        return
     names = ", ".join(hugging_face_names(missing, source.model))
-    if missing and options.to != "hf":
+    if options.to != "hf":
         raise CheckpointError(
             f"{source.path} lacks tensors of its head ({names}), and a checkpoint to go on from must be whole; convert "
             "it to=hf, or train from it as it is (pretrained=True begins a new head)"
         )
-    if missing:
-        _log.warning("not in %s and left out: %s", source.path, names)
+    _log.warning("not in %s and left out: %s", source.path, names)
 
 
 # ---- the live model -------------------------------------------------------------------------------------------------

@@ -290,13 +290,14 @@ class BertTrainStep(MaskedLossStep):
 
     def _update_metrics_of_labels(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
         targets, counted = batch["targets"], batch["loss_mask"] > 0
-        is_one = self._problem == "single_label_classification"
-        for metric in metrics.values() if is_one or counted.any() else ():
-            if is_one:
-                classes = targets.masked_fill(~counted, base.IGNORE_INDEX)
-                metric.update(output.flatten(0, -2).float(), classes.flatten())
-            elif self._problem == "regression":
-                metric.update(output[counted].float(), targets[counted])
-            else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
-                rows = counted[:, 0]
-                metric.update((output[rows] > 0).long(), (targets[rows] > 0.5).long())
+        if self._problem == "single_label_classification":
+            found, wanted = output.flatten(0, -2).float(), targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
+        elif not counted.any():
+            return
+        elif self._problem == "regression":
+            found, wanted = output[counted].float(), targets[counted]
+        else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
+            rows = counted[:, 0]
+            found, wanted = (output[rows] > 0).long(), (targets[rows] > 0.5).long()
+        for metric in metrics.values():
+            metric.update(found, wanted)
