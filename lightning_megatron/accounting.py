@@ -322,9 +322,13 @@ DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | 
     **dict.fromkeys(("NVIDIA H200 NVL", "NVIDIA H100 NVL"), (835.0, 835.0, 417.0, 60.0)),
     "NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
     # Datasheet of the A100.
-    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), (312.0, 312.0, 156.0, 19.5)),
-    **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), (312.0, 312.0, 156.0, 19.5)),
-    "NVIDIA A800-SXM4-80GB": (312.0, 312.0, 156.0, 19.5),
+    **dict.fromkeys(
+        (
+            *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+            "NVIDIA A800-SXM4-80GB",
+        ),
+        (312.0, 312.0, 156.0, 19.5),
+    ),
     # Each its own datasheet; the L4's sparse figures are halved.
     "NVIDIA L40S": (362.0, 362.0, 183.0, 91.6),
     "NVIDIA L40": (181.0, 181.0, 90.5, 90.5),

@@ -227,8 +227,10 @@ def _added_scores(
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
     """ALiBi's biases of the keys: [b, np, sk] or [np, sk], fp32."""
-    if alibi is None or segments is None:
-        return None if alibi is None else masks.key_biases(alibi, None, pattern.num_keys, device)
+    if alibi is None:
+        return None
+    if segments is None:
+        return masks.key_biases(alibi, None, pattern.num_keys, device)
     return PER_MASK.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
 
 

@@ -138,10 +138,8 @@ class LoadBalance:
     """The routers of this rank's chunks during one step."""
 
     def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
-        self._shape, self._bias_rate = (
-            (config.num_layers, 1 + config.num_moe_experts),
-            config.moe_router_bias_update_rate,
-        )
+        self._shape = (config.num_layers, 1 + config.num_moe_experts)
+        self._bias_rate = config.moe_router_bias_update_rate
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
     def begin(self, tokens: Tensor) -> None:

@@ -105,7 +105,7 @@ def _dense(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) ->
     return losses.detach(), F.pad(gradient, (0, logits.shape[-1] - VOCAB))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device: str, world: Any) -> None:
