@@ -1,7 +1,5 @@
 """Guards and switches for every test. Imports nothing heavy: tests of pure functions must stay fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

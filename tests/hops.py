@@ -11,8 +11,6 @@ At 25d5a27: 53 from a batch to its loss, its reading included, 48 in a save, and
 most today: tests/test_hops.py, with context parallelism, adapters, experts and heartbeats.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading

@@ -4,8 +4,6 @@ Shared by the guard of the pytest process (conftest.py) and by the ranks (ranks.
 library that the test did not load cannot have been changed by it.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of code on the pages of the documentation, run as a reader would run them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

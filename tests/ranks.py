@@ -12,8 +12,6 @@ found by name in the rank. Its result must be picklable; tensors are. Each rank 
 caller's working directory, environment and import path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """The benchmarks run, and their figures follow from what was measured."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

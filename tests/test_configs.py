@@ -1,7 +1,5 @@
 """Every file in configs/ is read and instantiated as the command line would."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

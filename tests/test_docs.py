@@ -1,7 +1,5 @@
 """README and docs/: every block of code is run, as a reader would run it, on small models; tables are the code's."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Each program in examples/ is run as a user would run it."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """What a newcomer must follow stays short: into how many other files of ours control goes."""
 
-from __future__ import annotations
-
 from tests.ranks import run_ranks
 
 MOST = {"from a batch to its loss": 17, "in a save": 14, "to the first token of a text": 23, "for the next token": 4}

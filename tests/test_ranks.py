@@ -1,7 +1,5 @@
 """What all ranks need is imported once. That a rank which fails or dies is noticed: tests/checkpoint, tests/convert."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from tests.ranks import PRELOADED

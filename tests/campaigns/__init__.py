@@ -4,8 +4,6 @@
 They are no tests of pytest: what they find by chance becomes a test there.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

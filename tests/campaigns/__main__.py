@@ -3,8 +3,6 @@
 Exit code 1 if anything was lost or hung. Ctrl-C and SIGTERM end it early, with a table of what was done until then.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -5,8 +5,6 @@ breaks may also go on without the saves that fail. Then the run goes on from wha
 has ever computed must be, to the last bit, that of a run without faults.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -5,8 +5,6 @@ end with code 0 or, for a file that is refused, with code 2 and one line; take n
 beyond the same command on the sound files; and run nothing that a file names.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -242,6 +240,15 @@ _BY_SUFFIX: dict[str, tuple[_Mutation, ...]] = {
 # ---- attempts --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    code: int | None
+    """None if time was up."""
+    printed: str
+    cpu_seconds: float = 0.0
+    megabytes: float = 0.0
+
+
 @functools.cache
 def _sound() -> Path:
     """A folder with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
@@ -276,15 +283,6 @@ def _usual(command: str) -> _Ended:
     if ended.code != 0:
         raise SystemExit(f"{command} on sound files fails: {ended.printed}")
     return ended
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    code: int | None
-    """None if time was up."""
-    printed: str
-    cpu_seconds: float = 0.0
-    megabytes: float = 0.0
 
 
 def _run(command: str, folder: Path) -> _Ended:

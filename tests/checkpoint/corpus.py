@@ -1,7 +1,5 @@
 """A small indexed dataset with the vocabulary of the tests' models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

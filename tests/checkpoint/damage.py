@@ -1,7 +1,5 @@
 """Ways to spoil a checkpoint: missing, cut, foreign and malicious files."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -3,8 +3,6 @@
 For rank functions: nothing here is heavy before it is called.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

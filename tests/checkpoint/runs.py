@@ -3,12 +3,10 @@
 For rank functions: nothing here is heavy before it is called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 SEQ_LENGTH = 16
 GLOBAL_BATCH = 8
@@ -76,7 +74,7 @@ class Run:
     seed: int = 7
     """Of weights, dropout and the order of samples."""
 
-    def but(self, **changes: Any) -> Run:
+    def but(self, **changes: Any) -> Self:
         """The same run with ``trainer`` and other fields changed; mappings are merged."""
         merged = {
             name: {**(getattr(self, name) or {}), **value} if isinstance(value, dict) else value

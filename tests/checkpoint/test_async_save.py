@@ -1,7 +1,5 @@
 """A checkpoint written beside training is the run as it was when it began, to the last bit, and can be abandoned."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

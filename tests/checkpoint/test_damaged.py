@@ -1,7 +1,5 @@
 """A checkpoint that cannot or must not be loaded is refused on all ranks in one line, and none of its code runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

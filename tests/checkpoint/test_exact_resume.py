@@ -4,8 +4,6 @@ Compared are every loss, gradient norm, learning rate and token of the steps tha
 moment, step count, learning rate and random state (dropout is on). The reference is the run without interruption.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Files of a checkpoint: every changed byte is found and named, and none of their code is run."""
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -4,8 +4,6 @@ The program dies before one of its calls that change files, which one a seed say
 torch's own reader and compared, tensor by tensor, with what is known to be the old and the new state.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

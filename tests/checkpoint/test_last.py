@@ -3,8 +3,6 @@
 The folders are made by hand, and no process is started: what ``ckpt_path`` means is known before.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

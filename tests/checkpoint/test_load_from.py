@@ -1,7 +1,5 @@
 """A new run begins with the weights of ``load_from``, and with nothing else of it; checkpoints of weights alone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

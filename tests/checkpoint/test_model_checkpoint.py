@@ -1,7 +1,5 @@
 """Lightning's own ``ModelCheckpoint`` keeps, links, finds and deletes checkpoints that are folders."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

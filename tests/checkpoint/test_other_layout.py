@@ -3,8 +3,6 @@
 Megatron's buckets are padded to multiples of dp, so dp = 3 puts everything into other places than dp = 1, 2 and 4 do.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A save that fails costs a warning: the run goes on, nothing is removed, and the next save makes it good."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -4,8 +4,6 @@ The store is a file system of fsspec that is none of the operating system's: a f
 renames of folders, as an object store has none. Several processes see the same, as ``memory://`` does not.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

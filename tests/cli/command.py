@@ -1,7 +1,5 @@
 """Commands run in ranks, where Lightning and the engine are loaded already."""
 
-from __future__ import annotations
-
 import io
 import os
 import warnings

@@ -1,7 +1,5 @@
 """A corpus of a few thousand words, made by the commands under test, for tests that need a dataset on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Help at once, one line for a mistake, exit codes, and who speaks for all ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``config`` writes what the answers, Accelerate's file or a template say, and refuses what cannot run."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Commands on corpora, datasets and weights: what they say they wrote, and that a mistake leaves nothing behind."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

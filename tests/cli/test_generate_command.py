@@ -1,7 +1,5 @@
 """The command ``generate`` prints what Hugging Face writes, from any checkpoint."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

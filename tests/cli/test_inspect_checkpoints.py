@@ -1,7 +1,5 @@
 """``inspect`` shows what is in a checkpoint, of whatever kind, and runs no code of it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A user's mistake: one line that says what to do, exit code 2, and no file, whatever the command."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """``plan``: the table, the configuration that ``fit`` takes, the picture, and mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``fit`` and the others: what LightningCLI accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """Commands take checkpoints of GPTs that no Hugging Face config describes, as Python does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

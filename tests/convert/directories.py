@@ -1,7 +1,5 @@
 """Model directories that the tests of conversion read: tiny models, saved in every format there is."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A converted model is the same model, bit for bit, in every family and format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

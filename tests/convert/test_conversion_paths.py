@@ -1,7 +1,5 @@
 """Mistakes are found before a weight is read, and nothing half-written is found under the final name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

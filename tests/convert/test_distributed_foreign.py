@@ -1,7 +1,5 @@
 """Distributed checkpoints of other programs are read, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Model directories of Hugging Face: which files are read, what of them becomes the model, and what is written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Loading takes the host memory that the rank keeps, and not much more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

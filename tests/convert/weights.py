@@ -1,7 +1,5 @@
 """The whole tensors of a checkpoint of any format, by Megatron-Core's names, as the live model holds them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

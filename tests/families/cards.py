@@ -4,8 +4,6 @@
 (three minutes on two cores). ``test_every_family.py`` tells whether the page is that of the families as they are now.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields

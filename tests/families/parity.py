@@ -17,8 +17,6 @@ compared at real positions, that is where ``attention_mask`` is 1, or where an e
 A model whose embedding has a ``padding_idx`` must not see that token at a real position: torch drops its gradient.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Iterator

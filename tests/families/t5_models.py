@@ -1,7 +1,5 @@
 """Tiny T5s of each kind for comparisons with transformers: random weights, on the CPU."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bf16 on several GPUs is as near to Hugging Face in fp32 as Hugging Face's own bf16."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from pathlib import Path

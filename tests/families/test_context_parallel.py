@@ -1,7 +1,5 @@
 """Long rows that cp ranks share: kernels by blocks and by runs on GPUs; layouts are in the tables of the families."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds of every family: its row of docs/families.md, adapters as those of ``peft``, counts and first values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of experts equal Hugging Face: logits, loss with the auxiliary loss, gradients and saved weights."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

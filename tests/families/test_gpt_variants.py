@@ -1,7 +1,5 @@
 """GPTs with other positions and heads than their family's: equal to another family, and alike in all layouts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

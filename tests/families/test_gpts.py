@@ -1,7 +1,5 @@
 """Every family of GPTs equals Hugging Face: logits, loss, gradients and saved weights, over layouts and variants."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron-BERT: norms before each block, token types, and the heads of five tasks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """T5 and mT5 equal Hugging Face: two stacks on one pipeline, relative positions, heads tied and untied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

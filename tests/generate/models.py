@@ -4,8 +4,6 @@
 written and continue the prompts; what every rank got comes back, in the order of the calls.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import shutil

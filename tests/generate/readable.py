@@ -1,7 +1,5 @@
 """A tokenizer whose tokens read as a test says, byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

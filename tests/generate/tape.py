@@ -4,8 +4,6 @@ As in a graph, nothing but the numbers in tensors that stay in place can change 
 host decided while recording is frozen. A step that asks the device for a number fails here as it would there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """T5 and mT5 write what Hugging Face's write, wherever the pipeline is cut, and the encoder reads only once."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts are those that Hugging Face writes, for every family, in every layout, whatever ends them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from dataclasses import replace

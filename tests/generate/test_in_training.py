@@ -1,7 +1,5 @@
 """Training goes on as if no text had been generated, and what is drawn is the same in every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

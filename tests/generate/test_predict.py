@@ -1,7 +1,5 @@
 """``Trainer.predict``: texts or logits, each copy of the model its own; what copies predict comes back in order."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``SampleText`` writes what the model says at that step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

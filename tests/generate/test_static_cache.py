@@ -1,7 +1,5 @@
 """Steps of one shape, replayed as CUDA graphs, write the same texts; on a CPU a tape stands for graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

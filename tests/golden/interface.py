@@ -1,7 +1,5 @@
 """The public interface as plain data: names, parameters, and the options of each command; what of it is gone."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """What commands write from the golden files: exports, datasets, texts and orders of samples; for rank functions."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

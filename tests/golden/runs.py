@@ -1,7 +1,5 @@
 """Training runs of the golden files, by public names alone; for rank functions."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Mapping

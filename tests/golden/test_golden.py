@@ -5,8 +5,6 @@ which the history has (``git log -- tests/golden/make.py``). A record that an in
 comparison by name, with its reason, in ``INTENDED``; it is not made anew.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 from dataclasses import replace

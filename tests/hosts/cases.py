@@ -4,8 +4,6 @@ Each step must have the loss that it has in one process without an incident. ``n
 and after how long.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

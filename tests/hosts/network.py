@@ -4,8 +4,6 @@ Each host has its own name, address and loopback, and, as Debian sets it up, 127
 a namespace is shared: the file systems are those of a cluster with a common disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

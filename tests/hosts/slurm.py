@@ -3,8 +3,6 @@
 The job is the script of docs/several_hosts.md. ``nox -s hosts`` prints what followed after how long.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 train.py OPTIONS    # JSON: num_nodes, devices, num_microbatches, max_steps, cache
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Where fewer nodes are there than ``num_nodes``, their copies of the model take the microbatches of the others."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run one rank of which hangs ends soon, on all ranks, and says where; one that only takes long goes on."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """A run that a scheduler stops goes on where it was: SIGTERM, and SLURM's requeue signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that are started again find each other, and go on where those before had saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A script trains, saves and predicts alike however its processes are started, and none of them is left alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Too many or too few processes are refused on all of them, before one waits for another."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """Two runs are the same run up to the rounding of sums that are added in another order."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.parity.sharding import Tensors

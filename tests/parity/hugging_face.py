@@ -1,7 +1,5 @@
 """The Hugging Face model with the same weights: the reference that shares no code with the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The places of shards come from ``sharded_state_dict``, by which Megatron writes checkpoints that any layout can load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

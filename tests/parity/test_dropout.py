@@ -4,8 +4,6 @@ Read off real forward passes: for dropout on activations from its output, and fo
 same kernel, at the same random state, for the attention weights themselves. True where a number was dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

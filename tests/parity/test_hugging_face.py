@@ -1,7 +1,5 @@
 """One process trains as Hugging Face's model and torch's optimizer do: the root of all comparisons."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every layout trains as one process does: losses, gradients and weights, tensor by tensor."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters train as those of ``peft`` on the Hugging Face model do, and go there and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

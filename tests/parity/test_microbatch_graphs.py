@@ -1,7 +1,5 @@
 """Replayed microbatches give the numbers of those that Megatron's schedule runs, and need its hooks no more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

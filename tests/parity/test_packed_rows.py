@@ -1,7 +1,5 @@
 """Documents and instructions that share a row are learned as by Hugging Face's model, which reads one at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

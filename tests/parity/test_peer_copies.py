@@ -1,7 +1,5 @@
 """What is copied into other ranks' memory, rows of linears and heads of attention, gives the numbers of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

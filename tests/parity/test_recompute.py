@@ -1,7 +1,5 @@
 """Exactly what ``recompute`` names is computed again in the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

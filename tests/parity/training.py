@@ -5,12 +5,10 @@ MegatronModule. The losses, the gradient norms, the whole gradients of the first
 so that any layout can be compared with one process.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -159,7 +157,7 @@ class Case:
     accelerator: Literal["cpu", "gpu"] = "cpu"
 
     @property
-    def on_one_process(self) -> Case:
+    def on_one_process(self) -> Self:
         """The run that this one must agree with."""
         return replace(self, layout=Layout())
 

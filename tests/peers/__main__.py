@@ -6,8 +6,6 @@ What each release can do: up to 4.47.0 or so the script writes Hugging Face weig
 only, and of Megatron's names, so that only its other direction is asked for. The scripts for one rank work in both.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import types

@@ -5,8 +5,6 @@ They are run as modules of their release, with what they take from their surroun
 they import from Megatron-LM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Training with experts: what is logged, how biases follow the load, and that none is lost silently."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

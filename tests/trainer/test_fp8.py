@@ -1,7 +1,5 @@
 """Training in fp8: near bf16, the same at every layout, resumed exactly, from and to checkpoints of bf16."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

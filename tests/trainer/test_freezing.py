@@ -1,7 +1,5 @@
 """Frozen weights stay as they are, whoever froze them and wherever they lie, and cost nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that goes back behind a loss spike equals one that never met its samples; copies that differ end all ranks."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

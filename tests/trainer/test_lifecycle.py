@@ -1,7 +1,5 @@
 """fit, validate and test in any order, several Trainers in one process, and what they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``load_from_checkpoint``: a module as it was made, to train on and to ask, without a Trainer too."""
 
-from __future__ import annotations
-
 import enum
 import json
 import re

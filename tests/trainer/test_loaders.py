@@ -1,7 +1,5 @@
 """An ordinary DataLoader trains and validates every layout on exactly the rows that it should, or is refused."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

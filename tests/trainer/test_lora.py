@@ -1,7 +1,5 @@
 """Runs with adapters: what is trained, saved, resumed, exported and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

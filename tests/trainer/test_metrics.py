@@ -1,7 +1,5 @@
 """Metrics are the same on every rank and count each row once; Lightning's callbacks and loggers with pipelines."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """A step whose loss or gradients are NaN or infinite never reaches the weights, whichever rank it comes from."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

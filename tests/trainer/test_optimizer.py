@@ -1,7 +1,5 @@
 """Options of the optimizer, fields of Megatron's configs set by hand, and schedulers, on the way to the weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats of weights, gradients and moments in each precision, and overflows of fp16."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings, models and callbacks that cannot work together are refused before anything is built, in one line."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replacing the loss, the batch, the forward pass or the model alone; the loss is that of an example."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

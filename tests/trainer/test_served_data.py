@@ -3,8 +3,6 @@
 What they serve of indexed datasets to a GPT, BERT and T5 at several layouts: tests/golden.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

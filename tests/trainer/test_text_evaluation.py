@@ -1,7 +1,5 @@
 """Perplexity and last-word accuracy of texts are those of transformers, row by row, on any layout."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

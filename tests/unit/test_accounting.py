@@ -1,7 +1,5 @@
 """Parameters and FLOPs beside published counts, transformers' models and arithmetic by hand; peaks of devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

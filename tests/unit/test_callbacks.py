@@ -1,7 +1,5 @@
 """Callbacks in an ordinary Lightning run whose losses and times are known beforehand."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

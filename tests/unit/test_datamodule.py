@@ -1,7 +1,5 @@
 """The Trainer gets each sample once, in Megatron's order, at any layout; runs that cannot work are refused at once."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Publishing of files and folders: a complete one always has the name, and what others write is left alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of other tools: constructors and commands name ours, and the table names what exists."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the campaign of fuzzing (tests/campaigns/fuzzed.py) found by chance."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

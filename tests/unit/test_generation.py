@@ -1,7 +1,5 @@
 """What generation is asked for, which requests are refused before anything runs, and how tokens are drawn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

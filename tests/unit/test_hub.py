@@ -1,7 +1,5 @@
 """Models are found by their names on the hub: in its cache first, fetched once, or it is told how to get them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

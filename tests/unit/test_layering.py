@@ -1,7 +1,5 @@
 """Layout of the package: who may import whom, and how long files, functions and parameter lists may be."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

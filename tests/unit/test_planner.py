@@ -1,7 +1,5 @@
 """The planner's estimates beside runs that were measured on H200s, its choice of layouts, and its timeline."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import pairwise

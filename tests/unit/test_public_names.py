@@ -1,7 +1,5 @@
 """What importing the package does: public names and strategies, whole and in milliseconds; warnings are hidden."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

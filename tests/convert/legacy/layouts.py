@@ -3,8 +3,6 @@
 Nothing of the package is used: names, row orders, folders and pickles are spelled out once more.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Both ways are compared with cuts made by hand (layouts.py). Arguments that are w
 compared with recorded ones in tests/golden.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tokenizers with and without chat templates, as instruction data meet them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small datasets with known tokens, and Megatron-Core's own GPT samples of them, in one process and without caches."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Datasets of Megatron: by its own builder, and by hand in the formats of its versions 1.x and 2.x."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

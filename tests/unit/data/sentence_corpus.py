@@ -1,7 +1,5 @@
 """Small datasets of sentences, a WordPiece vocabulary, and the engine's own BERT and T5 samples of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar

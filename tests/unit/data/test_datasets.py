@@ -1,7 +1,5 @@
 """Items of any map-style dataset become rows; what cannot become one is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which files inputs stand for, which documents come out of them in which order, and what is said of what is none."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

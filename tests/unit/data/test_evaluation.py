@@ -1,7 +1,5 @@
 """What of a text counts where only its last token does, and what cannot be asked; test_text_evaluation.py has more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

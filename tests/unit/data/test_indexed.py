@@ -1,7 +1,5 @@
 """The files are Megatron's byte for byte, appear whole or not at all, and no damage gets past the checks."""
 
-from __future__ import annotations
-
 import functools
 import json
 import resource

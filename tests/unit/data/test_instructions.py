@@ -1,7 +1,5 @@
 """Exactly the answers are learned, whatever tokenizer and template; rows are few; tokens are kept for the next run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

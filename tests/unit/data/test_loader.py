@@ -1,7 +1,5 @@
 """Every sample goes to one rank and step at any layout, a position means the same in all, workers change nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

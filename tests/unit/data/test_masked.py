@@ -1,7 +1,5 @@
 """BERT's and T5's samples are Megatron's for WordPiece, and those of the released models and papers otherwise."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The tokens on disk are those of the tokenizer, in input order, for any number of workers, or nothing is there."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Samples are Megatron's, of splits and blends too and where the engine miscounts; their indices are built once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The trained tokenizer is lossless and loads in transformers; what is wrong with one is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

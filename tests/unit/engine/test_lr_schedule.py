@@ -1,7 +1,5 @@
 """Schedules of learning rate and weight decay: values worked out by hand, refusals, and the state of the scheduler."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

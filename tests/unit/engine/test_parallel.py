@@ -1,7 +1,5 @@
 """How many layers each chunk of a pipeline has, how context parallelism splits rows and heads, and host groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

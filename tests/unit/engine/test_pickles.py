@@ -1,7 +1,5 @@
 """Files of ``torch.save``: their data comes, nothing runs, and small ones stay small."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Rotary frequencies are Hugging Face's, for every kind of scaling and every length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of an encoder-decoder are cut as evenly as their costs allow."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """BERT's targets, losses, refusals and metrics are those of arithmetic by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A GPT batch becomes the tokens, targets, segments and positions that Megatron and Hugging Face make of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

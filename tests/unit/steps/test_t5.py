@@ -1,7 +1,5 @@
 """T5's inputs, targets, masks and refusals are those of arithmetic by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 What it computes else is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """fp8 linears beside products of quantized and dequantized fp32 tensors, on one rank and split over two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

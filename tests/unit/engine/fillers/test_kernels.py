@@ -1,7 +1,5 @@
 """Kernels in place of Transformer Engine's and Apex's beside their formulas, and what is kept for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

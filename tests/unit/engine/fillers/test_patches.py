@@ -1,7 +1,5 @@
 """The table of patches: each is made, undone, and chosen by what is installed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Triton kernels beside their formulas: on a GPU, and in Triton's interpreter on the CPU, in a process of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Only the order of additions differs, so a few units in the last place of float32 are allowed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any
