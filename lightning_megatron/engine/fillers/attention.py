@@ -274,7 +274,7 @@ def _attend_with_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout
         if scores.shape[1] > 1:
             scores = scores.reshape(len(scores), groups, -1, scores.shape[3])
         # A sum of parts has no gradients: torch's operator gives none of its denominators.
-        parts = 1 if dropout > 0.0 or q.requires_grad else num_key_parts(q, k)
+        parts = 1 if dropout > 0.0 or q.requires_grad or k.requires_grad else num_key_parts(q, k)
         if parts > 1:
             return attend_in_parts(q, k, v, scores, parts, scale).reshape(shape)
     if not q.is_cuda:

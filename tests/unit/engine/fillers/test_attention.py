@@ -65,16 +65,18 @@ def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None
     assert (layer(*qkv, None) - rounded).abs().mean() < 0.01
 
 
-def test_one_query_with_gradients_is_not_attended_to_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [0, 1], ids=["all", "keys and values"])
+def test_one_query_with_gradients_is_not_attended_to_in_parts(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "num_key_parts", lambda q, k: 2)  # as on a GPU
     qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
     layer = _layer("padding", "cross", HEADS)
-    actual = torch.autograd.grad(layer(*qkv, mask).square().sum(), qkv)
+    qkv = tuple(x.detach().requires_grad_(i >= first) for i, x in enumerate(qkv))
+    actual = torch.autograd.grad(layer(*qkv, mask).square().sum(), qkv[first:])
     q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
     hidden = (mask == 0)[:, None, None]
     expected = (q @ k.mT / 8).masked_fill(hidden, MASKED_SCORE).softmax(-1) @ v
-    for found, wanted in zip(actual, torch.autograd.grad(expected.square().sum(), qkv), strict=True):
+    for found, wanted in zip(actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True):
         torch.testing.assert_close(found, wanted)
 
 
