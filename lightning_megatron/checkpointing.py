@@ -178,7 +178,7 @@ class Checkpointing:
                 raise self._failure
             return
         with self._failures(is_final):
-            saving.finish(in_background=self._asynchronous)
+            saving.finish()
             if self._asynchronous:
                 rank_zero_info(saving.report())
             self._failure = None
@@ -216,7 +216,7 @@ class Checkpointing:
             try:
                 # Lightning may know the path from a state that it has loaded.
                 if path in self._written or files.is_own_within(path, folders):
-                    remove(path, in_background=self._asynchronous)
+                    remove(path)
                 elif path.is_symlink() or path.exists():
                     where = " or ".join(map(str, folders))
                     rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")

@@ -228,6 +228,7 @@ def staged(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
+            wait_for_deletions()
     except OSError as failure:
         raise error(
             f"{folder / name} cannot be written ({failure}); choose a folder that can be written, with enough space"
@@ -247,16 +248,15 @@ def begun(partial: Path, error: type[ConfigError]) -> FolderLock:
     return lock
 
 
-def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
+def publish(partial: Path, path: Path) -> None:
     """Rename ``partial`` to ``path``; at every moment the old or the new one exists whole.
 
     If ``path`` does not exist, what an interrupted ``publish`` left beside it may be the only one, and stays until the
-    end.
+    end. An old folder is deleted in the background.
 
     Args:
         partial: A complete folder or file on the same file system; its files have been synced.
         path: The final name.
-        in_background: Whether a thread deletes an old folder, which may take a second for every few gigabytes.
     """
     if is_remote(path):
         _publish_remote(partial, path)
@@ -267,14 +267,14 @@ def publish(partial: Path, path: Path, *, in_background: bool = False) -> None:
         partial.replace(path)
     elif _exchange(partial, path):
         sync(path.parent)
-        _delete(partial, in_background=in_background)
+        _delete(partial)
     else:
         _delete_at_once(replaced)
         path.rename(replaced)
         partial.rename(path)
     sync(path.parent)
     if os.path.lexists(replaced):
-        _delete(replaced, in_background=in_background)
+        _delete(replaced)
 
 
 def recover(path: Path) -> Path:
@@ -286,12 +286,10 @@ def recover(path: Path) -> Path:
     return replaced if not path.exists() and replaced.is_dir() else path
 
 
-def remove(path: Path, *, in_background: bool = False) -> None:
+def remove(path: Path) -> None:
     """Delete a folder, a link or a file, whichever ``path`` is, and what a crash left beside it.
 
-    Args:
-        path: What to delete; it has lost its name when this returns.
-        in_background: Whether a thread deletes the files, which may take a second for every few gigabytes.
+    It has lost its name when this returns; the files of a folder go in the background.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -302,7 +300,7 @@ def remove(path: Path, *, in_background: bool = False) -> None:
         return
     for folder in (path, path.with_name(path.name + _REPLACED)):
         if folder.is_dir():
-            _delete(folder, in_background=in_background)
+            _delete(folder)
     _remove_if_left(path.with_name(path.name + PARTIAL))
 
 
@@ -326,7 +324,7 @@ def _remove_if_left(partial: Path) -> None:
 
 
 def wait_for_deletions() -> None:
-    """Wait until the files of what was deleted in the background are gone."""
+    """Wait until the files of what was deleted are gone."""
     while _deletions:
         _deletions.pop().result()
 
@@ -344,8 +342,8 @@ _deleter = ThreadPoolExecutor(1)
 _deletions: list[Future[None]] = []
 
 
-def _delete(path: Path, *, in_background: bool = False) -> None:
-    """Delete a folder, which first takes a name that nobody reads, or a file."""
+def _delete(path: Path) -> None:
+    """Delete a file; or a folder, which takes a name that nobody reads, in a thread: a second for a few gigabytes."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
@@ -354,10 +352,7 @@ def _delete(path: Path, *, in_background: bool = False) -> None:
     _delete_at_once(removed)
     path.rename(removed)
     sync(path.parent)
-    if in_background:  # the end of the program waits for it
-        _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))
-    else:
-        shutil.rmtree(removed)
+    _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))  # the program's end waits for it
 
 
 def _delete_at_once(path: Path) -> None:

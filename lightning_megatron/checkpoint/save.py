@@ -226,11 +226,8 @@ class Save:
         """
         return all(job.done() for job in self._jobs)
 
-    def finish(self, *, in_background: bool = False) -> None:
+    def finish(self) -> None:
         """Wait for all ranks' files, complete the checkpoint and give it its name.
-
-        Args:
-            in_background: Whether a thread deletes what it replaces.
 
         Raises:
             CheckpointError: On all ranks alike if any rank could not write; ``path`` is then as it was, and nothing
@@ -242,7 +239,7 @@ class Save:
             written = _gathered(own)
             with _alike(self._refusal):
                 if dist.get_rank() == 0:
-                    self._complete(list(itertools.chain(*written)), in_background)
+                    self._complete(list(itertools.chain(*written)))
         self._release()
 
     @contextlib.contextmanager
@@ -275,7 +272,7 @@ class Save:
         torch.serialization.set_crc32_options(self._has_archive_checksums)
         return self._jobs
 
-    def _complete(self, written: Sequence[_Written], in_background: bool) -> None:
+    def _complete(self, written: Sequence[_Written]) -> None:
         """Write what only rank 0 writes, ``meta.pt`` last, which says that all the rest is there."""
         partial, sizes = self._partial, files.file_sizes(self._partial)
         for name, each, _ in written:
@@ -290,7 +287,7 @@ class Save:
         files.write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
         with files.written(partial / META) as stream:
             stream.write(self._meta)
-        files.publish(partial, self.path, in_background=in_background)
+        files.publish(partial, self.path)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -91,6 +91,7 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
         if kind == "save without exchange":
             files._exchange = lambda a, b: False
         save(state, {"name": name}, path)
+    files.wait_for_deletions()
 
 
 def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
@@ -147,7 +148,7 @@ def test_there_is_always_a_whole_checkpoint(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:
     from lightning_megatron.checkpoint.save import _start_partial
-    from lightning_megatron.files import publish, recover, remove
+    from lightning_megatron.files import publish, recover, remove, wait_for_deletions
 
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match=rf"rank {victim} died without a result"):
@@ -164,9 +165,11 @@ def test_there_is_always_a_whole_checkpoint(
     lock = _start_partial(path)
     (partial / "meta.pt").touch()
     publish(partial, path)
+    wait_for_deletions()
     lock.release()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
     remove(path)
+    wait_for_deletions()
     assert [each.name for each in tmp_path.iterdir()] == ["kept.ckpt"]
 
 

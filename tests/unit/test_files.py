@@ -41,6 +41,7 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
         path.symlink_to("b.ckpt")
 
     publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
+    files.wait_for_deletions()
 
     assert _names(tmp_path) == ["a.ckpt", "b.ckpt"]
     assert not path.is_symlink()
