@@ -40,7 +40,7 @@ from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, seed_of_run
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import freeze_alike, to_16bit, to_ddp
+from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_alike, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
@@ -526,6 +526,8 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        with self.engine():
+            finish_parameter_gathers(self._chunks)
         self.checkpointing.on_train_end()
 
     @override

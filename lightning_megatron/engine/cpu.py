@@ -43,20 +43,3 @@ class CudaMeansCpu(TorchFunctionMode):
             # optimizer/optimizer.py accepts parameters of type "torch.cuda.FloatTensor" and the like, nothing else.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
-
-
-class Stream(torch.cpu.Stream):
-    """A CUDA stream on a device that runs one operation after the other."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The state of the one generator, whatever the device."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Set the one generator, whatever the device."""
-    torch.set_rng_state(state)

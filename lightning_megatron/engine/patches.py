@@ -70,6 +70,10 @@ def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
     return lambda original: lambda *args, **kwargs: value()
 
 
+def _setting_state(original: Any) -> Any:
+    return lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
 _FACTORY = "megatron.core.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -162,21 +166,21 @@ SWIGLU: tuple[Patch, ...] = (
 
 _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_device": _returning(lambda: cpu.DEVICE),  # every buffer is created there
-    "current_stream": _returning(cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
-    "default_stream": _returning(cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
+    "current_stream": _returning(torch.cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
+    "default_stream": _returning(torch.cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
-    "Stream": _being(cpu.Stream),  # side streams are created in constructors
+    "Stream": _returning(torch.cpu.Stream),  # side streams are created in constructors
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _being(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
-    "get_rng_state": _being(cpu.get_rng_state),  # tensor_parallel/random.py reads the device generator
-    "set_rng_state": _being(cpu.set_rng_state),  # tensor_parallel/random.py sets the device generator
+    "get_rng_state": _returning(torch.get_rng_state),  # tensor_parallel/random.py reads the device generator
+    "set_rng_state": _setting_state,  # tensor_parallel/random.py sets the device generator
     "FloatTensor": _being(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
 }
 
 CPU: tuple[Patch, ...] = (
     *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
-    Patch(_RANDOM, "_get_cuda_rng_state", _being(cpu.get_rng_state)),  # reads torch.cuda.random directly
-    Patch(_RANDOM, "_set_cuda_rng_state", _being(cpu.set_rng_state)),  # sets torch.cuda.default_generators
+    Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),  # reads torch.cuda.random directly
+    Patch(_RANDOM, "_set_cuda_rng_state", _setting_state),  # sets torch.cuda.default_generators
 )
 """Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""

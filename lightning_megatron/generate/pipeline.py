@@ -396,7 +396,7 @@ class StaticSteps:
             place: Where it stands.
             slots: Of the caches.
         """
-        self._chunks, self._groups, self._batch = chunks, groups, batch.each(Tensor.clone)
+        self._chunks, self._groups, self._batch = chunks, groups, replace(batch, mask=None).each(Tensor.clone)
         device = batch.tokens.device
         self._recorder = recorder_of(device)
         self._place = torch.full((1,), place, dtype=torch.long, device=device)

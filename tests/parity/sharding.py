@@ -84,14 +84,6 @@ def _shard(part: Any) -> Shard:
     )
 
 
-def finish_parameter_gathers(module: Any) -> None:
-    """Overlapped with communication, updated weights arrive during the next forward pass; have them arrive now."""
-    with module.megatron.engine():
-        for chunk in module.model_chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-
-
 @contextmanager
 def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
     """While active, each trained parameter's data is its reduced gradient: whatever reads weights reads gradients."""

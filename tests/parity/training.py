@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from tests.parity.sharding import (
     Shard,
     Tensors,
-    finish_parameter_gathers,
     gradients_in_place_of_weights,
     shards,
     whole,
@@ -292,7 +291,6 @@ def train_module(
     recorder = Recorder()
     options["callbacks"] = [recorder, *options.pop("callbacks", ())]
     trainer_of(case, **options).fit(module, loader, ckpt_path=ckpt_path)
-    finish_parameter_gathers(module)
     return RankOutcome(
         losses=recorder.losses,
         grad_norms=recorder.grad_norms,

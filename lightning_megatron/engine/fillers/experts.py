@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -318,11 +318,14 @@ class AllToAllDispatcher(Dispatcher):
     _to_ranks: Places
     _splits: tuple[list[int], list[int]]
 
+    @cached_property
+    def _ranks(self) -> Tensor:
+        return torch.arange(self.ep_size, device=torch.cuda.current_device())
+
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """As ``Dispatcher``'s; the rows of the first rank first."""
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
-        numbers = torch.arange(self.ep_size, device=tokens.device)
-        of_ranks = (routing_map // self._num_local)[:, :, None] == numbers
+        of_ranks = (routing_map // self._num_local)[:, :, None] == self._ranks
         goes = of_ranks.any(dim=1)
         counts = torch.stack((goes.sum(dim=0), of_ranks.sum(dim=(0, 1))), dim=1)
         # Of each rank, for each rank: rows, choices of its experts, and at the end how many rows there are to send.
@@ -346,8 +349,7 @@ class AllToAllDispatcher(Dispatcher):
             goes: [n, ep], bool: to which ranks.
             most: Largest n of the group's ranks.
         """
-        numbers = torch.arange(self.ep_size, device=tokens.device)
-        self._to_ranks = sorted_by(numbers.where(goes, self.ep_size), self.ep_size, sum(self._splits[0]))
+        self._to_ranks = sorted_by(self._ranks.where(goes, self.ep_size), self.ep_size, sum(self._splits[0]))
         return spread(tokens, self._to_ranks), spread(with_numbers, self._to_ranks)
 
     def _of_own_experts(self, probs: Tensor) -> tuple[Tensor, Tensor]:
