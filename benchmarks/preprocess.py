@@ -14,100 +14,60 @@ import argparse
 import gzip
 import json
 import os
+import resource
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 DOCUMENT_CHARACTERS = 4000
 VOCAB_SIZE = 32_000
 TARGET = 0.9
+PEER_BYTES = 1 << 20
+"""Text that the peer gets in a call; it is slower with a few documents, and with the whole corpus at once."""
+CASES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".jsonl, sentences")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One way to run ``preprocess``."""
-
-    name: str
-    suffix: str
-    arguments: tuple[str, ...] = ()
-
-
-CASES = (
-    Case(name=".jsonl", suffix=".jsonl"),
-    Case(name=".jsonl.gz", suffix=".jsonl.gz"),
-    Case(name=".jsonl.zst", suffix=".jsonl.zst"),
-    Case(name=".parquet", suffix=".parquet"),
-    Case(name=".jsonl, sentences", suffix=".jsonl", arguments=("--split-sentences",)),
-)
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocess", description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=20, help="of text (default: 20)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="(1 first; default: 1 2)")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement (default: 5)")
     parser.add_argument("--input", nargs="+", help="text files or folders (default: the Python standard library)")
-    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="(default: all)")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES, help="(default: all)")
     options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder:
         _measure(Path(folder), options)
-    return 0
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> None:
     texts = list(_texts(options.input or [sysconfig.get_path("stdlib")], options.megabytes * 1e6))
-    num_bytes = sum(len(text.encode()) for text in texts)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
     _write_inputs(folder, texts)
-    _train(folder)
-    print(
-        f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB of text, {os.cpu_count()} cores, {options.rounds} rounds"
-    )
-    cases = [case for case in CASES if not options.case or case.name in options.case]
-    peers: dict[int, list[dict[str, float]]] = {}
-    runs: dict[tuple[str, int], list[dict[str, float]]] = {}
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB of text, {os.cpu_count()} cores, {options.rounds} rounds")
+    peers, runs = defaultdict[int, list[Measured]](list), defaultdict[tuple[int, str], list[Measured]](list)
     for _ in range(options.rounds):
-        for case in cases:
+        for case in options.case:
             for workers in options.workers:
-                peers.setdefault(workers, []).append(_peers_at_once(folder, workers))
-                done = _child(folder, "preprocess", case.suffix, str(workers), *case.arguments)
-                runs.setdefault((case.name, workers), []).append(done)
-    _print_table(peers, runs, num_bytes / 1e6)
-
-
-def _print_table(
-    peers: dict[int, list[dict[str, float]]], all_runs: dict[tuple[str, int], list[dict[str, float]]], megabytes: float
-) -> None:
-    fewest = min(peers)
-    peer = _median(peers[fewest], "seconds")
-    print(f"peer, one thread: {megabytes / peer:.2f} MB/s, CPU time {_median(peers[fewest], 'cpu'):.2f} s\n")
+                peers[workers].append(_in_own_processes(workers, _peer, folder))
+                runs[workers, case].append(_in_own_processes(1, _preprocess, folder, case, workers))
+    peer, peer_cpu, _ = _medians(peers[min(peers)])
+    print(f"peer, one thread: {megabytes / peer:.2f} MB/s, CPU time {peer_cpu:.2f} s\n")
     print("| input | workers | MB/s | of N x peer | of N peers at once | by CPU time | target 0.9 | memory |")
     print("|---|---|---|---|---|---|---|---|")
-    for (name, workers), runs in sorted(all_runs.items(), key=lambda item: item[0][1]):
-        seconds, cpu = _median(runs, "seconds"), _median(runs, "cpu")
-        share = peer / seconds / workers
+    for (workers, case), measured in sorted(runs.items(), key=lambda item: item[0][0]):
+        (seconds, cpu, _), (peers_at_once, cpu_at_once, _) = _medians(measured), _medians(peers[workers])
+        share, largest = peer / seconds / workers, max(mebibytes for _, _, mebibytes in measured)
         print(
-            f"| {name} | {workers} | {megabytes / seconds:.2f} | {share:.2f} |"
-            f" {_median(peers[workers], 'seconds') / seconds / workers:.2f} |"
-            f" {_median(peers[workers], 'cpu') / cpu:.2f} | {'met' if share >= TARGET else 'missed'} |"
-            f" {max(run['mebibytes'] for run in runs):.0f} MiB |"
+            f"| {case} | {workers} | {megabytes / seconds:.2f} | {share:.2f} | {peers_at_once / seconds / workers:.2f}"
+            f" | {cpu_at_once / cpu:.2f} | {'met' if share >= TARGET else 'missed'} | {largest:.0f} MiB |"
         )
-
-
-def _median(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
-
-
-def _peers_at_once(folder: Path, number: int) -> dict[str, float]:
-    """Each tokenizes all of the text, at the same time; the average of them."""
-    with ThreadPoolExecutor(number) as threads:
-        done = list(threads.map(lambda _: _child(folder, "peer"), range(number)))
-    return {name: statistics.mean(each[name] for each in done) for name in done[0]}
 
 
 def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
@@ -128,33 +88,95 @@ def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
 
 
 def _write_inputs(folder: Path, texts: list[str]) -> None:
+    """The texts in every format, and a tokenizer of them."""
     import pyarrow
     import pyarrow.parquet
     import zstandard
+
+    from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, train_tokenizer
 
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "x.jsonl").write_bytes(data)
     (folder / "x.jsonl.gz").write_bytes(gzip.compress(data, 6))
     (folder / "x.jsonl.zst").write_bytes(zstandard.compress(data))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "x.parquet")  # one row group
-
-
-def _train(folder: Path) -> None:
-    from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, train_tokenizer
-
     train_tokenizer(
         TokenizerTrainingOptions(input=[folder / "x.jsonl"], vocab_size=VOCAB_SIZE, output=folder / "tokenizer")
     )
 
 
-def _child(folder: Path, *arguments: str) -> dict[str, float]:
-    """Measure in a process of its own: no warm caches, and memory that is its own."""
-    command = [sys.executable, "-m", "benchmarks.preprocess_run", str(folder), *arguments]
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, env=environment)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+# ---- one measurement ------------------------------------------------------------------------------------------------
+
+Measured = tuple[float, float, float]
+"""Seconds, those of CPU time, and the MiB of the largest process."""
+
+
+def _medians(measured: list[Measured]) -> Measured:
+    seconds, cpu, mebibytes = map(statistics.median, zip(*measured, strict=True))
+    return seconds, cpu, mebibytes
+
+
+def _in_own_processes(number: int, measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
+    """The average of as many at the same time: no warm caches, and memory that is its own."""
+    with ProcessPoolExecutor(number, get_context("spawn")) as pool:
+        waiting = [pool.submit(_with_memory, measure, *arguments) for _ in range(number)]
+        seconds, cpu, mebibytes = map(statistics.mean, zip(*(each.result() for each in waiting), strict=True))
+    return seconds, cpu, mebibytes
+
+
+def _with_memory(measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
+    return *measure(*arguments), max(used.ru_maxrss for used in _used()) / 1024
+
+
+def _used() -> list[resource.struct_rusage]:
+    return [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+
+
+def _cpu() -> float:
+    return sum(used.ru_utime + used.ru_stime for used in _used())
+
+
+def _peer(folder: Path) -> tuple[float, float]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    batches: list[list[str]] = []
+    size = PEER_BYTES
+    for line in (folder / "x.jsonl").read_bytes().splitlines():
+        if size >= PEER_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(json.loads(line)["text"])
+        size += len(line)
+    cpu, began = _cpu(), time.perf_counter()
+    for batch in batches:
+        tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+    return time.perf_counter() - began, _cpu() - cpu
+
+
+def _preprocess(folder: Path, case: str, workers: int) -> tuple[float, float]:
+    from lightning_megatron.data.preprocess import PreprocessOptions, preprocess
+
+    suffix, _, sentences = case.partition(", ")
+
+    def run(name: str) -> tuple[float, float]:
+        cpu = _cpu()
+        options = PreprocessOptions(
+            input=[folder / name],
+            output_prefix=Path(tempfile.mkdtemp(dir=folder), "out"),
+            tokenizer=folder / "tokenizer",
+            workers=workers,
+            append_eod=True,
+            split_sentences=bool(sentences),
+        )
+        return preprocess(options).seconds, _cpu() - cpu
+
+    (folder / "one.txt").write_text("one")
+    run("one.txt")  # what importing costs is no matter of the corpus
+    _, start = run("one.txt")
+    seconds, cpu = run(f"x{suffix}")
+    return seconds, cpu - start
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

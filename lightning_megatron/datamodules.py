@@ -128,6 +128,8 @@ class IndexedDataModule(MegatronDataModule):
         )
         require_number("seq_length", seq_length, at_least=1)
         require_number("seq_length_decoder", seq_length_decoder, at_least=1)
+        if seed >= 2**32:
+            raise ConfigError(f"seed={seed} must be less than {2**32}, as NumPy's shuffles need it; correct seed")
         self.seq_length = seq_length
         self.seq_length_decoder = seq_length_decoder
         self.objective_name = objective

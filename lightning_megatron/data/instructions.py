@@ -231,11 +231,16 @@ class _Reader:
     def _chat(self, messages: list[Message], turns: list[int], tools: Any, place: str) -> _Rendered:
         """A conversation, with the answers that the template marks, or else what it writes after asking for them."""
         text, marks = self._apply_template(messages, tools, place)
+        # Many templates pass over roles that they do not know, and over tools, without a word.
+        calls = (call for message in messages for call in message.get("tool_calls") or ())
+        said = [(f"the tool {name!r}", name) for name in map(_function_name, (*(tools or ()), *calls))]
         for message in messages:
-            # Many templates pass over roles that they do not know, without a word.
             content, role = message.get("content"), message["role"]
-            if role not in _REWRITTEN_ROLES and isinstance(content, str) and content.strip() not in text:
-                raise DataError(f"{place}: the chat template leaves out what the role {role!r} says; use another")
+            if role not in _REWRITTEN_ROLES and isinstance(content, str):
+                said.append((f"what the role {role!r} says", content.strip()))
+        for what, part in said:
+            if part not in text:
+                raise DataError(f"{place}: the chat template leaves out {what}; use another")
         if marks is not None:
             before = self._apply_template(messages[: turns[0]], tools, place)[1] if turns[0] else None
             return text, marks[len(before or ()) :], True
@@ -261,7 +266,6 @@ class _Reader:
         that the tokenizer does not count as part of a token, its mask is empty or goes on to the end
         (transformers 5.23, tokenization_utils_base.py:apply_chat_template).
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # As apply_chat_template does it: many templates cannot read a key without a value.
@@ -277,7 +281,7 @@ class _Reader:
                 add_generation_prompt=asks,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # of any kind: what the template does with the conversation decides
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
                 f"{place}: the tokenizer has no chat template, or it does not take a conversation of {roles} ({error});"
@@ -321,7 +325,14 @@ def _is_message(message: Any) -> bool:
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
         and isinstance(message.get("content"), str | list | None)
+        and isinstance(message.get("tool_calls"), list | None)
     )
+
+
+def _function_name(tool: Any) -> str:
+    """Of a tool or a call, as it is or under ``function``; nothing where neither is there."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _says_something(message: Message) -> bool:

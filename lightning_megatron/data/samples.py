@@ -447,7 +447,8 @@ def parse_blend(data_path: str | Sequence[str | float]) -> list[tuple[str, float
     Raises:
         ConfigError: If it is anything else.
     """
-    items: list[Any] = [data_path] if isinstance(data_path, str) else list(data_path)
+    is_one = isinstance(data_path, str) or not isinstance(data_path, Sequence)
+    items: list[Any] = [data_path] if is_one else list(data_path)
     shown = reprlib.repr(items)
     weights: list[float | None] = []
     if len(items) > 1 and _number(items[0]) is not None:

@@ -71,6 +71,7 @@ MISTAKES = {
     f"{_FIT} --trainer.gradient_clip_val nan": "gradient_clip_val: expected int or float or null, got nan",
     f"{_FIT} --model.train_step foo": "error: model.train_step: expected one of 'gpt', 'bert', 't5', 'last_word'",
     f"{_FIT} --seed_everything -3": "seed_everything=-3: expected a number from 0 to 4294967295",
+    f"{_FIT} --data.seed 4294967296": "seed=4294967296 must be less than 4294967296, as NumPy's shuffles need it",
     f"{_FIT} --trainer.strategy.tp_degree 3": "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp",
     f"{_FIT} --trainer.strategy.tpp 3": "Option 'tpp' is not accepted; did you mean tp?",
     f"{_FIT} --trainer.strategy.recompute some": "trainer.strategy.recompute: expected one of 'selective', 'full', got",

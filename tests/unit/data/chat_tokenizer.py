@@ -24,6 +24,7 @@ FORGETFUL = "{% for message in messages %}{% if message['role'] in ['user', 'ass
 FORGETFUL += "{% endfor %}" + _ASK
 # As templates do that keep the reasoning of the last turn only: the beginning of a conversation is written otherwise.
 REASONING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
     "{{ message['content'] + '<|end|>\\n' }}{% endfor %}" + _ASK

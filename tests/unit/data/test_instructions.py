@@ -35,6 +35,8 @@ CHAT = [
     {"role": "assistant", "content": "the answer was: no ünïcödé 🙂"},
 ]
 USER = CHAT[1]
+TOOL = {"type": "function", "function": {"name": "weather"}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [TOOL]}
 
 
 def _write(folder: Path, *records: Any) -> str:
@@ -121,7 +123,7 @@ def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
 
 
 def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
-    got = _read(tmp_path, {"messages": CHAT[1:]}, template=REASONING, answers="each")
+    got = _read(tmp_path, {"messages": CHAT[1:], "tools": [TOOL]}, template=REASONING, answers="each", seq_length=300)
     learned = [text for index in (0, 1) for text in _learned(*got, index)]
     assert learned == [f"<think></think>{CHAT[turn]['content']}{END}\n" for turn in (2, 4)]
 
@@ -186,6 +188,9 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
         ({"messages": [{"role": "assistant", "content": "yes"}]}, UNMARKED, "nothing comes before it"),
         ({"messages": CHAT}, STRICT, "does not take a conversation of system, user, .*Only user and assistant roles"),
         ({"messages": CHAT}, FORGETFUL, "leaves out what the role 'system' says; use another"),
+        ({"messages": [USER, CALL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
+        ({"messages": CHAT, "tools": [TOOL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
+        ({"messages": CHAT}, "{{ 1 // 0 }}", r"does not take a conversation of .* \(integer division"),
         ({"messages": CHAT}, REASONING, "the answer in message 3 cannot .* put {% generation %} .*, or set answers="),
         ({"messages": CHAT}, None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
     ],

@@ -142,6 +142,7 @@ def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
         (["books", 0.5, "web", 0.5], "must be prefixes"),
         ([float("inf"), "books", 2, "web"], "finite weights"),
         ([0, "books", "0.0", "web"], "gives 0 datasets a weight"),
+        (Path("books"), r"data_path=\[PosixPath\('books'\)\] must be prefixes"),
     ],
 )
 def test_paths_and_weights_are_read_and_what_can_be_read_in_two_ways_or_none_is_refused(
