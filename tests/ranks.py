@@ -15,6 +15,7 @@ caller's working directory, environment and import path.
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -252,28 +253,25 @@ def die_with_parent(parent: int) -> None:
 
 # ---- ports ----------------------------------------------------------------------------------------------------------
 
-_ports = range(15_000, 30_000)
-_reserved: list[socket.socket] = []
 
+@functools.cache
+def ports() -> tuple[range, socket.socket]:
+    """Ports for the ranks of this process alone, and the guard that says so to others while this process lives.
 
-def reserve_ports() -> None:
-    """Have the ranks of this process take ports that no other process takes which has called this."""
-    global _ports
-    for first in range(10_000, 15_000, 100):
+    They are below those that the kernel gives to outgoing connections, one of which could take them meanwhile.
+    """
+    for first in range(10_000, 30_000, 400):
         guard = socket.socket()
         with contextlib.suppress(OSError):
             guard.bind(("127.0.0.1", first))
-            _reserved.append(guard)
-            _ports = range(first + 1, first + 100)
-            return
+            return range(first + 1, first + 400), guard
         guard.close()
-    raise RuntimeError("no ports are left: end other campaigns")
+    raise RuntimeError("no ports are left: end other runs of the tests")
 
 
 def _free_port() -> int:
-    """A free port below those that the kernel gives to outgoing connections, one of which could take it meanwhile."""
     while True:
-        port = random.choice(_ports)
+        port = random.choice(ports()[0])
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.campaigns import Attempt, Outcome, faults, fuzzed
-from tests.ranks import die_with_parent, reserve_ports
+from tests.ranks import die_with_parent
 
 _CAMPAIGNS = {**faults.CAMPAIGNS, **fuzzed.CAMPAIGNS}
 
@@ -38,12 +38,11 @@ def _attempt(name: str, attempt: Attempt, number: int, seed: int) -> tuple[str, 
 
 
 def _be_a_job(parent: int, folder: str) -> None:
-    """In each process that makes attempts: ports, and a process that ranks are forked from, of its own."""
+    """In each process that makes attempts: a process that ranks are forked from, of its own."""
     die_with_parent(parent)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that prints the table
-    reserve_ports()
 
 
 def _run(

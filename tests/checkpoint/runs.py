@@ -148,11 +148,22 @@ def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace
     import lightning.pytorch as pl
 
     pl.seed_everything(run.seed, verbose=False)
-    recorder = recorder_callback()
-    trainer = make_trainer(run, recorder, *callbacks)
+    steps: dict[int, dict[str, Any]] = {}
+
+    def record(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        groups = trainer.optimizers[0].param_groups
+        steps[trainer.global_step] = {
+            "loss": float(outputs["loss"]),
+            "lr": [group["lr"] for group in groups],
+            "weight_decay": [group["weight_decay"] for group in groups],
+            "grad_norm": trainer.strategy.optimizer_report.grad_norm,
+            "tokens": next(iter(batch.values())).tolist(),
+        }
+
+    trainer = make_trainer(run, callback(on_train_batch_end=record), *callbacks)
     module = make_module(run, module_class)
     trainer.fit(module, ckpt_path=run.ckpt_path, **_data(run, trainer))
-    return trainer, Trace(steps=recorder.steps, state=live_state(trainer))
+    return trainer, Trace(steps=steps, state=live_state(trainer))
 
 
 def train(run: Run) -> Trace:
@@ -191,27 +202,6 @@ def callback(**hooks: Callable[..., Any]) -> Any:
     import lightning.pytorch as pl
 
     return type("Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()})()
-
-
-def recorder_callback() -> Any:
-    import lightning.pytorch as pl
-
-    class Recorder(pl.Callback):
-        """Keeps the numbers of every step."""
-
-        def __init__(self) -> None:
-            self.steps: dict[int, dict[str, Any]] = {}
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.steps[trainer.global_step] = {
-                "loss": float(outputs["loss"]),
-                "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
-                "weight_decay": [group["weight_decay"] for group in trainer.optimizers[0].param_groups],
-                "grad_norm": trainer.strategy.optimizer_report.grad_norm,
-                "tokens": next(iter(batch.values())).tolist(),
-            }
-
-    return Recorder()
 
 
 def live_state(trainer: Any) -> dict[str, Any]:

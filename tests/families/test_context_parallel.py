@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_within_rounding
-from tests.parity.training import Case, Layout, Outcome, RankOutcome, joined_outcome, module_of, train_module
+from tests.parity.training import Case, Layout, Outcome, joined_outcome, module_of, train_module
 from tests.ranks import run_ranks
 
 _LONG, _EOD = 2048, 3
 _WIDE = (("hidden_size", 256), ("head_dim", 64), ("intermediate_size", 512), ("max_position_embeddings", _LONG))
 
 
-def _train_on_long_rows(case: Case, sliding: bool) -> RankOutcome:
+def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
     """Two steps on rows of several documents, whose bounds fall into every rank's runs."""
     from torch.utils.data import DataLoader
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, tiny_model
 from tests.parity.sharding import whole
-from tests.parity.training import Case, Layout, RankOutcome, train_module, trainer_of
+from tests.parity.training import Case, Layout, Outcome, train_module, trainer_of
 from tests.ranks import run_ranks
 
 LENGTHS = (16, 9, 5, 12)
@@ -130,7 +130,7 @@ def _fields(**changes: Any) -> dict[str, Any]:
     return {**bert_model("PreTraining").config.to_dict(), "architectures": None, "initializer_range": 0.2, **changes}
 
 
-def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[RankOutcome, dict[str, float]]:
+def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str, float]]:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import BertTrainStep, MegatronModule

@@ -7,7 +7,7 @@ import torch
 
 from tests.generate.models import NO_END, asked, continued
 from tests.generate.readable import byte_level_tokenizer
-from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, train_module, trainer_of
+from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, train_module, trainer_of
 from tests.ranks import run_ranks
 
 
@@ -62,7 +62,7 @@ def test_training_goes_on_as_if_nothing_had_happened(model: str, layout: Layout,
         assert validated == trained[-1]
 
 
-def _trained(case: Case, generates: bool) -> tuple[RankOutcome, list[Any]]:
+def _trained(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
     from lightning_megatron import MegatronModule
 
     texts: list[Any] = []

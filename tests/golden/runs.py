@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.runs import NO_DROPOUT, Run, fit
+from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -83,14 +83,13 @@ SAMPLES: dict[str, Run] = {
 """Runs from the beginning on one rank, for several passes, of which only the samples count."""
 
 
-def trained(run: Run, files: Path, work: Path, save_path: Path | None = None) -> Steps:
+def trained(run: Run, files: Path, work: Path) -> Steps:
     """The steps of a run; every rank.
 
     Args:
         run: What to train.
         files: Folder of datasets and tokenizers.
         work: Folder for the caches.
-        save_path: Where to save at the end.
     """
     from lightning_megatron import LRSchedule
 
@@ -99,14 +98,21 @@ def trained(run: Run, files: Path, work: Path, save_path: Path | None = None) ->
     if isinstance(run.indexed, Mapping):
         paths = {key: _below(files, run.indexed[key]) for key in ("data_path", "tokenizer") if key in run.indexed}
         run = run.but(indexed={"index_cache": str(work / "cache"), **paths})
-    rows = _rows_callback()
+    rows: Steps = {}
+    """Hashes of the rows of each step, and of the validation after it."""
+
+    def train(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        rows[trainer.global_step + 1] = {"rows": row_hashes(batch)}
+
+    def validate(trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        if trainer.global_step in rows:
+            rows[trainer.global_step].setdefault("valid rows", []).extend(row_hashes(batch))
+
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* of another order than the checkpoint's")
-        trainer, trace = fit(run, rows)
-    if save_path is not None:
-        trainer.save_checkpoint(save_path)
+        _, trace = fit(run, callback(on_train_batch_start=train, on_validation_batch_start=validate))
     return {
-        step: {**rows.steps[step], "loss": seen["loss"], "lr": max(seen["lr"]), "grad_norm": seen["grad_norm"]}
+        step: {**rows[step], "loss": seen["loss"], "lr": max(seen["lr"]), "grad_norm": seen["grad_norm"]}
         for step, seen in trace.steps.items()
     }
 
@@ -143,22 +149,3 @@ def _below(files: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_below(files, each) for each in value]
     return str(files / value) if isinstance(value, str) else value
-
-
-def _rows_callback() -> Any:
-    import lightning.pytorch as pl
-
-    class Rows(pl.Callback):
-        """Hashes the rows of each step, and of the validation after it."""
-
-        def __init__(self) -> None:
-            self.steps: Steps = {}
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            self.steps[trainer.global_step + 1] = {"rows": row_hashes(batch)}
-
-        def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
-            if trainer.global_step in self.steps:
-                self.steps[trainer.global_step].setdefault("valid rows", []).extend(row_hashes(batch))
-
-    return Rows()

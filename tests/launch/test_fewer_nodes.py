@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from tests.checkpoint.runs import callback
 from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, trainer_of
 from tests.ranks import RankError, run_ranks
 
@@ -25,21 +26,18 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
     """Of the steps of ``case``, on as many nodes as there are ranks; goes on with what ``folder`` has."""
-    from lightning.pytorch import Callback
-
     from lightning_megatron import DatasetDataModule
 
     losses: list[float] = []
     saved = None if folder is None else folder / "two.ckpt"
 
-    class Recorder(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-            losses.append(float(outputs["loss"]))
-            if trainer.global_step == 2 and saved is not None:
-                trainer.save_checkpoint(saved)
+    def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        losses.append(float(outputs["loss"]))
+        if trainer.global_step == 2 and saved is not None:
+            trainer.save_checkpoint(saved)
 
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
-    trainer = trainer_of(case, devices=1, num_nodes=case.layout.dp, callbacks=[Recorder()])
+    trainer = trainer_of(case, devices=1, num_nodes=case.layout.dp, callbacks=[callback(on_train_batch_end=record)])
     data: dict[str, Any] = {"train_dataloaders": loader_of(case)}
     if kind == "datamodule":
         rows = Sentences(5 * case.global_batch_size, case.labels)

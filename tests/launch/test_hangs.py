@@ -16,24 +16,20 @@ import pytest
 
 from lightning_megatron.engine.heartbeat import Beat, Heartbeat, straggler, verdict
 from lightning_megatron.errors import ConfigError
-from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.checkpoint.runs import Run, callback, checkpoints_at, fit
 from tests.ranks import RankError, run_ranks
 
 LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
 
 
 def _callback(hook: str, act: Callable[[Any], None], rank: int) -> Any:
-    import lightning.pytorch as pl
+    """Does something in one hook, in the second step, on one rank."""
 
-    class Acts(pl.Callback):
-        """Does something in one hook, in the second step, on one rank."""
-
-    def call(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def call(trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_rank == rank and (trainer.global_step == 2 or hook == "setup"):
             act(trainer)
 
-    setattr(Acts, hook, call)
-    return Acts()
+    return callback(**{hook: call})
 
 
 def _train(strategy: dict[str, Any], act: Callable[[Any], None], rank: int, folder: Path) -> None:
@@ -55,7 +51,7 @@ BATCH_END = "on_train_batch_end"
 @pytest.mark.parametrize(
     ("strategy", "act", "rank", "told"),
     [
-        pytest.param({"pp": 2}, _sleeps, 1, r"is in Acts\.on_train_batch_end \(.* in _sleeps\)", id="sleeps"),
+        pytest.param({"pp": 2}, _sleeps, 1, r"is in Hooks\.on_train_batch_end \(.* in _sleeps\)", id="sleeps"),
         pytest.param({"tp": 2}, _is_stopped, 0, "whose store has not answered", id="rank 0 is stopped"),
     ],
 )
@@ -86,16 +82,11 @@ def _has_an_nccl_collective_of_its_own(trainer: Any) -> None:
 
 def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: Path) -> None:
     """Steps are longer than the watch's second, so that it knows how long they take when one hangs."""
-    import lightning.pytorch as pl
-
-    class Slow(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            time.sleep(1.5)
-
+    slow = callback(on_train_batch_start=lambda *_: time.sleep(1.5))
     trainer = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 4, "default_root_dir": str(folder)}
     fit(
         Run(strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
-        *(Slow(), _callback(BATCH_END, act, 1)),
+        *(slow, _callback(BATCH_END, act, 1)),
     )
 
 
@@ -110,7 +101,9 @@ def test_a_rank_that_hangs_is_named_while_nccl_waits(
         run_ranks(_hang_on_gpus, 2, strategy, act, tmp_path)
     lines = re.findall(r"^error: .*", str(caught.value), re.MULTILINE)
     assert lines, caught.value
-    expected = r"error: rank 1 hangs: expected progress within 5 s, got none for (\d+) s: rank 1 is in .*Acts\.on_train"
+    expected = (
+        r"error: rank 1 hangs: expected progress within 5 s, got none for (\d+) s: rank 1 is in .*Hooks\.on_train"
+    )
     found = [re.match(expected, line) for line in lines]
     assert all(each is not None and int(each[1]) <= 15 for each in found), lines
     assert f"in {act.__name__}" in (tmp_path / "stacks" / "rank_1.txt").read_text()

@@ -13,7 +13,17 @@ import pytest
 import yaml
 
 from tests.checkpoint.corpus import make_corpus
-from tests.checkpoint.runs import Run, Trace, checkpoints_at, differences, fit, train, train_and_keep, train_and_save
+from tests.checkpoint.runs import (
+    Run,
+    Trace,
+    callback,
+    checkpoints_at,
+    differences,
+    fit,
+    train,
+    train_and_keep,
+    train_and_save,
+)
 from tests.cli.command import run_cli
 from tests.cli.corpus import configuration as cli_configuration
 from tests.launch.test_started_by import script_environment, slurm_variables
@@ -23,21 +33,14 @@ SIX_STEPS = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
 
 
 def _signals_itself(signum: int, ranks: tuple[int, ...], step: int, times: int = 1) -> Any:
-    import lightning.pytorch as pl
+    """Sends this process a signal at the end of a step; -1: while it validates after the fourth."""
 
-    class SignalsItself(pl.Callback):
-        """Sends this process a signal at the end of a step."""
-
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == step and trainer.global_rank in ranks:
-                for _ in range(times):
-                    os.kill(os.getpid(), signum)
-
-        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-            if step == -1 and trainer.global_step == 4 and trainer.global_rank in ranks:
+    def send(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == (4 if step == -1 else step) and trainer.global_rank in ranks:
+            for _ in range(times):
                 os.kill(os.getpid(), signum)
 
-    return SignalsItself()
+    return callback(**{"on_validation_batch_end" if step == -1 else "on_train_batch_end": send})
 
 
 def _stopped(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]) -> tuple[Any, list[str]]:

@@ -11,17 +11,7 @@ import torch
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
-from tests.parity.training import (
-    VOCAB_SIZE,
-    Case,
-    Layout,
-    Outcome,
-    RankOutcome,
-    joined_outcome,
-    loader_of,
-    module_of,
-    train_module,
-)
+from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, joined_outcome, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
 OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
@@ -49,7 +39,7 @@ def _random_adapter(case: Case, targets: list[str], folder: str) -> None:
     get_peft_model(model, config).save_pretrained(folder)
 
 
-def _train(case: Case, folder: str) -> tuple[RankOutcome, torch.Tensor]:
+def _train(case: Case, folder: str) -> tuple[Outcome, torch.Tensor]:
     """Go on with the adapter, write it and the merged model, and say what is computed in the end."""
     module = module_of(case, lora=f"{folder}/given")
     outcome = train_module(module, case, loader_of(case), collect=tensors_of)
@@ -138,7 +128,7 @@ def test_adapters_train_as_those_of_peft(case: Case, layout: Layout, targets: li
         torch.testing.assert_close(logits, theirs_logits, rtol=1e-5, atol=2e-5)
 
 
-def _drop(case: Case, dropout: float) -> RankOutcome:
+def _drop(case: Case, dropout: float) -> Outcome:
     from lightning_megatron import LoRA
 
     return train_module(module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case))

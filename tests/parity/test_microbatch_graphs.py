@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import Case, Layout, RankOutcome, joined_outcome, outcome, train
+from tests.parity.training import Case, Layout, Outcome, joined_outcome, outcome, train
 from tests.ranks import run_ranks
 
 
@@ -23,7 +23,7 @@ class _Repeats:
         self.replays += 1
 
 
-def _train_with_stand_ins(case: Case) -> tuple[RankOutcome, list[int]]:
+def _train_with_stand_ins(case: Case) -> tuple[Outcome, list[int]]:
     from lightning_megatron.engine import microbatch_graph
     from lightning_megatron.models import transformer_config
 

@@ -12,7 +12,7 @@ from lightning_megatron.data.instructions import Instructions, InstructionSample
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors
-from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, RankOutcome, Sentences, module_of, train_module
+from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, Outcome, Sentences, module_of, train_module
 from tests.ranks import run_ranks
 
 Texts = list[tuple[torch.Tensor, torch.Tensor]]
@@ -52,7 +52,7 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
 
 
-def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> RankOutcome:
+def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> Outcome:
     from lightning_megatron import GPTTrainStep
 
     step = GPTTrainStep(**options)

@@ -8,16 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import (
-    Case,
-    Layout,
-    RankOutcome,
-    joined_outcome,
-    loader_of,
-    module_of,
-    outcome,
-    train_module,
-)
+from tests.parity.training import Case, Layout, Outcome, joined_outcome, loader_of, module_of, outcome, train_module
 from tests.ranks import run_ranks
 
 
@@ -48,7 +39,7 @@ class _Mail:
             work.wait()
 
 
-def _train_with_mail(case: Case) -> tuple[RankOutcome, torch.Tensor | None, int]:
+def _train_with_mail(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
     from lightning_megatron.engine.fillers import peer_copies
 
     windows: list[_Mail] = []
@@ -61,7 +52,7 @@ def _train_with_mail(case: Case) -> tuple[RankOutcome, torch.Tensor | None, int]
     return *_train(case), sum(each.met for each in windows)
 
 
-def _train(case: Case) -> tuple[RankOutcome, torch.Tensor | None]:
+def _train(case: Case) -> tuple[Outcome, torch.Tensor | None]:
     """Also what the trained module, whose rows are not split then, says of a text."""
     module = module_of(case)
     run = train_module(module, case, loader_of(case))
@@ -132,7 +123,7 @@ def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
     assert_same_run(outcome(case), joined_outcome([run for run, _ in plain]))
 
 
-def _train_without_copies(case: Case) -> tuple[RankOutcome, torch.Tensor | None]:
+def _train_without_copies(case: Case) -> tuple[Outcome, torch.Tensor | None]:
     from lightning_megatron.engine.fillers import peer_copies
 
     peer_copies.exchange_of = lambda group: None

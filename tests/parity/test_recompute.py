@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.runs import callback
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 
 def _count_calls(layout: Layout) -> tuple[int, int, int]:
     """How often a step calls layers, core attentions and norms, of which one is behind all layers."""
-    from lightning.pytorch import Callback
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from lightning_megatron.engine.fillers.attention import SDPAttention
@@ -19,17 +19,15 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
     module = module_of(case)
 
-    class Counter(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            for part in pl_module.modules():
-                if type(part) in calls:
-                    part.register_forward_pre_hook(self.count)
+    def count(part: Any, arguments: Any) -> None:
+        calls[type(part)] += 1
 
-        @staticmethod
-        def count(part: Any, arguments: Any) -> None:
-            calls[type(part)] += 1
+    def watch(trainer: Any, pl_module: Any) -> None:
+        for part in pl_module.modules():
+            if type(part) in calls:
+                part.register_forward_pre_hook(count)
 
-    trainer_of(case, callbacks=[Counter()]).fit(module, loader_of(case))
+    trainer_of(case, callbacks=[callback(on_train_start=watch)]).fit(module, loader_of(case))
     return calls[TransformerLayer], calls[SDPAttention], calls[Norm]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.checkpoint.runs import callback
 from tests.parity.sharding import (
     Shard,
     Tensors,
@@ -162,28 +163,17 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOutcome:
-    """What one rank saw, and its shards."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    initial_weights: list[Shard]
-    gradients: list[Shard]
-    weights: list[Shard]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run did."""
+    """What a run did; on a rank, with its shards in place of whole tensors."""
 
     losses: list[float]
     """Of each step, before its update."""
     grad_norms: list[float]
     """Of each step, before clipping."""
-    initial_weights: Tensors
-    gradients: Tensors
+    initial_weights: Any
+    gradients: Any
     """Of the first step, before clipping."""
-    weights: Tensors
+    weights: Any
     """After the last step."""
 
 
@@ -195,7 +185,7 @@ def outcome(case: Case) -> Outcome:
     return joined_outcome(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
 
 
-def joined_outcome(ranks: list[RankOutcome], copies_rtol: float = 0.0) -> Outcome:
+def joined_outcome(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
     """The whole of what the ranks hold; what they all see must be the same on all."""
     for rank in ranks[1:]:
         assert rank.losses == ranks[0].losses
@@ -256,48 +246,33 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def train(case: Case) -> RankOutcome:
+def train(case: Case) -> Outcome:
     """Train ``case.steps`` steps on this rank."""
     return train_module(module_of(case), case, loader_of(case))
 
 
 def train_module(
     module: Any, case: Case, loader: Any, collect: Any = shards, ckpt_path: Any = None, **options: Any
-) -> RankOutcome:
+) -> Outcome:
     """Train a module on a loader of one's own; ``collect`` takes its tensors, ``options`` are those of the Trainer."""
-    from lightning.pytorch import Callback
+    seen: dict[str, Any] = {"losses": [], "grad_norms": [], "gradients": []}
 
-    class Recorder(Callback):
-        """Keeps what a run shows on its way."""
+    def begin(trainer: Any, pl_module: Any) -> None:
+        seen["initial_weights"] = collect(pl_module)
 
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-            self.grad_norms: list[float] = []
-            self.initial_weights: list[Shard] = []
-            self.gradients: list[Shard] = []
+    def step(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            with gradients_in_place_of_weights(pl_module):
+                seen["gradients"] = collect(pl_module)
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.initial_weights = collect(pl_module)
+    def end(trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        seen["losses"].append(outputs["loss"].item())
+        seen["grad_norms"].append(trainer.strategy.optimizer_report.grad_norm)
 
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if trainer.global_step == 0:
-                with gradients_in_place_of_weights(pl_module):
-                    self.gradients = collect(pl_module)
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.losses.append(outputs["loss"].item())
-            self.grad_norms.append(trainer.strategy.optimizer_report.grad_norm)
-
-    recorder = Recorder()
+    recorder = callback(on_train_start=begin, on_before_optimizer_step=step, on_train_batch_end=end)
     options["callbacks"] = [recorder, *options.pop("callbacks", ())]
     trainer_of(case, **options).fit(module, loader, ckpt_path=ckpt_path)
-    return RankOutcome(
-        losses=recorder.losses,
-        grad_norms=recorder.grad_norms,
-        initial_weights=recorder.initial_weights,
-        gradients=recorder.gradients,
-        weights=collect(module),
-    )
+    return Outcome(**seen, weights=collect(module))
 
 
 def module_of(case: Case, module_class: type | None = None, **options: Any) -> Any:

@@ -9,17 +9,7 @@ import torch
 
 from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_and_keep
 from tests.parity.comparison import relative_error
-from tests.parity.training import (
-    Case,
-    Layout,
-    Outcome,
-    RankOutcome,
-    loader_of,
-    module_of,
-    outcome,
-    train_module,
-    trainer_of,
-)
+from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, outcome, train_module, trainer_of
 from tests.ranks import run_ranks
 from tests.trainer.test_freezing import train_frozen
 
@@ -39,7 +29,7 @@ def _in_fp8(case: Case, **layout: Any) -> Outcome:
     return outcome(replace(case, layout=Layout(fp8="tensorwise", **layout)))
 
 
-def _assert_near(found: Outcome | RankOutcome, near: Outcome | RankOutcome) -> None:
+def _assert_near(found: Outcome, near: Outcome) -> None:
     assert found.losses == pytest.approx(near.losses, abs=NEAR)
 
 

@@ -12,7 +12,7 @@ from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, RankOutcome, loader_of, module_of, told, train_module, trainer_of
+from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, told, train_module, trainer_of
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer"]
@@ -20,7 +20,7 @@ OPTIMIZER = (("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.
 CASE = Case(steps=3, optimizer=OPTIMIZER, clip=0.5, labels="uneven")
 
 
-def train_frozen(case: Case, what: What, **options: Any) -> tuple[RankOutcome, int, int]:
+def train_frozen(case: Case, what: What, **options: Any) -> tuple[Outcome, int, int]:
     """What a run does, by Hugging Face's names on the first rank, numbers in moments and those that may change."""
     from lightning_megatron import MegatronModule
     from lightning_megatron.engine.wrap import unwrap
@@ -83,7 +83,7 @@ def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, l
     assert_same_tensors(ranks[0][0].weights, theirs.weights)
 
 
-def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[RankOutcome, list[RankOutcome], str]:
+def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"

@@ -16,7 +16,7 @@ from tests.parity.training import (
     VOCAB_SIZE,
     Case,
     Layout,
-    RankOutcome,
+    Outcome,
     Sentences,
     joined_outcome,
     loader_of,
@@ -87,7 +87,7 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
         yield from iter(Sentences(self.num_rows) if self.is_data_source else noise)
 
 
-def _on_a_stream(case: Case) -> RankOutcome:
+def _on_a_stream(case: Case) -> Outcome:
     from lightning_megatron import MegatronModule
 
     stream = _Stream(case.steps * case.global_batch_size)
@@ -100,12 +100,12 @@ def _on_a_stream(case: Case) -> RankOutcome:
     return train_module(module_of(case, Streaming), case, None)
 
 
-def _on_a_ragged_last_batch(case: Case) -> RankOutcome:
+def _on_a_ragged_last_batch(case: Case) -> Outcome:
     rows = Sentences(2 * case.global_batch_size + 2, "uneven")
     return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
 
 
-def _on_batches_of_several_lengths(case: Case) -> RankOutcome:
+def _on_batches_of_several_lengths(case: Case) -> Outcome:
     rows, batches = Sentences(case.steps * case.global_batch_size, "uneven"), []
     parts = zip(rows.tokens.chunk(case.steps), rows.labels.chunk(case.steps), (16, 10, 4, 12), strict=True)
     batches = [{"input_ids": tokens[:, :length], "labels": labels[:, :length]} for tokens, labels, length in parts]
@@ -131,7 +131,7 @@ def test_every_layout_trains_on_them_as_one_process(train: Any, case: Case) -> N
     assert_same_run(split, alone)
 
 
-def _without_targets(case: Case) -> RankOutcome:
+def _without_targets(case: Case) -> Outcome:
     row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
     loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:

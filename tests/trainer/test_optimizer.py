@@ -13,7 +13,7 @@ from tests.parity.sharding import shards
 from tests.parity.training import (
     Case,
     Layout,
-    RankOutcome,
+    Outcome,
     joined_outcome,
     loader_of,
     module_of,
@@ -29,7 +29,7 @@ TWO_COPIES = Layout(tp=2, dp=2)
 LR, WEIGHT_DECAY = 5e-3, 0.3
 
 
-def _train_with_multipliers(case: Case) -> RankOutcome:
+def _train_with_multipliers(case: Case) -> Outcome:
     from lightning_megatron.engine.optimizer import GroupMultipliers
 
     multipliers = {
@@ -67,7 +67,7 @@ _BY_HAND = replace(
 )
 
 
-def _train(case: Case) -> tuple[RankOutcome, dict[str, Any]]:
+def _train(case: Case) -> tuple[Outcome, dict[str, Any]]:
     seen: dict[str, Any] = {}
 
     def collect(module: Any) -> Any:
