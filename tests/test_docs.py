@@ -23,10 +23,9 @@ from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_config_command import OLD
 from tests.families.parity import tiny_model
-from tests.generate.readable import byte_level_tokenizer
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
-from tests.unit.data.chat_tokenizer import make_tokenizer
+from tests.tokenizers import byte_level_tokenizer, make_tokenizer
 
 CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
     f"docs/{name}.md"

@@ -8,33 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
+from tests import models
+from tests.unit.data.indexed_files import build
+
 SEQ_LENGTH = 16
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 40
 """Five steps an epoch."""
 VOCAB_SIZE = 100
 
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_layer": 4,
-    "n_embd": 32,
-    "n_head": 4,
-    "vocab_size": VOCAB_SIZE,
-    "n_positions": SEQ_LENGTH,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-}
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": SEQ_LENGTH,
-}
+GPT2: dict[str, Any] = {"model_type": "gpt2", **models.GPT2, "vocab_size": VOCAB_SIZE, "n_positions": SEQ_LENGTH}
+"""With transformers' dropout of 0.1."""
+LLAMA: dict[str, Any] = {"model_type": "llama", **models.LLAMA, "vocab_size": VOCAB_SIZE}
+LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "intermediate_size": 64}  # halves of which fp8 can take
 EXPERT_BIAS: dict[str, Any] = {
     "transformer_config_overrides": {
         "moe_router_bias_update_rate": 0.05,
@@ -43,7 +31,7 @@ EXPERT_BIAS: dict[str, Any] = {
     }
 }
 """Of ``MegatronStrategy``: the load of experts is balanced by a bias."""
-NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT = models.NO_DROPOUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +256,12 @@ def read_plain_state(path: Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     _flatten("", torch.load(path / "common.pt", weights_only=True)["optimizer"], flat)
     return flat
+
+
+def make_corpus(folder: Path) -> str:
+    """The prefix of an indexed dataset of 112 samples: eight steps are less than one pass."""
+    numbers = np.random.default_rng(0)
+    return build(folder / "corpus", [[numbers.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)])
 
 
 def checkpoints_at(folder: Path, **options: Any) -> Any:

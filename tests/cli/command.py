@@ -31,7 +31,7 @@ def run_all(folder: Path | str, commands: Iterable[Iterable[object]]) -> list[tu
 
 def run_here(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str]]:
     """As ``run_all``, in the rank that calls."""
-    if os.environ["WORLD_SIZE"] == "1":
+    if os.environ.get("WORLD_SIZE") == "1":
         leave_torchrun()
     os.chdir(folder)
     return [_main(arguments) for arguments in commands]

@@ -29,6 +29,7 @@ from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
 from tests.ranks import run_ranks
+from tests.tokenizers import save_word_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -146,19 +147,10 @@ def test_a_model_without_its_head_stays_without(tmp_path: Path, caplog: pytest.L
 # ---- companions -----------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(folder: Path, vocab_size: int) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-
-
 def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save_as(tiny_llama(), source, "safetensors")
-    _tokenizer(source, 83)
+    save_word_tokenizer(source, 83)
     (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "modeling.py").write_text("raise SystemExit")
@@ -171,8 +163,8 @@ def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
     assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
 
-    _tokenizer(tmp_path / "small", 40)
-    _tokenizer(tmp_path / "large", 84)
+    save_word_tokenizer(tmp_path / "small", 40)
+    save_word_tokenizer(tmp_path / "large", 84)
     _convert(source, tmp_path / "other", tokenizer=tmp_path / "small")
     assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (tmp_path / "small/tokenizer.json").read_bytes()
     with pytest.raises(ValueError, match="ids up to 83, the model's vocab_size is 83"):

@@ -6,28 +6,14 @@ from typing import Any
 import torch
 
 from tests.families.parity import VOCAB_SIZE, tiny_model
+from tests.models import T5
 
 
 def t5_config(config_class: str, **fields: Any) -> Any:
     import transformers
 
-    arguments = {
-        "vocab_size": VOCAB_SIZE,
-        "d_model": 32,
-        "d_kv": 12,
-        "d_ff": 48,
-        # Seven layers are cut unevenly into two or four parts, and the border of the stacks is inside of one.
-        "num_layers": 3,
-        "num_decoder_layers": 4,
-        "num_heads": 4,
-        "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 12,
-        "dropout_rate": 0.0,
-        "layer_norm_epsilon": 1e-5,
-        "decoder_start_token_id": 2,
-        "pad_token_id": 1,
-    }
-    return getattr(transformers, config_class)(**{**arguments, **fields})
+    tokens = {"vocab_size": VOCAB_SIZE, "decoder_start_token_id": 2, "pad_token_id": 1}
+    return getattr(transformers, config_class)(**{**T5, **tokens, "layer_norm_epsilon": 1e-5, **fields})
 
 
 def _tiny(model_class: Any, config: Any) -> Any:

@@ -12,19 +12,12 @@ from lightning_megatron.convert.registry import config_object, family_of, model_
 from lightning_megatron.errors import ConfigError
 from tests.families.parity import FOUR_RANKS, INTERLEAVED, LAYOUTS, VOCAB_SIZE, Rows, check_family, tiny_model
 from tests.families.parity import padded_sentences as sentences
+from tests.models import GPT2, LLAMA, NO_DROPOUT
 from tests.parity.training import Layout
 from tests.ranks import RankError, run_ranks
 
-_LIKE_GPT2 = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_inner": 48, "n_positions": 24}
-_LIKE_GPT2 |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
-LIKE_LLAMA = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 24,
-}
+_LIKE_GPT2 = {**GPT2, **NO_DROPOUT, "n_inner": 48, "n_positions": 24}
+LIKE_LLAMA = {**LLAMA, "max_position_embeddings": 24}
 _OF_MANY_KEYS = {name: value for name, value in LIKE_LLAMA.items() if name != "num_key_value_heads"}
 _FALCON = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
 _GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}

@@ -24,9 +24,9 @@ from tests.generate.models import (
     run_with_models,
     set_up,
 )
-from tests.generate.readable import byte_level_tokenizer
 from tests.generate.test_encoder_decoders import calls_of_every_t5
 from tests.parity.training import Case, Layout
+from tests.tokenizers import byte_level_tokenizer
 
 LAYOUTS = (
     Layout(tp=2, sequence_parallel=True),

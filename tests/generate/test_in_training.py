@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.generate.models import NO_END, asked, continued
-from tests.generate.readable import byte_level_tokenizer
 from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, train_module, trainer_of
 from tests.ranks import run_ranks
+from tests.tokenizers import byte_level_tokenizer
 
 
 def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:

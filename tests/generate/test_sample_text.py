@@ -9,20 +9,15 @@ import pytest
 
 from tests.parity.training import VOCAB_SIZE, Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
+from tests.tokenizers import save_word_tokenizer
 
 PROMPTS = ["w3 w5 w7", "w11"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each word w0 to w82 is a token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("words")
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    save_word_tokenizer(folder, VOCAB_SIZE)
     return folder
 
 

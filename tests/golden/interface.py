@@ -3,13 +3,13 @@
 import argparse
 import dataclasses
 import inspect
-import io
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, Literal, Union, get_args, get_origin
 from unittest import mock
+
+from tests.cli.command import run_here
 
 Interface = dict[str, Any]
 """By what a user writes, e.g. ``MegatronStrategy(tp)`` or ``convert --tp``: what is known of it."""
@@ -180,13 +180,9 @@ def _trainer_commands() -> Interface:
 
 
 def _run(*arguments: str) -> str:
-    from lightning_megatron.cli import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), suppress(SystemExit):
-        code = main(list(arguments))
-        assert code == 0, f"{arguments}: {err.getvalue()}"
-    return out.getvalue()
+    ((code, out, err),) = run_here(".", [list(arguments)])
+    assert code == 0, f"{arguments}: {err}"
+    return out
 
 
 def _plain(value: Any) -> Any:

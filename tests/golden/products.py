@@ -2,15 +2,13 @@
 
 import argparse
 import hashlib
-import io
 import json
-import os
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.runs import read_tensors
+from tests.cli.command import run_here
 from tests.golden.runs import MODELS, SAMPLES, plain_bytes, trained
 
 Tensors = dict[str, str]
@@ -39,17 +37,11 @@ def command(line: str, *values: object) -> str:
         line: Words, in which ``{}`` stands for the next value.
         values: What stands for ``{}``, and what follows the line.
     """
-    from lightning_megatron.cli import main
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
     rest = iter(values)
     words = [str(next(rest)) if word == "{}" else word for word in line.split()]
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main([*words, *map(str, rest)])
-    assert code == 0, f"{line}: {err.getvalue()}"
-    return out.getvalue()
+    ((code, out, err),) = run_here(".", [[*words, *map(str, rest)]])
+    assert code == 0, f"{line}: {err}"
+    return out
 
 
 def make_datasets(files: Path, work: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.checkpoint.corpus import make_corpus
 from tests.checkpoint.runs import (
     Run,
     Trace,
@@ -20,12 +19,13 @@ from tests.checkpoint.runs import (
     checkpoints_at,
     differences,
     fit,
+    make_corpus,
     train,
     train_and_keep,
     train_and_save,
 )
 from tests.cli.command import run_cli
-from tests.cli.corpus import configuration as cli_configuration
+from tests.cli.corpus import configuration
 from tests.launch.test_started_by import script_environment, slurm_variables
 from tests.ranks import run_ranks
 
@@ -128,20 +128,19 @@ def _wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(tmp_path: Path) -> None:
+def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """SIGTERM to the process that started the other rank; the logger gives each run a folder of its own."""
-    from tests.cli.corpus import make_corpus as make_cli_corpus
 
-    configuration = cli_configuration(make_cli_corpus(tmp_path), tmp_path)
+    config = configuration(corpus, tmp_path)
     keeper = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
-    configuration["trainer"] |= {
+    config["trainer"] |= {
         "default_root_dir": str(tmp_path),
         "devices": 2,
         "max_steps": 100_000,
         "limit_val_batches": 0,
         "callbacks": [keeper],
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--ckpt_path", "last"]
     run = subprocess.Popen(command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True)
     try:

@@ -16,7 +16,7 @@ import yaml
 from torch.distributed.rendezvous import TCPStore
 
 from tests.cli.command import run_cli
-from tests.cli.corpus import configuration, make_corpus
+from tests.cli.corpus import configuration
 from tests.launch.test_started_by import has_ended, script_environment
 from tests.ranks import run_ranks
 
@@ -138,10 +138,10 @@ class Fails(Callback):
         ("SIGSTOP", 0, "error: rank 0 hangs, whose store has not answered"),
     ],
 )
-def test_fit_goes_on_after_a_rank_that_failed_or_hangs(tmp_path: Path, how: str, rank: int, told: str) -> None:
+def test_fit_goes_on_after_a_rank_failed_or_hung(corpus: Path, tmp_path: Path, how: str, rank: int, told: str) -> None:
     (tmp_path / "users.py").write_text(_USERS)
     heartbeat = {"setup": 15, "step": 10, "checkpoint": 15}
-    config = configuration(make_corpus(tmp_path), tmp_path)
+    config = configuration(corpus, tmp_path)
     config["trainer"] |= {
         **{"devices": 2, "max_steps": 6, "limit_val_batches": 0},
         "strategy": {"class_path": "MegatronStrategy", "init_args": {"tp": 2, "heartbeat": heartbeat}},

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
+from tests.models import GPT2, LLAMA, NO_DROPOUT, T5
 from tests.parity.sharding import (
     Shard,
     Tensors,
@@ -33,68 +34,25 @@ Labels = Literal["all", "uneven", "short"]
 """``uneven``: each row has another number of targets, between none and all. ``short``: one row of eight has all, the
 others half, and a batch is as long as its longest row needs, so that copies of the model have others."""
 
+# Weights of about 1/sqrt(h): activations of size 1, so that attention and MLP bend as in a real model.
+_COMMON = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
+_LLAMA = {"model_type": "llama", **LLAMA, **_COMMON}
+_LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "tie_word_embeddings": False}
+_LLAMA_3_1 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0}
+_LLAMA_3_1 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_layer": 4,
-        "n_embd": 32,
-        "n_head": 4,
-        "n_positions": SEQ_LENGTH,
-        "vocab_size": VOCAB_SIZE,
-        # About 1/sqrt(n_embd): activations of size 1, so that attention and MLP bend as in a real model.
-        "initializer_range": 0.2,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+    "gpt2": {"model_type": "gpt2", **GPT2, **NO_DROPOUT, **_COMMON, "n_positions": SEQ_LENGTH},
+    "llama": _LLAMA,
+    "llama_of_3_1": {**_LLAMA, "rope_parameters": _LLAMA_3_1},
+    "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 8, "pad_token_id": None},
+    # The loss of balance depends on which rows are in one microbatch; tests/families compares it with transformers at
+    # every layout.
+    "experts": {
+        **{**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe"},
+        **{"shared_expert_intermediate_size": 20, "router_aux_loss_coef": 0.0},
     },
-    "llama": {
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": SEQ_LENGTH,
-        "vocab_size": VOCAB_SIZE,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-    },
-}
-MODELS["llama_of_3_1"] = {
-    **MODELS["llama"],
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8,
-    },
-}
-MODELS["glm4"] = {**MODELS["llama"], "model_type": "glm4", "head_dim": 8, "pad_token_id": None}
-MODELS["experts"] = {
-    **MODELS["llama"],
-    "model_type": "qwen2_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
-    "mlp_only_layers": [1],
-    # It depends on which rows are in one microbatch; tests/families compares it with transformers at every layout.
-    "router_aux_loss_coef": 0.0,
-}
-MODELS["t5"] = {
-    "model_type": "t5",
-    "num_layers": 3,
-    "num_decoder_layers": 4,
-    "d_model": 32,
-    "d_kv": 12,
-    "d_ff": 48,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-    "vocab_size": VOCAB_SIZE,
-    "dropout_rate": 0.0,
+    "t5": {"model_type": "t5", **T5, "vocab_size": VOCAB_SIZE},
 }
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.corpus import make_corpus
-from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit
-from tests.cli import corpus
+from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit, make_corpus
 from tests.parity.training import told
 from tests.ranks import run_ranks
 
@@ -83,13 +81,12 @@ def test_data_that_one_rank_does_not_see_are_an_error_on_all_ranks(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def instructions(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Prompts and completions of words of a tokenizer."""
     folder = tmp_path_factory.mktemp("instructions")
-    corpus.make_corpus(folder)
     records = [{"prompt": f"w{n} w{n + 1} ", "completion": " ".join(["w3"] * (1 + n % 4))} for n in range(30)]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(record) for record in records))
-    files = {"data_path": str(folder / "pairs.jsonl"), "tokenizer": str(folder / "tok")}
+    files = {"data_path": str(folder / "pairs.jsonl"), "tokenizer": str(corpus.parent / "tok")}
     return Run(
         model={**NO_DROPOUT, "vocab_size": 512, "n_positions": 32},
         indexed={**files, "split": "1,0,0", "seq_length": 32},

@@ -11,7 +11,7 @@ import torch
 from tests.families.parity import pretrained_module, tiny_model
 from tests.parity.training import Case, Layout, told, trainer_of
 from tests.ranks import run_ranks
-from tests.unit.data.chat_tokenizer import make_tokenizer
+from tests.tokenizers import make_tokenizer
 
 SEQ_LENGTH = 12
 STRIDE = 5

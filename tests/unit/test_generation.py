@@ -12,7 +12,7 @@ from lightning_megatron.generate.decode import drawn, processors_of, uniform_num
 from lightning_megatron.generate.inputs import EndTokens, end_tokens, request_of, stop_strings
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from tests.generate.models import model_of
-from tests.generate.readable import byte_level_tokenizer
+from tests.tokenizers import byte_level_tokenizer
 
 
 @pytest.mark.parametrize(

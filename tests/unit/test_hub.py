@@ -19,7 +19,7 @@ from lightning_megatron.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
 from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, told, trainer_of
 from tests.ranks import run_ranks
-from tests.unit.data.chat_tokenizer import make_tokenizer
+from tests.tokenizers import make_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_megatron.data.evaluation import EvaluationTexts, read_evaluation_texts
 from lightning_megatron.errors import DataError
-from tests.unit.data.chat_tokenizer import make_tokenizer
+from tests.tokenizers import make_tokenizer
 
 
 def _texts(folder: Path, *lines: str, strict: bool = True) -> EvaluationTexts:

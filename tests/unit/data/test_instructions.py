@@ -24,7 +24,7 @@ from lightning_megatron.data.instructions import (
 )
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError
-from tests.unit.data.chat_tokenizer import END, FORGETFUL, MARKED, REASONING, STRICT, UNMARKED, make_tokenizer
+from tests.tokenizers import END, FORGETFUL, MARKED, REASONING, STRICT, UNMARKED, make_tokenizer
 
 QUESTIONS = [{"prompt": "is it?", "completion": " yes"}, {"prompt": "the question", "completion": "the answer is: no!"}]
 CHAT = [

@@ -1,5 +1,6 @@
-"""Tokenizers with and without chat templates, as instruction data meet them."""
+"""Tokenizers that tests make: of bytes, of words, and with and without chat templates."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,31 @@ def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: b
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def byte_level_tokenizer(pieces: Mapping[int, bytes]) -> Any:
+    """A transformers tokenizer whose tokens stand for these bytes, as those of GPT-2 and Llama 3 do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on.
+    printable = [b for b in range(256) if chr(b) in letters]
+    others = iter(chr(256 + n) for n in range(256 - len(printable)))
+    letter_of = {b: chr(b) if b in printable else next(others) for b in range(256)}
+    vocabulary = {"".join(letter_of[b] for b in piece): token for token, piece in pieces.items()}
+    assert len(vocabulary) == len(pieces), "two tokens read alike"
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Each word w0, w1, ... is a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
