@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import Run
-from tests.golden import products
+from tests.golden import runs
 from tests.golden.interface import broken, interface
-from tests.golden.runs import BERT, BLEND, RUNS, SHUFFLED, T5, WITHOUT_DROPOUT, merged, trained
+from tests.golden.runs import BERT, BLEND, RUNS, SHUFFLED, T5, WITHOUT_DROPOUT
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -85,7 +85,7 @@ def test_a_run_goes_on(
     expected = _record("steps")[record]
 
     resumed = run.but(ckpt_path=str(checkpoints / f"{checkpoint}.ckpt"))
-    steps = merged(resumed, run_ranks(trained, world_size, resumed, FILES, tmp_path))
+    steps = runs.merged(resumed, run_ranks(runs.trained, world_size, resumed, FILES, tmp_path))
 
     assert list(steps) == list(expected)
     is_same_layout = (run, world_size) == RUNS[checkpoint]
@@ -103,14 +103,14 @@ def _sorted(copies: list[str]) -> list[str]:
 
 def test_samples_are_the_same(tmp_path: Path) -> None:
     """Of GPT, blended and over several passes and epochs, BERT, T5 and instructions."""
-    (found,) = run_ranks(products.samples, 1, FILES, tmp_path)
+    (found,) = run_ranks(runs.samples, 1, FILES, tmp_path)
     assert found == _record("samples")["orders"]
 
 
 @pytest.fixture(scope="module")
 def exported(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What ``convert`` makes of each checkpoint now."""
-    return run_ranks(products.exports, 1, checkpoints, tmp_path_factory.mktemp("exports"))[0]
+    return run_ranks(runs.exports, 1, checkpoints, tmp_path_factory.mktemp("exports"))[0]
 
 
 @pytest.mark.parametrize("name", [f"{name}.ckpt" for name in (*RUNS, "words")])
@@ -133,10 +133,10 @@ def _of_weights_alone(export: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts_and_companions(path: Path, work: Path) -> tuple[Any, dict[str, bool]]:
-    products.command("convert --to hf --load-path {} --save-path {}", path, work / "hf")
+    runs.command("convert --to hf --load-path {} --save-path {}", path, work / "hf")
     companions = sorted((path / "hugging_face").iterdir())
     same = {each.name: (work / "hf" / each.name).read_bytes() == each.read_bytes() for each in companions}
-    return products.texts(path), same
+    return runs.texts(path), same
 
 
 def test_a_checkpoint_with_a_tokenizer_writes_the_same_texts(tmp_path: Path, checkpoints: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_with_a_tokenizer_writes_the_same_texts(tmp_path: Path, che
 
 
 def test_datasets_are_equal_byte_for_byte(tmp_path: Path) -> None:
-    run_ranks(products.make_datasets, 1, FILES, tmp_path)
+    run_ranks(runs.make_datasets, 1, FILES, tmp_path)
     expected = {path.name for path in FILES.iterdir() if path.suffix in (".bin", ".idx")}
     assert {path.name for path in tmp_path.iterdir()} == expected
     for name in expected:

@@ -1,50 +1,48 @@
-"""Too many or too few processes are refused on all of them, before one waits for another."""
+"""Too many or too few processes are refused on all of them, before one waits for another.
 
+Where fewer nodes are there than ``num_nodes``, their copies of the model take the microbatches of the others.
+"""
+
+import os
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
+from tests.checkpoint.runs import callback
 from tests.cli.command import leave_torchrun
-from tests.ranks import run_ranks
-
-
-def _refusal(devices: int) -> str:
-    from lightning.pytorch import Trainer
-
-    from lightning_megatron import MegatronStrategy
-    from lightning_megatron.errors import ConfigError
-
-    with pytest.raises(ConfigError) as refused:
-        Trainer(accelerator="cpu", devices=devices, strategy=MegatronStrategy(tp=2), logger=False)
-    return str(refused.value)
+from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, told, trainer_of
+from tests.ranks import RankError, run_ranks
 
 
 @pytest.mark.parametrize(("started", "devices"), [(3, 2), (2, 4)])
 def test_as_many_processes_as_the_run_has(started: int, devices: int) -> None:
-    (told,) = set(run_ranks(_refusal, started, devices))
-    assert f"{started} processes were started, and the run has {devices} (devices={devices} x" in told
-    assert f"--nproc-per-node {devices}" in told
+    (said,) = set(run_ranks(_refusal, started, devices))
+    assert f"{started} processes were started, and the run has {devices} (devices={devices} x" in said
+    assert f"--nproc-per-node {devices}" in said
+
+
+def _refusal(devices: int) -> str:
+    return told(trainer_of, Case(layout=Layout(tp=2)), devices=devices)
 
 
 def _waiting_alone() -> tuple[str, float]:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     from lightning_megatron import MegatronStrategy, launch
-    from lightning_megatron.errors import ConfigError
-    from tests.parity.training import Case, loader_of, module_of
 
     lines: list[str] = []
     launch.rank_zero_info = lines.append
-    strategy, quiet = MegatronStrategy(timeout=4), {"logger": False, "enable_checkpointing": False}
-    trainer = Trainer(
-        accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, plugins=[LightningEnvironment()], **quiet
-    )
+    alone = {"num_nodes": 2, "strategy": MegatronStrategy(timeout=4), "plugins": [LightningEnvironment()]}
+    trainer = trainer_of(Case(), **alone)
     begin = time.monotonic()
-    with pytest.raises(ConfigError) as caught:
-        trainer.fit(module_of(Case()), loader_of(Case()))
-    return "\n".join([*lines, str(caught.value)]), time.monotonic() - begin
+    refusal = told(trainer.fit, module_of(Case()), loader_of(Case()))
+    return "\n".join([*lines, refusal]), time.monotonic() - begin
 
 
 def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_timeout() -> None:
@@ -57,21 +55,71 @@ def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_tim
 
 def _typed() -> tuple[str, int]:
     """As in a prompt of Python or a notebook, which has no script that other processes could run."""
-    from lightning.pytorch import Trainer
-
-    from tests.parity.training import Case, loader_of, module_of
-
     leave_torchrun()
     sys.ps1 = ">>> "
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     with pytest.raises(ValueError, match="devices=2 needs a script") as refused:
-        Trainer(devices=2, strategy="megatron_pp2", **quiet)
-    trainer = Trainer(devices=1, strategy="megatron", max_steps=2, **quiet)
+        trainer_of(Case(), devices=2, strategy="megatron_pp2")
+    trainer = trainer_of(Case(), strategy="megatron", max_steps=2)
     trainer.fit(module_of(Case()), loader_of(Case()))
     return str(refused.value), trainer.global_step
 
 
 def test_an_interactive_session_trains_on_one_device_and_tells_how_to_use_more() -> None:
-    ((told, steps),) = run_ranks(_typed, 1)
-    assert "torchrun --nproc-per-node 2 FILE.py" in told
+    ((said, steps),) = run_ranks(_typed, 1)
+    assert "torchrun --nproc-per-node 2 FILE.py" in said
     assert steps == 2
+
+
+# ---- fewer nodes -----------------------------------------------------------------------------------------------------
+
+CASE = Case(layout=Layout(dp=2, num_microbatches=2), steps=5, labels="uneven")
+"""Of two nodes with a process each."""
+
+Kind = Literal["loader", "datamodule", "stream"]
+
+
+class _Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Any:
+        return iter(Sentences(12))
+
+
+def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
+    """Of the steps of ``case``, on as many nodes as there are ranks; goes on with what ``folder`` has."""
+    from lightning_megatron import DatasetDataModule
+
+    losses: list[float] = []
+    saved = None if folder is None else folder / "two.ckpt"
+
+    def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        losses.append(float(outputs["loss"]))
+        if trainer.global_step == 2 and saved is not None:
+            trainer.save_checkpoint(saved)
+
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
+    trainer = trainer_of(case, devices=1, num_nodes=case.layout.dp, callbacks=[callback(on_train_batch_end=record)])
+    data: dict[str, Any] = {"train_dataloaders": loader_of(case)}
+    if kind == "datamodule":
+        rows = Sentences(5 * case.global_batch_size, case.labels)
+        data = {"datamodule": DatasetDataModule(train=rows, micro_batch_size=3)}
+    if kind == "stream":
+        data = {"train_dataloaders": torch.utils.data.DataLoader(_Stream(), batch_size=6)}
+    trainer.fit(module_of(case), **data, ckpt_path=saved if saved is not None and saved.exists() else None)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["loader", "datamodule"])
+def test_a_run_resumed_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path: Path) -> None:
+    whole, rest = (run_ranks(_losses, size, kind, CASE, tmp_path)[0] for size in (2, 1))
+    # One copy sums four microbatches where two sum two each and add them: fp32 in another order.
+    assert rest == pytest.approx(whole[2:], rel=1e-6)
+
+
+def test_what_fewer_nodes_cannot_share_is_refused() -> None:
+    uneven = replace(CASE, layout=Layout(dp=3, num_microbatches=1))
+    with pytest.raises(RankError, match="2 of num_nodes=3 are there, so dp=2 instead of 3: expected copies"):
+        run_ranks(_losses, 2, "loader", uneven)
+    wide = replace(CASE, layout=Layout(dp=2, tp=2))
+    with pytest.raises(RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"):
+        run_ranks(_losses, 1, "loader", wide)
+    with pytest.raises(RankError, match=r"expected a DataLoader of a map-style dataset with a batch_size"):
+        run_ranks(_losses, 1, "stream", CASE)
