@@ -25,6 +25,7 @@ import torch
 import lightning_megatron
 from lightning_megatron import GPTTrainStep, IndexedDataModule, MegatronModule, MegatronStrategy
 from tests.golden.runs import MODELS
+from tests.models import QUIET
 
 Hop = tuple[str, str]
 
@@ -87,10 +88,9 @@ def hops() -> dict[str, set[Hop]]:
             if batch_idx == 1:
                 batch.start()
 
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, max_steps=3, limit_val_batches=0, strategy=MegatronStrategy(), **quiet
+            accelerator="cpu", devices=1, max_steps=3, limit_val_batches=0, strategy=MegatronStrategy(), **QUIET
         )
         data = IndexedDataModule(str(_FILES / "books_text_document"), split="1,0,0", seq_length=16, index_cache=folder)
         module = Module(model=MODELS["gpt2"], train_step=Step())

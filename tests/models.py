@@ -1,4 +1,4 @@
-"""Sizes of the tiny models that tests train and compare, by the fields of Hugging Face's configs."""
+"""Sizes of the tiny models that tests train and compare, by the fields of Hugging Face's configs; a quiet Trainer."""
 
 from typing import Any
 
@@ -13,3 +13,5 @@ T5: dict[str, Any] = {
     **{"num_layers": 3, "num_decoder_layers": 4, "d_model": 32, "d_kv": 12, "d_ff": 48},
     **{"num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0},
 }
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+"""Options of a Trainer that prints nothing and writes no file."""

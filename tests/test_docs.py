@@ -23,6 +23,7 @@ from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_config_command import OLD
 from tests.families.parity import tiny_model
+from tests.models import QUIET
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 from tests.tokenizers import byte_level_tokenizer, make_tokenizer
@@ -106,8 +107,7 @@ def _is_so(folder: str, page: str, number: int, changes: dict[str, str], check: 
     given: dict[str, Any] = {"__name__": "__main__", "loader": token_loader(), "prompts": torch.tensor([[3, 4, 5]])}
     given |= {"torch": torch, "dataset": [{"input_ids": torch.full((5,), number)} for number in range(7)]}
     if (page, number) == (README, 1):
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
-        trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **quiet)
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **QUIET)
         given |= {"MegatronModule": MegatronModule, "trainer": trainer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         variables = execute(page, number, folder, changes, **given)

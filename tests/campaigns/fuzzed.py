@@ -22,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.campaigns import Attempt, Outcome
 from tests.checkpoint.damage import Evil
 from tests.cli.command import run_here
+from tests.cli.corpus import VOCAB_SIZE, configuration, make_corpus
+from tests.models import GPT2
 from tests.ranks import RankError, run_ranks
 
 _MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
@@ -36,23 +40,6 @@ _PATIENCE = 60
 _MOST_CHARACTERS = 3000
 """That a refusal prints: warnings may stand before its one line."""
 
-_SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 300}
-_FIT_YAML = """\
-trainer:
-  accelerator: cpu
-  devices: 1
-  strategy: {class_path: MegatronStrategy, init_args: {num_microbatches: 1}}
-  max_steps: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-model:
-  class_path: MegatronModule
-  init_args: {model: hf, lr: 0.001}
-data:
-  class_path: IndexedDataModule
-  init_args: {data_path: corpus_text_document, split: "1", seq_length: 16, micro_batch_size: 2, index_cache: cache}
-"""
 _FIT = "fit --config fit.yaml"
 _CHECKPOINT, _LEGACY = ("run.ckpt/*", "run.ckpt/.metadata"), ("legacy/*", "legacy/*/*/*", "legacy/*/*")
 _TOKENIZER = ("hf/tok*", "hf/vocab*")
@@ -255,12 +242,16 @@ def _sound() -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
-    GPT2LMHeadModel(GPT2Config(**_SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder / "hf")
-    (folder / "text.txt").write_text("\n\n".join(f"w{i} w{i * i % 97} w{i * 7 % 89} and on" for i in range(300)))
-    (folder / "fit.yaml").write_text(_FIT_YAML)
+    corpus = make_corpus(folder)
+    sizes = {**GPT2, "n_layer": 2, "n_positions": 32, "vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "hf")
+    shutil.copytree(folder / "tok", folder / "hf", dirs_exist_ok=True)
+    config = configuration(Path(corpus.name), folder)
+    config["trainer"] |= {"logger": False, "enable_checkpointing": False, "max_steps": 1}
+    config["model"]["init_args"] = {"model": "hf", "lr": 0.001}
+    config["data"]["init_args"]["index_cache"] = "cache"
+    (folder / "fit.yaml").write_text(yaml.safe_dump(config))
     for command in (
-        "train-tokenizer --input text.txt --vocab-size 300 --output tok",
-        "preprocess --input text.txt --output-prefix corpus --tokenizer tok --append-eod",
         f"{_FIT} --trainer.max_steps 1",
         f"{_FIT} --trainer.enable_checkpointing true --trainer.callbacks+=ModelCheckpoint"
         " --trainer.callbacks.dirpath . --trainer.callbacks.filename run",
@@ -269,8 +260,6 @@ def _sound() -> Path:
         ended = _run(command, folder)
         if ended.code != 0:
             raise SystemExit(f"{command} on sound files fails: {ended.printed}")
-        if command.startswith("train-tokenizer"):
-            shutil.copytree(folder / "tok", folder / "hf", dirs_exist_ok=True)
     return folder
 
 

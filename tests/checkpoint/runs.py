@@ -118,9 +118,7 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
     settings = {
         "accelerator": "cpu",
         "devices": int(os.environ["WORLD_SIZE"]),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **models.QUIET,
         "enable_checkpointing": any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
         "gradient_clip_val": 1.0,
         **run.trainer,

@@ -20,9 +20,9 @@ class Weights:
     """In the dtypes that they are stored in, without rows that pad the vocabulary."""
 
 
-def weights_of(path: Path, config: Path | None = None, iteration: int | None = None) -> Weights:
+def weights_of(path: Path, config: Path | None = None) -> Weights:
     """Load the checkpoint at ``path`` into a live model of one process."""
-    source = open_source(path, config, iteration)
+    source = open_source(path, config)
     with live_engine(ParallelConfig()):
         chunks = build_on_cpu(source.model, ParallelConfig())
         loading = Loading(chunks, source)

@@ -16,9 +16,6 @@ def outcome_in_hugging_face_names(case: Case) -> Outcome:
     return run_ranks(_train, case.layout.world_size, case)[0]  # type: ignore[no-any-return]
 
 
-# ---- on the ranks ---------------------------------------------------------------------------------------------------
-
-
 def _train(case: Case) -> Outcome:
     """The first rank has whole tensors."""
     return train_module(module_of(case), case, loader_of(case), collect=tensors_of)

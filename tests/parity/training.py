@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
-from tests.models import GPT2, LLAMA, NO_DROPOUT, T5
+from tests.models import GPT2, LLAMA, NO_DROPOUT, QUIET, T5
 from tests.parity.sharding import (
     Shard,
     Tensors,
@@ -264,12 +264,8 @@ def trainer_of(case: Case, **options: Any) -> Any:
         "precision": case.precision,
         "gradient_clip_val": case.clip,
         "max_steps": case.steps,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
     }
-    return Trainer(**{**arguments, **options})
+    return Trainer(**{**QUIET, **arguments, **options})
 
 
 def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:

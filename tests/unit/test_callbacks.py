@@ -18,6 +18,7 @@ from lightning_megatron.accounting import model_flops
 from lightning_megatron.callbacks import Curve, LossCurve, PerplexityReport, ProgressLine, StepClock, ThroughputMonitor
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
+from tests.models import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 
@@ -58,12 +59,11 @@ def loader(rows: int = 4) -> DataLoader[Any]:
 
 
 def toy_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     steps = {"max_steps": 6, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
     return Trainer(
         default_root_dir=folder,
         callbacks=callbacks,
-        **{"accelerator": "cpu", "devices": 1, **quiet, **steps, **options},
+        **{"accelerator": "cpu", "devices": 1, **QUIET, **steps, **options},
     )
 
 

@@ -21,6 +21,7 @@ from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.megatron_datamodule import Run
 from lightning_megatron.restarts import LAUNCHER
 from lightning_megatron.strategy import ScriptLauncher
+from tests.models import QUIET
 from tests.unit.data.corpus import engine_rows, write_corpus
 from tests.unit.data.indexed_files import build, write_legacy
 
@@ -96,10 +97,10 @@ def _run(
 ) -> Recorder:
     """A run that keeps a checkpoint of each step as ``step=N.ckpt``."""
     module = module or Recorder()
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     saving = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")
-    settings: dict[str, Any] = {"limit_val_batches": 0, "callbacks": [saving], "accelerator": "cpu", **quiet, **options}
-    trainer = Trainer(default_root_dir=folder, strategy=OneOfManyRanks(num_microbatches), **settings)
+    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "callbacks": [saving]}
+    settings |= {"accelerator": "cpu", "strategy": OneOfManyRanks(num_microbatches), **options}
+    trainer = Trainer(default_root_dir=folder, **settings)
     path = ckpt_path and str(folder / ckpt_path)
     getattr(trainer, phase)(module, datamodule=_data(folder, **(data or {})), ckpt_path=path)
     return module
