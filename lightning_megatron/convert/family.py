@@ -131,7 +131,7 @@ _SAID_ALIKE = {
     "num_tokentypes": "type_vocab_size",
     "max_position_embeddings": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
-    "activation": "hidden_act activation_function activation dense_act_fn",
+    "activation": "hidden_act activation_function activation",
     "add_qkv_bias": "attention_bias use_qkv_bias qkv_bias use_bias enable_bias bias",
     "add_attention_output_bias": "attention_bias",
     "add_bias_linear": "mlp_bias use_bias enable_bias bias",
@@ -152,9 +152,14 @@ _SAID_ALIKE = {
 """Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
 
 
+def has_field(hf: Any, name: str) -> bool:
+    """Whether the class of a Hugging Face config object has a field; its models read no other key of a file."""
+    return name in hf.__dataclass_fields__ or name in hf.attribute_map
+
+
 def said_by(hf: Any) -> dict[str, str]:
     """Fields of a ``ModelConfig`` that a Hugging Face config object has under a usual name, and that name."""
-    names = {ours: [name for name in theirs.split() if hasattr(hf, name)] for ours, theirs in _SAID_ALIKE.items()}
+    names = {ours: [name for name in theirs.split() if has_field(hf, name)] for ours, theirs in _SAID_ALIKE.items()}
     return {ours: found[0] for ours, found in names.items() if found}
 
 
@@ -227,12 +232,12 @@ class Family:
             ConfigError: If something in it cannot be computed.
         """
         own = dict(self.own(hf))
-        if hasattr(hf, "rope_parameters") and "position_embedding_type" not in own:
+        if has_field(hf, "rope_parameters") and "position_embedding_type" not in own:
             base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=self.may_be_partial)
             own |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
             if self.may_be_partial:
                 own["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
-        if hasattr(hf, "layer_types") and "sliding_window" not in own:
+        if has_field(hf, "layer_types") and "sliding_window" not in own:
             own |= windows(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_width(hf), **self.always}
         for ours, theirs in said_by(hf).items():

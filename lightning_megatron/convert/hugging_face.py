@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.family import VOCABULARY, Family
 from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Key, Loading, Place, Source, Stored, progress_bar
+from lightning_megatron.convert.shards import NO_WEIGHTS, Gathering, Key, Loading, Place, Source, Stored, progress_bar
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -215,11 +215,6 @@ _HEADS = (
     *("classification_head", "multiple_choice_head", "v_head"),
 )
 """Where transformers keeps heads, beside the headless model."""
-_BUFFERS = (
-    *("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias"),
-    "*embeddings.position_ids",
-)
-"""Of old files: tables of positions and masks."""
 _BODY = ("embedding", "encoder", "decoder")
 """What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
 
@@ -281,8 +276,7 @@ class HuggingFaceSource(Source):
         others, ignored = {}, []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
-            is_buffer = any(fnmatchcase(each, glob) for each in (name, in_file) for glob in _BUFFERS)
-            if is_buffer or any(re.search(each, name) for each in ignorable):
+            if NO_WEIGHTS.search(in_file) or any(re.search(each, name) for each in ignorable):
                 continue
             if name.split(".")[0] in _HEADS or ".pooler." in name:
                 ignored.append(in_file)

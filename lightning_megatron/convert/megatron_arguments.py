@@ -47,9 +47,11 @@ _LONGEST = 200
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 _REFUSED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
-    *("rotary_interleaved", "squared_relu", "quick_geglu"),
+    *("rotary_interleaved", "squared_relu", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset"),
+    *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
 )
-"""Arguments that change the mathematics into one that no known family has."""
+"""Arguments that change the mathematics into one that no known family has, unless they are ``_HARMLESS``."""
+_HARMLESS = (None, False, 0, "vanilla")
 
 
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -226,7 +228,7 @@ class _Told:
 
     def config(self) -> Any:
         """The Hugging Face config object of the one family that has such fields and tensors."""
-        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name)]
+        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name) not in _HARMLESS]
         if self.architecture == "t5":
             told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
         elif not told and self.architecture == "bert":

@@ -36,7 +36,9 @@ BAR_FROM_BYTES = 10**9
 TIMEOUT = timedelta(minutes=30)
 """For ranks that wait while another one reads or writes."""
 _NUMBERED = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
-NO_WEIGHTS = re.compile(r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|attention\.bias)(\.|$|/)")
+NO_WEIGHTS = re.compile(
+    r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|(attn|attention)\.bias)(\.|$|/)"
+)
 """Entries of files without a weight: the scales of fp8, random states, and tables that are computed anew."""
 _STACKS = ("", "encoder", "decoder")
 EXPERTS = ".experts.experts."

@@ -1,7 +1,9 @@
 """Every family of GPTs equals Hugging Face: logits, loss, gradients and saved weights, over layouts and variants."""
 
 import dataclasses
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +285,15 @@ def test_every_config_field_is_read_or_checked_or_changes_nothing(model_type: st
     read |= {config_class.attribute_map.get(name, name) for name in read}
     undecided = own - read - family.required.keys() - set(" ".join(CHANGES_NOTHING.values()).split())
     assert not undecided, f"fields of {model_type} configs that nobody has decided about: {sorted(undecided)}"
+
+
+def test_keys_that_the_class_of_a_config_does_not_have_change_nothing(tmp_path: Path) -> None:
+    """Files may have any; transformers keeps them as attributes."""
+    for family, foreign in (("llama", {"sliding_window": 4, "dropout": 0.5}), ("bloom", {"rope_parameters": {}})):
+        fields = {"model_type": family, "num_hidden_layers": 1}
+        file = {**fields, **foreign, "logit_scale": 0.5, "layer_types": ["sliding_attention"]}
+        (tmp_path / "config.json").write_text(json.dumps(file))
+        assert model_config(tmp_path) == model_config(fields)
 
 
 @pytest.mark.parametrize("model", [None, 5, [], object()])

@@ -67,19 +67,8 @@ def _pretraining_rows() -> Rows:
     return _sentences(labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1]))
 
 
-def _masked() -> Rows:
-    return _sentences(labels=_labels_of_tokens(VOCAB_SIZE))
-
-
-def _labelled() -> Rows:
-    return _sentences(labels=_labels_of_tokens(NUM_LABELS))
-
-
-def _of_rows(labels: torch.Tensor) -> Rows:
-    return _sentences(labels=labels)
-
-
 CLASSES = torch.tensor([4, 0, -100, 2])
+VALUES = torch.linspace(-1, 1, 12).view(4, 3).roll(1)
 RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"pretraining-{layout}": (("PreTraining",), layout, _pretraining_rows())
@@ -87,13 +76,15 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
     "given positions": (("PreTraining",), FOUR_RANKS, [
         {**row, "position_ids": (torch.arange(16) * 5 + i) % 24} for i, row in enumerate(_pretraining_rows())
     ]),
-    "masked_lm": (("MaskedLM",), FOUR_RANKS, _masked()),
-    "one value": (("SequenceClassification", 1), TWO_COPIES, _of_rows(torch.tensor([0.5, -1.25, 2.0, 0.0]))),
-    "values": (("SequenceClassification", 3, "regression"), TWO_COPIES, _of_rows(torch.linspace(-1, 1, 12).view(4, 3))),
-    "classes": (("SequenceClassification", NUM_LABELS), FOUR_RANKS, _of_rows(CLASSES)),
-    "classes in copies": (("SequenceClassification", NUM_LABELS), TWO_COPIES, _of_rows(CLASSES)),
-    "several labels": (("SequenceClassification", 3), TWO_COPIES, _of_rows((torch.arange(12).view(4, 3) % 2).float())),
-    "classes of tokens": (("TokenClassification", NUM_LABELS), FOUR_RANKS, _labelled()),
+    "masked_lm": (("MaskedLM",), FOUR_RANKS, _sentences(labels=_labels_of_tokens(VOCAB_SIZE))),
+    "one value": (("SequenceClassification", 1), TWO_COPIES, _sentences(labels=torch.tensor([0.5, -1.25, 2.0, 0.0]))),
+    "values": (("SequenceClassification", 3, "regression"), TWO_COPIES, _sentences(labels=VALUES)),
+    "classes": (("SequenceClassification", NUM_LABELS), FOUR_RANKS, _sentences(labels=CLASSES)),
+    "classes in copies": (("SequenceClassification", NUM_LABELS), TWO_COPIES, _sentences(labels=CLASSES)),
+    "several labels": (("SequenceClassification", 3), TWO_COPIES, _sentences(labels=(VALUES > 0).float())),
+    "classes of tokens": (
+        ("TokenClassification", NUM_LABELS), FOUR_RANKS, _sentences(labels=_labels_of_tokens(NUM_LABELS))
+    ),
     "answers outside the row": (("QuestionAnswering",), FOUR_RANKS, _sentences(
         start_positions=torch.tensor([0, 3, 16, 15]), end_positions=torch.tensor([4, 8, 99, 15])
     )),
@@ -171,7 +162,7 @@ def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str
 
 @pytest.mark.parametrize("task", ["pretraining", "sequence_classification"])
 def test_losses_and_metrics_are_those_of_one_process_for_rows_that_do_not_divide(task: str) -> None:
-    rows = ((_pretraining_rows() if task == "pretraining" else _of_rows(CLASSES)) * 2)[:7]
+    rows = ((_pretraining_rows() if task == "pretraining" else _sentences(labels=CLASSES)) * 2)[:7]
     (expected,) = run_ranks(_validate, 1, Layout(), rows, task, "32-true")
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")

@@ -29,23 +29,19 @@ def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: 
     return rows
 
 
-def _given(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**row, "decoder_input_ids": row["input_ids"][:10]}
-
-
-def _bare(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: row[name] for name in ("input_ids", "labels")}
-
-
 _PARTS = (("distribute_saved_activations", True),)
 DISTRIBUTED = Layout(tp=2, pp=2, num_microbatches=2, recompute="full", transformer_config_overrides=_PARTS)
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"t5-{layout}": (t5, layout, _pairs()) for layout in (FOUR_RANKS, INTERLEAVED)},
     "gated, untied": (t5_1_1, FOUR_RANKS, _pairs(side="left")),
     "mt5": (mt5, FOUR_RANKS, _pairs(with_decoder_mask=False)),
-    "the decoder's own input": (t5, Layout(tp=2), [_given(row) for row in _pairs()]),
+    "the decoder's own input": (t5, Layout(tp=2), [
+        {**row, "decoder_input_ids": row["input_ids"][:10]} for row in _pairs()
+    ]),
     "saved in parts": (t5, DISTRIBUTED, _pairs()),
-    "no masks": (t5, Layout(pp=2, num_microbatches=4), [_bare(row) for row in _pairs()]),
+    "no masks": (t5, Layout(pp=2, num_microbatches=4), [
+        {name: row[name] for name in ("input_ids", "labels")} for row in _pairs()
+    ]),
     "heads exchanged": (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2), _pairs(num_targets=8)),
 }  # fmt: skip
 """Model, layout and rows."""

@@ -22,6 +22,7 @@ from lightning_megatron.convert.family import (
     Family,
     Fields,
     Rule,
+    activation,
     linear,
     norm,
     output_layer,
@@ -96,6 +97,7 @@ def _own(hf: Any) -> Fields:
     dropouts = [f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation")]
     return {
         "num_decoder_layers": hf.num_decoder_layers,
+        "activation": activation(hf.dense_act_fn),
         "gated_linear_unit": hf.is_gated_act,
         "relative_attention_num_buckets": hf.relative_attention_num_buckets,
         "relative_attention_max_distance": hf.relative_attention_max_distance,

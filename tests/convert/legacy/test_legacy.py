@@ -359,7 +359,13 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     assert "'decoder.layers.2.self_attention.linear_qkv.weight' is missing" in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rotary_percent", 0.25), ("position_embedding_type", "alibi")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rotary_percent", 0.25), ("position_embedding_type", "alibi")),
+        *(("window_attn_skip_freq", 2), ("softmax_type", "off-by-one")),
+    ],
+)
 def test_decoders_of_no_known_family(tmp_path: Path, name: str, value: Any) -> None:
     write(tmp_path, Layout(stages=even(4), arguments={name: value}), llama(tiny_llama()))
     with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
