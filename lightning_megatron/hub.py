@@ -33,16 +33,17 @@ _OF_FILES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safeten
 _SHARD = re.compile(r'"((?:model|pytorch_model)-[\w-]+\.(?:safetensors|bin))"')
 """A file in an index; whoever reads a damaged one says so."""
 _CONFIGS = ("config.json", "generation_config.json")
-_WEIGHTS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""The second ones are fetched where a model has none of the first."""
+"""The file with all weights, or the index of several; the second ones are taken where a model has none of the first."""
+_SAFETENSORS, _PICKLES = ((single.replace(".", "*."), index) for single, index in WEIGHT_FILES)
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "additional_chat_templates/*", "config.json")
 _PATTERNS: dict[Needed, tuple[str, ...]] = {
     "config": _CONFIGS,
     "tokenizer": _TOKENIZER_PATTERNS,
-    "model": (*_CONFIGS, *_TOKENIZER_PATTERNS, *_WEIGHTS[0]),
+    "model": (*_CONFIGS, *_TOKENIZER_PATTERNS, *_SAFETENSORS),
 }
 
 
@@ -104,7 +105,7 @@ def _downloaded(repo: str, revision: str | None, needed: Needed) -> Path:
 
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed])))
     if needed == "model" and _missing(folder, needed) == "model.safetensors":
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_WEIGHTS[1])))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PICKLES)))
     return folder
 
 
@@ -116,7 +117,7 @@ def _missing(folder: Path | None, needed: Needed) -> str | None:
         return None if any(fnmatchcase(name, glob) for name in names for glob in vocabularies) else "tokenizer.json"
     if folder is None or "config.json" not in names or needed == "config":
         return None if "config.json" in names else "config.json"
-    for single, index in (("model.safetensors", _WEIGHTS[0][1]), ("pytorch_model.bin", _WEIGHTS[1][1])):
+    for single, index in WEIGHT_FILES:
         if single in names:
             return None
         if index in names:

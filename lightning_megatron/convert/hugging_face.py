@@ -31,20 +31,17 @@ from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import PARTIAL, failures_as_errors, staged, sync
-from lightning_megatron.hub import TOKENIZER_FILES
+from lightning_megatron.hub import TOKENIZER_FILES, WEIGHT_FILES
 from lightning_megatron.models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+(WEIGHTS_FILE, INDEX_FILE), _PICKLED_FILES = WEIGHT_FILES
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-_PICKLED_FILE = "pytorch_model.bin"
-_PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
-ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
+ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE, *_PICKLED_FILES)
 """What ``from_pretrained`` looks for first."""
 SHARD_FILE = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _MAPPED_BYTES = 16 << 20
@@ -103,10 +100,7 @@ def open_weights(directory: str | Path) -> WeightFiles:
         CheckpointError: If there are none, one is missing, damaged or truncated, or holds more than tensors.
     """
     directory = Path(directory)
-    for single, index, read in (
-        (WEIGHTS_FILE, INDEX_FILE, read_safetensors),
-        (_PICKLED_FILE, _PICKLED_INDEX_FILE, _pickled),
-    ):
+    for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _pickled), strict=True):
         is_one = (directory / single).is_file()
         if is_one or (directory / index).is_file():
             files = [directory / single] if is_one else _files_of_index(directory / index)
