@@ -40,7 +40,6 @@ from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
 from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
 from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd, Norm, NormOfAllHeads, WithoutOutput
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 CHECKPOINT_NAMES = {
@@ -331,18 +330,8 @@ class ParallelTransformerLayer(TransformerLayer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what Megatron-Core passes to its own layer.
-
-        Raises:
-            ConfigError: If parts of the layer are to be recomputed that this one does not recompute.
-        """
+        """Take what Megatron-Core passes to its own layer."""
         super().__init__(*args, **kwargs)
-        modules = set(self.config.recompute_modules or ()) - {"core_attn", "layernorm"}
-        if self.config.recompute_granularity == "selective" and modules:
-            raise ConfigError(
-                f"recompute_modules={sorted(self.config.recompute_modules)} is not supported by a layer with parallel "
-                "attention and MLP; use 'core_attn' and 'layernorm', or recompute='full'"
-            )
         self.recompute_pre_mlp_layernorm = False  # ``forward`` sees to both norms, not what the engine does after it
 
     @override

@@ -31,7 +31,6 @@ from torch import Tensor
 from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
 from lightning_megatron.engine.wrap import Replicas, mark_replica
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import LayerStack, block_spec
@@ -49,14 +48,9 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     joint stack each chunk holds; without it they are balanced by cost.
 
     Raises:
-        ConfigError: If the model cannot be split as ``settings.parallel`` says, or core attention should be recomputed.
+        ConfigError: If the model cannot be run as ``settings`` say.
     """
     by_hand = dict(settings.overrides.transformer)
-    if settings.recompute.granularity == "selective" and "core_attn" in by_hand.get("recompute_modules", ()):
-        raise ConfigError(
-            "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its "
-            "graph once per layer (and the attention in use keeps no scores that recomputing could save); leave it out"
-        )
     layout = t5_layout(model, settings.parallel, by_hand.pop(OVERRIDE, None))
     config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=by_hand)))
     return partial(T5Chunk, model, config, shares(model.num_layers, layout))

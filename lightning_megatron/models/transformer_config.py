@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -73,12 +73,15 @@ class EngineSettings:
             function: Of the Trainer, as ``fit`` or ``predict``; None where it is not known.
 
         Raises:
-            ConfigError: If it cannot be split that way, replayed, or its linears cannot be multiplied in fp8.
+            ConfigError: If it cannot be split, recomputed or replayed that way, or its linears cannot be multiplied so.
         """
         self.parallel.check_model(model)
         _check_expert_fields(model, self.overrides.transformer)
+        if self.recompute.granularity == "selective":
+            _check_recomputed(model, self.overrides.transformer.get("recompute_modules") or ())
         if model.experts is not None:
             _check_experts(self)
+            _check_grouped_products(self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size)
             self.parallel.check_function(model, function)
         if self.cuda_graphs:
             _check_graphs(self)
@@ -111,6 +114,38 @@ def _check_experts(settings: EngineSettings) -> None:
         "16-mixed (megatron-core has a loss scale for experts alone)": settings.params_dtype is torch.float16,
     }
     _refuse("a model with experts", "bf16-mixed or 32-true", reasons)
+
+
+def _check_grouped_products(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int) -> None:
+    multiple = 16 // dtype.itemsize  # torch.nn.functional.grouped_mm: rows of 16 bytes
+    for name, size in (("hidden_size", hidden_size), ("ffn_hidden_size of experts", ffn_hidden_size)):
+        if size % multiple:
+            dtype_name = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another")
+
+
+def _check_recomputed(model: ModelConfig, modules: Collection[str]) -> None:
+    """What is named by hand, and cannot be recomputed.
+
+    megatron-core 0.16.1, tensor_parallel/random.py:CheckpointFunction takes a bias that an MLP returns, unadded, for
+    something that it has computed: going back, it calls itself without end.
+    """
+    refused = {
+        "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its graph "
+        "once per layer (and the attention in use keeps no scores that recomputing could save); leave it out": (
+            model.architecture == "t5" and "core_attn" in modules
+        ),
+        f"recompute_modules={sorted(modules)} is not supported by a layer with parallel attention and MLP; use "
+        "'core_attn' and 'layernorm', or recompute='full'": (
+            model.parallel_attention and not {"core_attn", "layernorm"}.issuperset(modules)
+        ),
+        "recompute_modules with 'mlp': expected MLPs without biases; use 'layernorm', or recompute='full'": (
+            model.add_bias_linear and "mlp" in modules
+        ),
+    }
+    for text, holds in refused.items():
+        if holds:
+            raise ConfigError(text)
 
 
 def _check_expert_fields(model: ModelConfig, by_hand: Mapping[str, Any]) -> None:

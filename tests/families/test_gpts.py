@@ -16,7 +16,6 @@ from tests.families.parity import FOUR_RANKS, INTERLEAVED, LAYOUTS, VOCAB_SIZE, 
 from tests.families.parity import padded_sentences as sentences
 from tests.models import GPT2, LLAMA, NO_DROPOUT
 from tests.parity.training import Layout
-from tests.ranks import RankError, run_ranks
 
 _LIKE_GPT2 = {**GPT2, **NO_DROPOUT, "n_inner": 48, "n_positions": 24}
 LIKE_LLAMA = {**LLAMA, "max_position_embeddings": 24}
@@ -339,19 +338,3 @@ def test_a_field_that_would_change_the_result_is_refused(family: str, says: str,
 def test_a_window_that_is_not_used_is_none() -> None:
     for fields in ({"sliding_window": 6, "max_window_layers": 0}, {**_WINDOWED, "max_window_layers": 99}):
         assert model_config({"model_type": "qwen2", **fields}).sliding_window is None
-
-
-def test_parts_of_a_parallel_layer_that_it_does_not_recompute_are_refused() -> None:
-    with pytest.raises(RankError, match="recompute_modules=.*'mlp'.* is not supported by a layer with parallel"):
-        run_ranks(_recompute_the_mlp, 1)
-
-
-def _recompute_the_mlp() -> None:
-    from lightning.pytorch import Trainer
-
-    from lightning_megatron import MegatronModule, MegatronStrategy
-
-    model = {"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
-    strategy = MegatronStrategy(recompute="selective", transformer_config_overrides={"recompute_modules": ["mlp"]})
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
-    trainer.validate(MegatronModule(model=model), sentences())  # type: ignore[arg-type]

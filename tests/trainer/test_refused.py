@@ -16,6 +16,11 @@ MIXTRAL = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
 FP8 = Run(strategy={"fp8": "tensorwise"})
 NARROW = {**LLAMA, "intermediate_size": 48}
 ODD = {**LLAMA, "head_dim": 6}
+ODD_EXPERTS = {"hidden_size": 36, "head_dim": 8}
+SELECTIVE = Run(strategy={"recompute": "selective"})
+FALCON = SELECTIVE.but(
+    model={"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+)
 BF16 = {"precision": "bf16-mixed"}
 
 
@@ -42,6 +47,10 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ("moe_token_dispatcher_type='flex' is unknown", _by_hand(MIXTRAL, moe_token_dispatcher_type="flex")),
         ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
+        ("hidden_size=36: expected a multiple of 8 in bfloat16", MIXTRAL.but(model=ODD_EXPERTS, trainer=BF16)),
+        ("ffn_hidden_size of experts=46: expected a multiple of 4 in", MIXTRAL.but(model={"intermediate_size": 46})),
+        ("recompute_modules with 'mlp': expected MLPs without biases", _by_hand(SELECTIVE, recompute_modules=["mlp"])),
+        (r"\['mlp'\] is not supported by a layer with parallel", _by_hand(FALCON, recompute_modules=["mlp"])),
         ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
         ("overrides: got fp4_param=True, and Megatron says: ", _by_hand(Run(), fp4_param=True)),
         (r"use MegatronStrategy\(tp=\)$", _by_hand(Run(), tensor_model_parallel_size=2)),
