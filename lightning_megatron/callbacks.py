@@ -50,6 +50,17 @@ def _is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
     return every > 0 and trainer.global_step % every == 0
 
 
+class _InLogFolder(Callback):
+    """Writes into the log folder of the Trainer's first logger, or its ``default_root_dir`` without loggers."""
+
+    _folder: Path | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+
+
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +227,7 @@ def _expected(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, wo
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
-class LossCurve(Callback):
+class LossCurve(_InLogFolder):
     """Keeps the curves of training and validation loss and writes them as a picture when training ends.
 
     The curves travel in checkpoints, so a resumed run, in whatever layout, continues them; a vertical line marks where.
@@ -253,7 +264,6 @@ class LossCurve(Callback):
         self.train_name, self.val_name = monitor
         self.train, self.validation = Curve(max_points), Curve(max_points)
         self.resumed_at: list[int] = []
-        self._folder: Path | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -261,11 +271,6 @@ class LossCurve(Callback):
         if stage == "fit" and trainer.global_step == 0:
             self.train, self.validation = Curve(self.train.max_points), Curve(self.train.max_points)
             self.resumed_at = []
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -446,7 +451,7 @@ def _perplexity(loss: float) -> str:
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
-class SampleText(Callback):
+class SampleText(_InLogFolder):
     """Continues prompts every few steps, on all ranks together; training goes on as if nothing had happened.
 
     A T5's encoder reads the prompts, and the text is its decoder's.
@@ -481,7 +486,6 @@ class SampleText(Callback):
             raise ConfigError(f"prompts={prompts!r}: expected a list of texts to continue; give at least one")
         self.tokenizer, self.prompts = tokenizer, list(prompts)
         self.every_n_steps, self.generation = every_n_steps, generation
-        self._folder: Path | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -507,11 +511,6 @@ class SampleText(Callback):
             ids, mask = with_first_token(ids, mask, self._options.bos_token_id)
         self._rows = {"input_ids": ids, "attention_mask": mask}
         request_of(self._rows, vars(self._options), model)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

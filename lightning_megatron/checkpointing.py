@@ -160,7 +160,7 @@ class Checkpointing:
         if is_final or not self._asynchronous:
             self.finish(is_final=is_final)
         if is_final:
-            self._memory.release()
+            self.end()
         progress.saves.append(time.monotonic() - begin)
 
     def finish(self, *, is_final: bool = False) -> None:
@@ -264,6 +264,13 @@ class Checkpointing:
                     f"ModelCheckpoint(monitor={monitor!r}): expected validation, got a run without; it saves nothing, "
                     "or with save_last at the end only; leave monitor out and set every_n_train_steps"
                 )
+        names = {(each.dirpath, each.filename) for each in keepers}
+        if self._asynchronous and len(names) < len(keepers):
+            self._asynchronous = False  # Lightning gives another name only where it sees the file of the first
+            rank_zero_warn(
+                "async_save=True: expected a filename or dirpath of its own for each ModelCheckpoint, got the same for "
+                "two, which would overwrite each other's checkpoints; saves are waited for until each has one"
+            )
         if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
             with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
             prepare(self._run if with_optimizer else self._run.of_weights(), self._memory)

@@ -11,6 +11,7 @@ where another host has failed. So rank 0 makes a name for the start, and hands i
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -29,12 +30,14 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import distributed as fabric
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, require_number
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.precision import check_clipping
 from lightning_megatron.restarts import LAUNCHER
 
 if TYPE_CHECKING:
@@ -55,12 +58,21 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
 }
 """Callbacks of Lightning's that would do something else here than they promise, most of them silently."""
 
+_REFUSED_HOOKS = {
+    "backward": "Megatron's schedule runs it; override loss_func of the TrainStep",
+    **dict.fromkeys(
+        ("transfer_batch_to_device", "on_after_batch_transfer"),
+        "the batch that one rank has read goes to all of its copy of the model; override get_batch of the TrainStep",
+    ),
+}
+"""Methods of modules and data modules that nobody would call."""
+
 
 # ---- what cannot work ------------------------------------------------------------------------------------------------
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse options and callbacks that Megatron's engine cannot honour.
+def check_trainer(trainer: pl.Trainer, *parts: pl.LightningModule | pl.LightningDataModule | None) -> None:
+    """Refuse options and callbacks of ``trainer``, and hooks of ``parts``, that Megatron's engine cannot honour.
 
     Raises:
         ConfigError: For the first of them.
@@ -71,23 +83,22 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size that many times as large"
         )
     for name, unit in (("val_check_interval", "steps or a share of an epoch"), ("check_val_every_n_epoch", "epochs")):
-        if getattr(trainer, name) == 0:
-            raise ConfigError(f"{name}=0: expected {unit}; use limit_val_batches=0 for no validation")
+        # A trainer that validates by time has none, and its ranks would ask clocks of their own.
+        if (value := getattr(trainer, name, "a time")) in (0, "a time"):
+            raise ConfigError(f"{name}={value}: expected {unit}; use limit_val_batches=0 for no validation")
     if trainer._detect_anomaly:  # it would look at memory that stands for them, and find NaN where there is none
         raise ConfigError(
             "detect_anomaly=True: expected False, since gradients go to Megatron's buffers and not through autograd; "
             "use MegatronStrategy(on_nan='raise'), which names microbatch and rank"
         )
-    require_number("gradient_clip_val", trainer.gradient_clip_val or 0)
-    algorithm = trainer.gradient_clip_algorithm
-    if trainer.gradient_clip_val and algorithm not in (None, "norm"):
-        raise ConfigError(
-            f"gradient_clip_algorithm={algorithm.value!r} is not supported: Megatron clips by norm; use 'norm'"
-        )
+    check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
                 raise ConfigError(f"{type(callback).__name__} {reason}")
+    for part, (hook, reason) in itertools.product(parts, _REFUSED_HOOKS.items()):
+        if hasattr(part, hook) and is_overridden(hook, part):
+            raise ConfigError(f"{type(part).__name__}.{hook} would not be called: {reason}")
 
 
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:

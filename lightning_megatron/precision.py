@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import ConfigError, require_choice
+from lightning_megatron.errors import ConfigError, require_choice, require_number
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 _PARAMS_DTYPES: dict[str, torch.dtype] = {
@@ -34,8 +34,8 @@ class MegatronPrecision(Precision):
     16-mixed   fp16, dynamic loss scale fp32            fp32
     ========== ======================== =============== ============
 
-    Casting, loss scaling and clipping happen in the engine, so Lightning's hooks for them do nothing. Give the plugin
-    explicitly only where Lightning would change the name first: ``16-mixed`` on a CPU.
+    Casting, loss scaling and clipping happen in the engine. Give the plugin explicitly only where Lightning would
+    change the name first: ``16-mixed`` on a CPU.
 
     Args:
         precision: One of the names above.
@@ -64,5 +64,26 @@ class MegatronPrecision(Precision):
         return cls(plugin.precision)  # type: ignore[arg-type]
 
     @override
-    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Nothing: Megatron clips by the norm over all shards, inside its step; a local norm would be wrong."""
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: Megatron's schedule has run the backward pass of every microbatch."""
+
+    @override
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Have the optimizer clip by the norm over all shards, inside its step; a local norm would be wrong."""
+        check_clipping(clip_val, gradient_clip_algorithm)
+        optimizer.clip_grad = float(clip_val)  # type: ignore[attr-defined]
+
+
+def check_clipping(clip_val: float | None, algorithm: str | None) -> None:
+    """Refuse what Megatron cannot clip by.
+
+    Raises:
+        ConfigError: If the value is no bound, or not one of the norm.
+    """
+    require_number("gradient_clip_val", clip_val or 0)
+    if clip_val and algorithm not in (None, "norm"):
+        raise ConfigError(
+            f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by norm; use 'norm'"
+        )

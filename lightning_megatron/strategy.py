@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
@@ -172,7 +172,7 @@ class MegatronStrategy(DDPStrategy):
         """Rows and tokens of the last step; None before the first."""
         self._weights_of_other_layout: Path | None = None
         self._shared_batches = math.inf
-        self.load_weights_only, self.num_nodes, self._loader_tells_steps = load_weights_only, 1, False
+        self.load_weights_only, self._loader_tells_steps = load_weights_only, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
         self.on_nan, self.cuda_graphs, self.fp8 = on_nan, cuda_graphs, known_recipe(fp8)
@@ -274,6 +274,14 @@ class MegatronStrategy(DDPStrategy):
         # None stays: Lightning takes any other for the user's, whatever the Trainer's precision says.
         self._precision_plugin = None if plugin is None else MegatronPrecision.adopt(plugin)
 
+    @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined, untyped-decorator]
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        """Refuse a plugin of the user's, which nothing here would call."""
+        raise ConfigError(
+            f"checkpoint plugin {type(plugin).__name__}: expected none, since ranks write their own shards; leave it "
+            "out (MegatronStrategy(async_save=True) saves beside training)"
+        )
+
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
 
     @property
@@ -308,7 +316,7 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: The first thing that cannot work.
         """
-        check_trainer(trainer)
+        check_trainer(trainer, model, datamodule)
         if not model.automatic_optimization:
             raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
         if model._compiler_ctx is not None:
@@ -377,7 +385,6 @@ class MegatronStrategy(DDPStrategy):
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
             self.checkpointing.setup(self._run_state(), fitting=fitting)
-        self.setup_precision_plugin()
         self.barrier()
 
     def build_optimizer(self, options: OptimizerOptions, lr: float) -> MegatronOptimizer:
@@ -386,11 +393,7 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: If there is no model to train yet, or an option is impossible.
         """
-        module = self._module
-        clip = module.trainer.gradient_clip_val
-        context = OptimizerContext(
-            settings=self.settings, engine=self.engine, clip_grad=float(clip or 0), may_skip=self.on_nan == "skip"
-        )
+        context = OptimizerContext(settings=self.settings, engine=self.engine, may_skip=self.on_nan == "skip")
         with self.engine():
             return MegatronOptimizer(self._chunks, options, lr, context)
 
@@ -474,13 +477,6 @@ class MegatronStrategy(DDPStrategy):
             output = ready(self._schedule, "setup").evaluate(batch, train_step, observe)
         self.step_shape = self.step_shape or output.shape
         return output
-
-    @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Nothing: Megatron's schedule has run the backward pass of every microbatch."""
-        return closure_loss
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

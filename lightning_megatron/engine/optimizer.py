@@ -177,8 +177,6 @@ class OptimizerContext:
     settings: EngineSettings
     engine: Callable[[], AbstractContextManager[None]]
     """Opens the surroundings in which Megatron may be called."""
-    clip_grad: float
-    """Largest global gradient norm; 0 for no clipping (the norm is computed all the same)."""
     may_skip: bool
     """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
 
@@ -220,8 +218,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "hysteresis": options.loss_scale_hysteresis,
             "use_distributed_optimizer": settings.distributed_optimizer,
             "overlap_param_gather": settings.overlaps_gathers,
-            # Megatron computes the norm only in order to clip; an infinite bound never clips.
-            "clip_grad": context.clip_grad or math.inf,
         }
         config = configured(OptimizerConfig, chosen, settings.overrides.optimizer)
         self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
@@ -231,6 +227,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
         self._context = context
+        self.clip_grad = 0.0
+        """Largest global gradient norm of the next step; 0 for no clipping (the norm is computed all the same)."""
         # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.loss = torch.zeros(())
@@ -309,7 +307,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Queue the update, which the device leaves out if the gradient norm is not finite."""
         squared = self._squared_norm()
         self.grad_norm = squared.sqrt().squeeze()
-        found_inf, clip = (~squared.isfinite()).float(), self._context.clip_grad
+        found_inf, clip = (~squared.isfinite()).float(), self.clip_grad
         for optimizer in self._masters:
             optimizer.found_inf = found_inf
             optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None

@@ -39,6 +39,19 @@ def test_a_loss_of_validation_that_a_run_never_has_is_told_before_it_is_waited_f
     assert kept == ["last.ckpt"]
 
 
+def _kept_by_two(folder: Path) -> list[list[str]]:
+    for is_async in (False, True):
+        place = folder / str(is_async)
+        keepers = checkpoints_at(place, save_top_k=1), checkpoints_at(place, every_n_train_steps=2)
+        fit(Run(strategy={"async_save": is_async}, trainer={"max_steps": 4}), *keepers)
+    return [sorted(path.name for path in (folder / str(is_async)).iterdir()) for is_async in (False, True)]
+
+
+def test_callbacks_that_would_use_the_same_names_do_not_lose_each_others_checkpoints(tmp_path: Path) -> None:
+    ((alone, beside),) = run_ranks(_kept_by_two, 1, tmp_path)
+    assert alone == beside == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
+
+
 def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 

@@ -74,6 +74,30 @@ def test_trainers_of_other_layouts_follow_each_other_in_one_process() -> None:
         assert (again, other) == (first, pytest.approx(first, rel=1.5e-6))
 
 
+def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
+    """The hooks that are called, and the last losses of a run whose module clips by itself and of one that is told."""
+    from lightning_megatron import MegatronModule
+
+    class Clipping(MegatronModule):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+
+    called: list[str] = []
+    names = ("on_after_backward", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    watch = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
+    trainers = [trainer_of(case, callbacks=[watch]), *(trainer_of(replace(case, clip=clip)) for clip in (0.25, None))]
+    for trainer, kind in zip(trainers, (Clipping, None, None), strict=True):
+        trainer.fit(module_of(case, kind), loader_of(case))
+    return called, [trainer.callback_metrics["train_loss"].item() for trainer in trainers]
+
+
+def test_the_hooks_of_a_step_are_called_in_lightnings_order_and_may_clip() -> None:
+    called, (by_hand, told, unclipped) = same_on_all(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
+    backward = ["on_before_backward", "on_after_backward"]
+    assert called == ["on_before_zero_grad", *backward, "on_before_optimizer_step"] * CASE.steps
+    assert by_hand == told != unclipped
+
+
 def _left_behind(case: Case, fails: bool) -> list[str]:
     """What a run has changed for good; a rank function that leaves a patch fails by itself (tests/leaks.py).
 

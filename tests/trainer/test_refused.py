@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_megatron import MegatronModule, SpikeGuard
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit, make_module, make_trainer, rows_dataset, shuffled_loader
@@ -64,6 +65,8 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         (r"use MegatronStrategy\(overlap_communication=\)$", _by_hand(Run(), "ddp", overlap_grad_reduce=True)),
         (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
         ("detect_anomaly=True: expected False.*on_nan=", Run(trainer={"detect_anomaly": True})),
+        ("val_check_interval=a time: expected steps", Run(trainer={"val_check_interval": {"minutes": 5}})),
+        ("checkpoint plugin AsyncCheckpointIO: expected none", Run(trainer={"plugins": [AsyncCheckpointIO()]})),
         ("expected what can begin anew.* got a generator", Run(loader=_once, trainer={"max_steps": 5})),
     ),
     2: (
@@ -114,6 +117,9 @@ def _refused_parts() -> None:
     for pattern, each in CALLBACKS.items():
         assert re.search(pattern, told(fit, run, each))
     assert "automatic_optimization=False does not work" in told(fit, run, module_class=ByHand)
+    for hook in ("backward", "transfer_batch_to_device", "on_after_batch_transfer"):
+        own = type("Own", (MegatronModule,), {hook: lambda *_: None})
+        assert f"Own.{hook} would not be called" in told(fit, run, module_class=own)
     assert "give the module as it is" in told(
         make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1)
     )

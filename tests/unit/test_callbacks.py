@@ -172,7 +172,7 @@ def test_on_a_terminal_it_is_one_row_and_in_a_file_some(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     rows = _rows(capsys, tmp_path, ProgressLine())
     assert max(map(len, rows)) == 59  # it does not wrap
-    assert rows[-2].startswith("step 6/6, 00:00, 00:00 left, quantity_0 0.5, quantity_1")
+    assert re.match(r"step 6/6, 00:\d\d, 00:00 left, quantity_0 0.5, quantity_1", rows[-2])
 
 
 # ---- ThroughputMonitor ----------------------------------------------------------------------------------------------
