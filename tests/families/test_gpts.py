@@ -320,6 +320,9 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
     ("gpt_neox", "hidden_dropout=0.1 of this gpt_neox config: expected 0.0", {"hidden_dropout": 0.1}),
     ("opt", "word_embed_proj_dim=512", {"word_embed_proj_dim": 512}),
+    ("t5", "relative_attention_num_buckets=32: .* relative_attention_max_distance=16", {
+        "relative_attention_max_distance": 16,
+    }),
     ("roberta", r"post-LN.*model_type='megatron-bert'.*known families: .*llama", {}),
     ("umt5", "'umt5' is not a known model family; choose from bloom, .*falcon, .*llama, .*qwen3", {}),
     ("gpt2", r"quantization_config of the gpt2 config \(gptq\)", {"quantization_config": {"quant_method": "gptq"}}),

@@ -92,6 +92,12 @@ def _own(hf: Any) -> Fields:
     """T5's and mT5's; the latter has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
+    buckets, farthest = hf.relative_attention_num_buckets, hf.relative_attention_max_distance
+    if not 4 <= buckets < 2 * farthest:
+        raise ConfigError(
+            f"relative_attention_num_buckets={buckets}: expected at least 4, and fewer than 2 x "
+            f"relative_attention_max_distance={farthest}, as far distances share rows; correct the model's config"
+        )
     pad = 0 if hf.pad_token_id is None else hf.pad_token_id
     start = getattr(hf, "decoder_start_token_id", None)
     dropouts = [f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation")]
@@ -99,8 +105,8 @@ def _own(hf: Any) -> Fields:
         "num_decoder_layers": hf.num_decoder_layers,
         "activation": activation(hf.dense_act_fn),
         "gated_linear_unit": hf.is_gated_act,
-        "relative_attention_num_buckets": hf.relative_attention_num_buckets,
-        "relative_attention_max_distance": hf.relative_attention_max_distance,
+        "relative_attention_num_buckets": buckets,
+        "relative_attention_max_distance": farthest,
         "scale_decoder_outputs": getattr(hf, "scale_decoder_outputs", False),
         # Where the config is silent transformers refuses to shift labels; T5 starts with the padding token.
         "decoder_start_token_id": pad if start is None else start,
