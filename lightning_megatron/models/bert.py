@@ -39,8 +39,8 @@ class BertChunk(Chunk):
         self.encoder = self.create_layers()
         if self.post_process:
             self._create_head(model)
-        if model.has_output_layer and (self.pre_process or self.post_process):
-            self.setup_embeddings_and_output_layer()
+        if model.has_output_layer:
+            self.create_output_layer(bias=True)
 
     def _create_head(self, model: ModelConfig) -> None:
         config = self.config
@@ -54,7 +54,6 @@ class BertChunk(Chunk):
             self.token_head = Classifier(model, config)
         if model.has_output_layer:
             self.lm_head = MaskedLMHead(model, config)
-            self.output_layer = self.create_output_layer(bias=True)
 
     def forward(
         self,

@@ -75,18 +75,20 @@ class Chunk(LanguageModule):
         ends = {"pre_process": self.pre_process, "post_process": self.post_process}
         return LayerStack(self.config, spec, vp_stage=self.vp_stage, **ends)
 
-    def create_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
-        """The layer that makes logits."""
-        model, config = self.description, self.config
-        return ColumnParallelLinear(
-            model.hidden_size,
-            self._padded_vocab_size,
-            config=config,
-            init_method=config.init_method,
-            bias=bias,
-            gather_output=False,
-            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-        )
+    def create_output_layer(self, *, bias: bool = False) -> None:
+        """Create the layer that makes logits, if it is here, and tie it to the embedding if it is that."""
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                self.description.hidden_size,
+                self._padded_vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=bias,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
 
     def predictions(self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None) -> Tensor:
         """Logits [b, s, v/tp or v], or with ``labels`` [b, s] the loss of each, [b, s] fp32.
@@ -154,10 +156,7 @@ class GPTChunk(Chunk):
             self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
             """By the tokens of the longest row; none is ever dropped: a recorded graph reads it where it lies."""
         self.decoder = self.create_layers()
-        if self.post_process:
-            self.output_layer = self.create_output_layer()
-        if self.pre_process or self.post_process:
-            self.setup_embeddings_and_output_layer()
+        self.create_output_layer()
 
     def forward(
         self,

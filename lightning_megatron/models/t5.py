@@ -84,10 +84,7 @@ class T5Chunk(Chunk):
             for stack in (self.encoder, self.decoder):
                 if stack.relative_bias is not None:
                     mark_replica(stack.relative_bias.weight, is_owner=stack.first == 0)
-        if self.post_process:
-            self.output_layer = self.create_output_layer()
-        if self.pre_process or self.post_process:
-            self.setup_embeddings_and_output_layer()
+        self.create_output_layer()
 
     def replicas(self) -> Replicas:
         """The tables of relative positions, which every chunk with layers of their stack has."""
@@ -276,20 +273,19 @@ class RelativeBias(MegatronModule):
         buckets = bucket_of(None, distances, bidirectional, num_buckets, max_distance)
         self.register_buffer("buckets", buckets.to(self.weight.device), persistent=False)
 
-    def forward(self, length: int, attention_mask: Tensor | None, num_queries: int | None = None) -> Tensor:
+    def forward(self, length: int, attention_mask: Tensor | None, queries: int) -> Tensor:
         """What is added to the scores, hidden keys included; in one direction, keys to the right are hidden.
 
         Args:
             length: Tokens s of the sequence.
             attention_mask: [b, s], 0 where a key is padding; None if none is.
-            num_queries: How many of the last tokens are queries (the keys before them are cached); None for all.
+            queries: How many of the last tokens are queries; the keys before them are cached.
 
         Returns:
             [b or 1, heads/tp, queries, s] in the weight's dtype, at cp > 1 of the heads or queries that this rank
             attends with. It is made once for all layers of a chunk, which then keep one and the same tensor for their
             backward passes.
         """
-        queries = length if num_queries is None else num_queries
         places = torch.arange(-(-length // _ALIGNMENT) * _ALIGNMENT, device=self.weight.device)
         distances = places - places[length - queries : length, None]
         buckets = self.buckets[distances.clamp(-self.max_distance, self.max_distance) + self.max_distance]
