@@ -204,12 +204,14 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     interleaved = parallel.vpp is not None
+    tells_last = parallel.pp == 2 and parallel.num_layers_in_first_pipeline_stage is not None
     return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        # The first of two tells it: megatron-core 0.16.1, transformer/transformer_layer.py, divides by those between.
+        "num_layers_in_last_pipeline_stage": None if tells_last else parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.uses_sequence_parallel,
         "pipeline_dtype": dtype,

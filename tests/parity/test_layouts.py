@@ -10,6 +10,11 @@ from tests.parity.training import Case, Layout, outcome
 
 _RARE = pytest.mark.exhaustive
 
+
+def _uneven(layout: Layout, ends: int) -> Layout:
+    return replace(layout, num_layers_in_first_pipeline_stage=ends, num_layers_in_last_pipeline_stage=ends)
+
+
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(num_microbatches=3), True),
     (Layout(tp=2), False),
@@ -26,14 +31,12 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(tp=2, pp=2, num_microbatches=2), False),
     (Layout(tp=2, dp=2, sequence_parallel=True), True),
     (Layout(pp=2, dp=2, num_microbatches=2), True),
-    (
-        Layout(pp=3, num_microbatches=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
-        True,
-    ),
+    (_uneven(Layout(pp=3, num_microbatches=3), 1), True),
     (Layout(cp=2, dp=2, num_microbatches=2), True),
     (Layout(cp=2, tp=2, sequence_parallel=True, cp_comm_type="all_gather", distributed_optimizer=False), False),
     (Layout(cp=4, overlap_communication=True), False),
     (Layout(cp=2, pp=2, vpp=2, num_microbatches=2), False),
+    (_uneven(Layout(pp=2, vpp=2, num_microbatches=2), 2), True),
 )
 """And whether it is in every run: those that have all ways of splitting and of communicating between them."""
 WITH_RECOMPUTE = (
