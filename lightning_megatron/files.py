@@ -219,6 +219,7 @@ def staged(
         lock = begun(partial, error)
         try:
             yield partial
+            wait_for_deletions()  # what was replaced there must be neither met half gone nor published
             for file in partial.rglob("*"):
                 sync(file)
             for each in last:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,14 @@ def test_a_staged_folder_replaces_the_old_one_or_leaves_it(tmp_path: Path) -> No
         _folder(partial / "model", "new")
         with pytest.raises(DataError, match="another program is writing"), staged(tmp_path, "model", error=DataError):
             pass
+    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
+
+
+def test_what_is_replaced_inside_a_staged_folder_is_not_published(tmp_path: Path) -> None:
+    with staged(tmp_path, "model") as partial:
+        _folder(partial / "model", "old")
+        files._deleter.submit(time.sleep, 0.2)
+        publish(_folder(partial / "model.partial", "new"), partial / "model")
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
 
 
