@@ -62,20 +62,6 @@ _GRADIENT_ATOL = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyAnswer:
-    """What one rank returned."""
-
-    outputs: list[torch.Tensor]
-    """Of the last stage, rows first, fp32; empty before it."""
-    tp_rank: int
-    dp_rank: int
-    cp_rank: int
-    loss: float
-    gradients: Tensors
-    """Whole, in Hugging Face's names; on rank 0 only."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Reference:
     """What Hugging Face's model answers."""
 
@@ -83,6 +69,15 @@ class Reference:
     loss: float
     gradients: Tensors
     """By the names in files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyAnswer(Reference):
+    """What one rank answers: outputs, rows first in fp32, on the last stage, and whole gradients on rank 0 only."""
+
+    tp_rank: int
+    dp_rank: int
+    cp_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
