@@ -18,6 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,8 @@ def _sound() -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
-    corpus = make_corpus(folder)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        corpus = make_corpus(folder)
     sizes = {**GPT2, "n_layer": 2, "n_positions": 32, "vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "hf")
     shutil.copytree(folder / "tok", folder / "hf", dirs_exist_ok=True)
