@@ -3,7 +3,8 @@
 For rank functions: nothing here is heavy before it is called.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +12,6 @@ from typing import Any, Self
 import numpy as np
 
 from tests import models
-from tests.unit.data.indexed_files import build
 
 SEQ_LENGTH = 16
 GLOBAL_BATCH = 8
@@ -258,6 +258,8 @@ def read_plain_state(path: Path) -> dict[str, Any]:
 
 def make_corpus(folder: Path) -> str:
     """The prefix of an indexed dataset of 112 samples: eight steps are less than one pass."""
+    from tests.unit.data.corpus import build
+
     numbers = np.random.default_rng(0)
     return build(folder / "corpus", [[numbers.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)])
 
@@ -268,3 +270,45 @@ def checkpoints_at(folder: Path, **options: Any) -> Any:
 
     settings = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 1, **options}
     return pl.callbacks.ModelCheckpoint(folder, **settings)
+
+
+# ---- saves by the engine itself, without Lightning's checkpoints around it -------------------------------------------
+
+
+@contextlib.contextmanager
+def engine_run() -> Iterator[Any]:
+    """What one step on as many copies as there are ranks has left, as a ``RunState``, inside the engine."""
+    trainer, _ = fit(Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2}))
+    with trainer.strategy.engine():
+        yield trainer.strategy._run_state()
+
+
+def change(state: Any) -> None:
+    """Weights, masters and moments become others, in place and the same way in every process."""
+    import torch
+
+    with torch.no_grad():
+        for chunk in state.chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(1.0)
+        for part in state.optimizer.parts:
+            for group in part.optimizer.param_groups:
+                for master in group["params"]:
+                    master.add_(0.5)
+                    for moment in part.optimizer.state.get(master, {}).values():
+                        moment.add_(0.25)
+    torch.rand(3)
+
+
+def save(state: Any, content: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint of ``state`` with ``content`` in place of Lightning's dict."""
+    begin_save(state, content, path, in_place=True).finish()
+
+
+def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: bool = False) -> Any:
+    """Begin to write one beside training; returns the ``Save``."""
+    from lightning_megatron.checkpoint.save import HostMemory, Save
+
+    saving = Save(state, {**content, "optimizer_states": []}, path)
+    saving.start(HostMemory(in_place=in_place))
+    return saving

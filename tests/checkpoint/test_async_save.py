@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN, begin_save, engine_run, save
-from tests.checkpoint.runs import Run, callback, differences, fit, live_state
+from tests.checkpoint.runs import Run, begin_save, callback, differences, engine_run, fit, live_state, save
 from tests.ranks import run_ranks
 
 SAVED_AT, LAST = 2, 4
@@ -72,7 +71,7 @@ def _abandon(path: Path) -> list[Any]:
     from lightning_megatron.checkpoint.load import read_meta
 
     original = module._ChecksummedFile.write
-    with engine_run(RUN) as state, pytest.MonkeyPatch.context() as patch:
+    with engine_run() as state, pytest.MonkeyPatch.context() as patch:
         save(state, {"save": "old"}, path)
         slow = lambda *args: time.sleep(0.1) or original(*args)  # type: ignore[func-returns-value]  # noqa: E731
         patch.setattr(module._ChecksummedFile, "write", slow)

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN, begin_save, change, engine_run, save
-from tests.checkpoint.runs import Run, callback, differences, fit, read_tensors
+from tests.checkpoint.runs import Run, begin_save, callback, change, differences, engine_run, fit, read_tensors, save
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -96,7 +95,7 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
 
 def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
     """Save the old state under two names, count the calls once, then die in the same with the new state."""
-    with engine_run(RUN) as state:
+    with engine_run() as state:
         save(state, {"name": "old"}, path.with_name("kept.ckpt"))
         save(state, {"name": "old"}, path)
         calls = _Calls(path.parent)
@@ -113,7 +112,7 @@ def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
 
 
 def _save_old_and_new(folder: Path) -> None:
-    with engine_run(RUN) as state:
+    with engine_run() as state:
         save(state, {}, folder / "old.ckpt")
         change(state)
         save(state, {}, folder / "new.ckpt")

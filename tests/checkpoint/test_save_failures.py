@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.engine_runs import RUN as ENGINE_RUN
-from tests.checkpoint.engine_runs import engine_run, save
-from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, train_and_keep
+from tests.checkpoint.runs import Run, callback, checkpoints_at, engine_run, fit, save, train_and_keep
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -159,7 +157,7 @@ def _save_over(path: Path, is_shared: bool = True) -> str:
         disk.mkdir()
         os.chdir(disk)
         path = Path(path.name)
-    with engine_run(ENGINE_RUN) as state:
+    with engine_run() as state:
         try:
             save(state, {}, path)
         except CheckpointError as error:

@@ -14,7 +14,7 @@ from lightning_megatron.cli import main
 from lightning_megatron.data.indexed import dataset_writers
 from lightning_megatron.files import readable_size
 from tests.convert.directories import save_as, tiny_llama
-from tests.unit.data.indexed_files import write_legacy
+from tests.unit.data.corpus import write_legacy
 
 
 def _documents(prefix: Path | str) -> list[list[int]]:

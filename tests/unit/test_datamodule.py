@@ -22,8 +22,7 @@ from lightning_megatron.megatron_datamodule import Run
 from lightning_megatron.restarts import LAUNCHER
 from lightning_megatron.strategy import ScriptLauncher
 from tests.models import QUIET
-from tests.unit.data.corpus import engine_rows, write_corpus
-from tests.unit.data.indexed_files import build, write_legacy
+from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy
 
 pytestmark = pytest.mark.filterwarnings(
     # About checkpoints that one test writes into one folder and reads back without the callback that wrote them.

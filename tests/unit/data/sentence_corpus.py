@@ -10,7 +10,7 @@ import pytest
 from lightning_megatron.data.masked import MaskingOptions
 from lightning_megatron.data.samples import Part, canonical_split, split_ranges
 from lightning_megatron.data.tokenizer import TokenizerFacts
-from tests.unit.data.indexed_files import Documents
+from tests.unit.data.corpus import Documents
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
 NUM_SENTINELS = 100

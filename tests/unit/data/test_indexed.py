@@ -24,7 +24,7 @@ from lightning_megatron.data.indexed import (
     merge_datasets,
 )
 from lightning_megatron.errors import DataError
-from tests.unit.data.indexed_files import INT32, Documents, build, longs, read_by_the_engine, write_legacy
+from tests.unit.data.corpus import INT32, Documents, build, longs, read_by_the_engine, write_legacy
 
 check_any = functools.partial(check_dataset, for_training=False)
 

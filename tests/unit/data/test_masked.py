@@ -14,8 +14,7 @@ from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Obje
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError
-from tests.unit.data.corpus import opened
-from tests.unit.data.indexed_files import Documents, build
+from tests.unit.data.corpus import Documents, build, opened
 from tests.unit.data.sentence_corpus import (
     NUM_PIECES,
     engine_samples,

@@ -27,7 +27,7 @@ from lightning_megatron.data.preprocess import (
 )
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.indexed_files import read_by_the_engine
+from tests.unit.data.corpus import read_by_the_engine
 
 
 @pytest.fixture(scope="module")

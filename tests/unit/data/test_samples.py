@@ -33,8 +33,7 @@ from lightning_megatron.data.samples import (
     split_ranges,
 )
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import engine_rows, opened, write_corpus
-from tests.unit.data.indexed_files import build
+from tests.unit.data.corpus import build, engine_rows, opened, write_corpus
 
 GPT = GPTObjective(seq_length=16)
 
