@@ -2,6 +2,8 @@
 
 from typing import Any
 
+VOCAB_SIZE = 83
+"""Of parity and families; a prime: every layout needs padding rows."""
 NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2: dict[str, Any] = {"n_layer": 4, "n_embd": 32, "n_head": 4}
 LLAMA: dict[str, Any] = {

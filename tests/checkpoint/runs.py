@@ -152,13 +152,10 @@ def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace
     return trainer, Trace(steps=steps, state=live_state(trainer))
 
 
-def train(run: Run) -> Trace:
-    return fit(run)[1]
-
-
-def train_and_save(run: Run, path: Path) -> Trace:
+def train(run: Run, save_as: Path | None = None) -> Trace:
     trainer, trace = fit(run)
-    trainer.save_checkpoint(path)
+    if save_as is not None:
+        trainer.save_checkpoint(save_as)
     return trace
 
 

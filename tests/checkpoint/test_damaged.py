@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint import damage
-from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, train_and_save
+from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -76,7 +76,7 @@ def _attempt(run: Run) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("intact") / "a.ckpt"
-    run_ranks(train_and_save, 2, RUN, path)
+    run_ranks(train, 2, RUN, path)
     return path
 
 

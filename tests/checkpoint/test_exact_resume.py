@@ -26,7 +26,6 @@ from tests.checkpoint.runs import (
     rows_dataset,
     train,
     train_and_keep,
-    train_and_save,
 )
 from tests.ranks import run_ranks
 
@@ -36,7 +35,7 @@ STEPS_PER_EPOCH = 5
 def _train_and_save(run: Run, stops: list[int], folder: Path) -> None:
     """For each of ``stops`` a run that ``max_steps`` ends there, saved the way a script does after ``fit``."""
     for stop in stops:
-        train_and_save(run.but(trainer={"max_steps": stop}), folder / f"{stop}.ckpt")
+        train(run.but(trainer={"max_steps": stop}), folder / f"{stop}.ckpt")
 
 
 def _resume_each(run: Run, stops: list[int], folder: Path) -> list[Trace]:
@@ -126,7 +125,7 @@ def _train_after_an_early_question(run: Run) -> Trace:
 def test_a_run_that_max_epochs_ended_and_one_whose_loader_was_asked_for_early_go_on(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
-    run_ranks(train_and_save, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
+    run_ranks(train, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
 
     for after, how in ((STEPS_PER_EPOCH, train), (3, _train_after_an_early_question)):
         resumed = run_ranks(how, 1, run.but(ckpt_path=str(tmp_path / f"step={after}.ckpt")))
@@ -219,7 +218,7 @@ def _said(run: Run) -> str:
 def test_another_kind_of_data_and_a_run_that_is_over_are_told(tmp_path: Path) -> None:
     paths = {"loader": tmp_path / "loader.ckpt", "module": tmp_path / "module.ckpt"}
     for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
-        run_ranks(train_and_save, 1, run, path)
+        run_ranks(train, 1, run, path)
     anew, kind = "the training data begins anew", "expected Mine, got DatasetDataModule; resume with the same kind"
     sizes = "was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1"
     for saved, run, steps, says in (

@@ -19,7 +19,7 @@ from tests.checkpoint.runs import (
     read_plain_state,
     read_tensors,
     rows_dataset,
-    train_and_save,
+    train,
 )
 from tests.ranks import run_ranks
 
@@ -89,7 +89,7 @@ def test_weights_and_moments_pass_through_other_layouts_unchanged(
     for index, (world_size, strategy) in enumerate(layouts):
         # From the second on, max_steps is reached already: what was loaded is saved again.
         resumed_from = str(paths[index - 1]) if index else None
-        run_ranks(train_and_save, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
+        run_ranks(train, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
 
     original, plain = read_tensors(paths[0]), read_plain_state(paths[0])
     for path, (_, strategy) in zip(paths[1:], layouts[1:], strict=True):
@@ -157,11 +157,9 @@ def test_masters_become_the_weights_of_a_32_bit_run_and_the_other_way_round(
     tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
-    run_ranks(train_and_save, 2, LLAMA_RUN.but(trainer=BF16), in_16_bits)
-    first, *others = run_ranks(
-        train_and_save, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits
-    )
-    run_ranks(train_and_save, 2, LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
+    run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16), in_16_bits)
+    first, *others = run_ranks(train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
+    run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
 
     source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
     weights = [name for name in source if not name.startswith("optimizer.")]

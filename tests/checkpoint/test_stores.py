@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train, train_and_save
+from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
 from tests.parity.training import told
 from tests.ranks import run_ranks
 
@@ -134,7 +134,7 @@ def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.Ca
     from lightning_megatron.hub import local_folder
 
     register()
-    run_ranks(train_and_save, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
+    run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     of_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")

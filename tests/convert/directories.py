@@ -37,11 +37,6 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes and numbers."""
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
 def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor]:
     """Save ``model``; returns the tensors that the files hold."""
     if kind in ("safetensors", "sharded_safetensors"):

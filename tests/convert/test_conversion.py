@@ -14,20 +14,11 @@ from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
-from tests.convert.directories import (
-    FORMATS,
-    MODELS,
-    assert_same,
-    save_as,
-    tensors_in,
-    tiny,
-    tiny_bert,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.convert.directories import FORMATS, MODELS, save_as, tensors_in, tiny, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
+from tests.parity.comparison import assert_same
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 

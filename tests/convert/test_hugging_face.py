@@ -14,18 +14,10 @@ from safetensors.torch import load_file, save_file
 from lightning_megatron.convert import hugging_face
 from lightning_megatron.convert.hugging_face import open_weights
 from lightning_megatron.errors import CheckpointError
-from tests.convert.directories import (
-    Format,
-    assert_same,
-    save_as,
-    save_pickled,
-    tensors_in,
-    tiny_bert,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.convert.directories import Format, save_as, save_pickled, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.weights import assert_same_weights, weights_of
 from tests.families.parity import FOUR_RANKS, pretrained_module
+from tests.parity.comparison import assert_same
 from tests.parity.training import Case, Layout, Sentences, trainer_of
 from tests.ranks import RankError, run_ranks
 

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.family import LAYER, linears_of
 from lightning_megatron.convert.registry import model_config, rules_of
+from tests.models import VOCAB_SIZE
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
@@ -47,9 +48,6 @@ LAYOUTS = (
 )
 """Each way of splitting a model once; the rows must divide into two microbatches, the sequence into two parts."""
 FOUR_RANKS, INTERLEAVED = LAYOUTS[3:]
-
-VOCAB_SIZE = 83
-"""A prime: every layout needs padding rows."""
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 8
 
@@ -111,11 +109,9 @@ def _is_auto(model_class: Any) -> bool:
     return hasattr(model_class, "_model_mapping")
 
 
-def padded_sentences(
-    lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, vocab_size: int = VOCAB_SIZE, side: str = "right"
-) -> Rows:
+def padded_sentences(lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, side: str = "right") -> Rows:
     """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding), for causal models."""
-    tokens = torch.randint(1, vocab_size, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(1, VOCAB_SIZE, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5))
     rows = []
     for row, length in zip(tokens, lengths, strict=True):
         mask = torch.zeros_like(row)

@@ -22,7 +22,6 @@ from tests.checkpoint.runs import (
     make_corpus,
     train,
     train_and_keep,
-    train_and_save,
 )
 from tests.cli.command import run_cli
 from tests.cli.corpus import configuration
@@ -110,7 +109,7 @@ def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(
     (root / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {root}/called.txt\n')
     (root / "scontrol").chmod(0o700)
     run = SIX_STEPS.but(indexed=make_corpus(tmp_path))
-    run_ranks(train_and_save, 2, run.but(trainer={"max_steps": 2}), pretrained)
+    run_ranks(train, 2, run.but(trainer={"max_steps": 2}), pretrained)
     run = run.but(strategy={"async_save": True, "load_weights_only": True}, ckpt_path=str(pretrained))
 
     expected = run_ranks(_in_slurm, 2, run, root, True, 0)

@@ -22,6 +22,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    """The same names, dtypes and numbers."""
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
 def assert_same_run(actual: Outcome, expected: Outcome) -> None:
     """Both fp32 runs did the same, up to the order of additions."""
     assert_same_tensors(actual.initial_weights, expected.initial_weights, atol=0.0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.models import VOCAB_SIZE
+
 Tensors = dict[str, torch.Tensor]
 """Whole tensors, fp32, by Megatron's checkpoint names; the layers are stacked along the first axis."""
 
@@ -26,7 +28,7 @@ class Shard:
 
 
 def whole(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -> Tensors:
-    """Put the tensors together.
+    """Put the tensors together, without the rows past the vocabulary, whose number depends on the layout.
 
     Args:
         shards_of_ranks: What each rank's ``shards`` returned.
@@ -42,17 +44,10 @@ def whole(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -> Tenso
         tensor[place] = shard.data
     for key, tensor in tensors.items():
         assert not tensor.isnan().any(), f"no rank holds all of {key}"
-    return tensors
-
-
-def without_vocabulary_padding(tensors: Tensors, vocab_size: int) -> Tensors:
-    """Cut off the rows past the vocabulary, whose number depends on the layout; they must be exactly zero."""
-    cut = dict(tensors)
-    for key in tensors:
         if key.endswith(("word_embeddings.weight", "output_layer.weight")):
-            assert (tensors[key][vocab_size:] == 0).all(), f"padding rows of {key} are not zero"
-            cut[key] = tensors[key][:vocab_size]
-    return cut
+            assert (tensor[VOCAB_SIZE:] == 0).all(), f"padding rows of {key} are not zero"
+            tensors[key] = tensor[:VOCAB_SIZE]
+    return tensors
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------

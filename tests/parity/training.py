@@ -14,21 +14,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
-from tests.models import GPT2, LLAMA, NO_DROPOUT, QUIET, T5
-from tests.parity.sharding import (
-    Shard,
-    Tensors,
-    gradients_in_place_of_weights,
-    shards,
-    whole,
-    without_vocabulary_padding,
-)
+from tests.models import GPT2, LLAMA, NO_DROPOUT, QUIET, T5, VOCAB_SIZE
+from tests.parity.sharding import gradients_in_place_of_weights, shards, whole
 from tests.ranks import run_ranks
 
 SEED = 11
 SEQ_LENGTH = 16
-VOCAB_SIZE = 83
-"""A prime: every layout needs padding rows."""
 
 Labels = Literal["all", "uneven", "short"]
 """``uneven``: each row has another number of targets, between none and all. ``short``: one row of eight has all, the
@@ -149,15 +140,12 @@ def joined_outcome(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
         assert rank.losses == ranks[0].losses
         assert rank.grad_norms == ranks[0].grad_norms
 
-    def joined(parts: list[list[Shard]]) -> Tensors:
-        return without_vocabulary_padding(whole(parts, copies_rtol), VOCAB_SIZE)
-
     return Outcome(
         losses=ranks[0].losses,
         grad_norms=ranks[0].grad_norms,
-        initial_weights=joined([rank.initial_weights for rank in ranks]),
-        gradients=joined([rank.gradients for rank in ranks]),
-        weights=joined([rank.weights for rank in ranks]),
+        initial_weights=whole([rank.initial_weights for rank in ranks], copies_rtol),
+        gradients=whole([rank.gradients for rank in ranks], copies_rtol),
+        weights=whole([rank.weights for rank in ranks], copies_rtol),
     )
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
-from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train_and_save
+from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train
 from tests.parity.training import told
 from tests.ranks import run_ranks
 
@@ -93,8 +93,8 @@ def test_biases_are_not_left_out_silently(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
     biased, path, plain = RUN.but(strategy=EXPERT_BIAS), tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    run_ranks(train_and_save, 1, biased, path)
-    run_ranks(train_and_save, 1, RUN, plain)
+    run_ranks(train, 1, biased, path)
+    run_ranks(train, 1, RUN, plain)
     for says, call, *arguments in (
         ("no Hugging Face mixtral model has biases of experts", _exported, biased),
         ("expert_bias", convert, ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf")),

@@ -20,7 +20,7 @@ from lightning_megatron.convert import megatron_arguments
 from lightning_megatron.convert.contents import find_source, open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.errors import CheckpointError
-from tests.convert.directories import assert_same, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.directories import tensors_in, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import (
     FIRST_RELEASES,
     LAST_RELEASES,
@@ -37,6 +37,7 @@ from tests.convert.legacy.layouts import (
 )
 from tests.convert.weights import Weights, assert_same_weights, weights_of
 from tests.families.test_gpts import gpt_model
+from tests.parity.comparison import assert_same
 
 LAYERS = 4
 UNEVEN = (((0,),), ((1, 2),), ((3,),))
