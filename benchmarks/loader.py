@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,21 +23,10 @@ import torch
 
 from benchmarks.data import save_tokenizer, write_corpus
 from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
-from lightning_megatron.data.masked import BertObjective, T5Objective
-from lightning_megatron.data.samples import GPTObjective, Objective, Part
-from lightning_megatron.data.tokenizer import TokenizerFacts, load_tokenizer
+from lightning_megatron.datamodules import IndexedDataModule
 
 VOCAB_SIZE = 32000
-
-
-def objective_named(name: str, seq_length: int, tokenizer: str) -> Objective:
-    """What a sample is."""
-    if name == "gpt":
-        return GPTObjective(seq_length=seq_length)
-    facts = TokenizerFacts.of(load_tokenizer(tokenizer), tokenizer)
-    if name == "bert":
-        return BertObjective(seq_length=seq_length, tokenizer=facts)
-    return T5Objective(seq_length=seq_length, seq_length_decoder=128, tokenizer=facts)
+NUM_SAMPLES = 200_000
 
 
 def tokens_per_second(batches: Iterable[dict[str, torch.Tensor]], key: str, seconds: float) -> float:
@@ -54,7 +42,7 @@ def tokens_per_second(batches: Iterable[dict[str, torch.Tensor]], key: str, seco
     return tokens / (time.perf_counter() - began)
 
 
-def peer_batches(part: Part, seq_length: int, rows: int, num_workers: int) -> Any:
+def peer_batches(prefix: str, seq_length: int, rows: int, num_workers: int) -> Any:
     """Megatron-Core's GPT dataset behind PyTorch's DataLoader."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -63,10 +51,10 @@ def peer_batches(part: Part, seq_length: int, rows: int, num_workers: int) -> An
         vocab_size, eod, unique_identifiers = None, -2, {"class": "none"}
 
     config = GPTDatasetConfig(
-        random_seed=part.seed,
+        random_seed=1,
         sequence_length=seq_length,
-        blend=([part.prefix], None),
-        split=part.split,
+        blend=([prefix], None),
+        split="1",
         path_to_cache="",
         tokenizer=NoTokenizer(),
         reset_position_ids=False,
@@ -74,9 +62,9 @@ def peer_batches(part: Part, seq_length: int, rows: int, num_workers: int) -> An
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    low_level = GPTDataset.build_low_level_dataset(part.prefix, config)
+    low_level = GPTDataset.build_low_level_dataset(prefix, config)
     documents = np.arange(len(low_level), dtype=np.int32)
-    dataset = GPTDataset(low_level, part.prefix, documents, part.num_samples, Split.train, config)
+    dataset = GPTDataset(low_level, prefix, documents, NUM_SAMPLES, Split.train, config)
     return torch.utils.data.DataLoader(dataset, batch_size=rows, num_workers=num_workers)
 
 
@@ -87,12 +75,10 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
         write_corpus(prefix, VOCAB_SIZE, options.tokens, document_tokens, in_sentences=name != "gpt")
         if name != "gpt":
             save_tokenizer(tokenizer, VOCAB_SIZE)
-        objective = objective_named(name, seq_length, tokenizer)
-        part = Part(prefix=prefix, split="1", name="train", seed=1, num_samples=200_000)
-        index = Path(folder, "index")
-        index.mkdir()
-        objective.lay_out(part).save(str(index))
-        samples = objective.open(part, str(index))
+        data = IndexedDataModule(
+            prefix, "1", seq_length, objective=name, tokenizer=tokenizer, seq_length_decoder=128, seed=1
+        )
+        samples = data.open("train", NUM_SAMPLES)
         shape = BatchShape(
             micro_batch_size=options.rows, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0
         )
@@ -103,7 +89,7 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
                 loader = TrainLoader(samples, order, shape, 10**9, workers)
                 ours.append(tokens_per_second(loader, "text" if name == "gpt" else "input_ids", options.seconds))
                 if name == "gpt":
-                    batches = peer_batches(part, seq_length, options.rows, workers)
+                    batches = peer_batches(prefix, seq_length, options.rows, workers)
                     peer.append(tokens_per_second(batches, "tokens", options.seconds))
             beside = f"{statistics.median(peer) / 1e6:8.2f}" if peer else "       -"
             print(
