@@ -325,7 +325,7 @@ def _is_message(message: Any) -> bool:
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
         and isinstance(message.get("content"), str | list | None)
-        and isinstance(message.get("tool_calls"), list | None)
+        and isinstance(message.get("tool_calls") or [], list)
     )
 
 

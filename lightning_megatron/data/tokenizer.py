@@ -169,15 +169,27 @@ def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """Token ids of each text, whole and without special tokens; by the Rust library itself where there is one."""
+    """Token ids of each text, whole and without special tokens; by the Rust library itself where there is one.
+
+    It raises a ``DataError`` if the library cannot encode a text.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # written in Python, or around SentencePiece
         return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     # A saved tokenizer may carry the limits of its last use; a corpus is never cut.
     backend.no_truncation()
     backend.no_padding()
-    # The one that skips the positions of tokens in the text, which cost as much as the ids.
-    return lambda texts: [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        try:
+            # The one that skips the positions of tokens in the text, which cost as much as the ids.
+            return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # the library's only kind, e.g. for a word that a vocabulary without [UNK] lacks
+            raise DataError(
+                f"{tokenizer.name_or_path} cannot encode a text ({error}); use another tokenizer"
+            ) from error
+
+    return encode
 
 
 def _texts_with_progress(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.samples import Objective, Part
+from lightning_megatron.data.samples import Objective, Part, open_samples
 
 Documents = list[list[list[int]]]
 """Documents of sequences."""
@@ -86,9 +86,7 @@ def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int =
 
 def opened(objective: Objective, part: Part) -> Any:
     """The samples of a part, with their index in a new folder beside the dataset."""
-    folder = tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix))
-    objective.lay_out(part).save(folder)
-    return objective.open(part, folder)
+    return open_samples(objective, [part], tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix)))
 
 
 class _NoTokenizer:

@@ -163,14 +163,20 @@ def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: s
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
     _write_inputs(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     endless = load_tokenizer(tokenizer)
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(tmp_path / "words")
     monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
     for options, message in (
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
+        ({"tokenizer": tmp_path / "words"}, r"words cannot encode a text \(.*UNK.*\); use another tokenizer"),
         ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an eos_token, .*endless has none"),
         ({"json_keys": ("text", "a/b")}, "json_keys='text a/b': expected keys, each once, without a slash"),
         ({"split_sentences": True}, r"split_sentences needs the library sentencex; .*\[data\]"),
