@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import re
 import sys
@@ -118,7 +119,8 @@ def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: st
 
 def divisors(number: int) -> list[int]:
     """All divisors of ``number`` in ascending order; they are the choices that a divisibility message offers."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(max(number, 0)) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividend: int) -> None:
@@ -166,8 +168,9 @@ def users_mistake(error: BaseException) -> str | None:
     for cause in reversed(causes):
         if isinstance(cause, ConfigError):
             return one_line(str(cause))
-    # Compared by name, because Lightning is not loaded for --help.
-    if "MisconfigurationException" in {cls.__name__ for cls in type(error).__mro__}:
+    # Compared by name, because Lightning is not loaded for --help; a metric that EarlyStopping lacks has no such name.
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if "MisconfigurationException" in names or str(error).startswith("Early stopping conditioned on metric"):
         return one_line(str(error))
     return None
 

@@ -108,6 +108,8 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
     Raises:
         ConfigError: With the option that names it.
     """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; give the name of a file")
     if path.exists() and not overwrite:
         raise ConfigError(f"{option} {path} exists; give another name, or --overwrite")
     folder = path.absolute().parent

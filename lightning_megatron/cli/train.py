@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentError, Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, loggers
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 import lightning_megatron
@@ -53,19 +54,18 @@ _MOST_VALUES, _DEEPEST = 100_000, 100
 _load = get_loader("yaml")
 _REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
 """How jsonargparse names an option or a class that there is not."""
-_NOT_TELLING = ("Expected a <", "Does not validate", "Not a valid subclass", "Not of type", "Expected a path")
-"""How it begins what it says of a type that the user did not mean."""
+_NOISE = re.compile(
+    r"^ *(- )?(Does not validate|Subtypes:|Errors:|Given value|Not a valid|Subclass types|a class path|a dict with|"
+    r"Not of|Expected a (path|<class)|argument of type).*|Parser key \"\S+\":|\. Got value:.*| in"
+    r" \"<\w+ string>\", line .*",
+    flags=re.MULTILINE,
+)
+"""What is left out of what it says: what it has tried, and what of it the user did not mean."""
 _WORDINGS = {
-    r"Does not validate against any of the Union subtypes (Subtypes: .*? Errors:;? ?)?": "",
     r"Unexpected config:$": "expected keys and values, got nothing",
-    r"Unexpected config:": "expected keys and values, got",
+    r"(?:Unexpected config:|Unable to load config) (['\"]?)(.+)\1$": r"expected keys and values, got \2",
     r"Expected a typing\.Literal\[(.*?)\]": r"expected one of \1",
-    r"Expected a <class '(\w+)'>": r"expected \1",
     r"Expected a dot import path string: ": "expected the name of a class, or its import path, got ",
-    r"\. Got value: ": ", got ",
-    r'^Parser key "(\S+)":': r"\1:",
-    r"^(\S+): Problem with given class_path \S+ Parser key \"(\S+)\":": r"\1.\2:",
-    r": ?; ": ": ",
 }
 """What replaces phrases of its."""
 
@@ -93,6 +93,18 @@ def show_all_options(command: str) -> None:
             run([command, *arguments])
 
 
+class _RunConfig(SaveConfigCallback):
+    """Saves the settings of a run beside its logs: over those of an earlier run, but not over the user's own file."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save them, as ``run_config.yaml`` where the user's own file has the usual place and name."""
+        own = [Path(each).resolve() for each in self.config.get("config") or ()]
+        if Path(trainer.log_dir or "", self.config_filename).resolve() in own:
+            self.config_filename = f"run_{self.config_filename}"
+        super().setup(trainer, pl_module, stage)
+
+
 class MegatronCLI(LightningCLI):
     """LightningCLI for any LightningModule and LightningDataModule; the model defaults to ``MegatronModule``.
 
@@ -113,6 +125,7 @@ class MegatronCLI(LightningCLI):
                 run=run,
                 parser_kwargs={**raising, **{name: {**raising} for name in self.subcommands()}},
                 auto_configure_optimizers=False,
+                save_config_callback=_RunConfig,
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=DEFAULT_SEED,
             )
@@ -133,12 +146,14 @@ class MegatronCLI(LightningCLI):
         set_loader("yaml", _load_checked, (yaml.YAMLError,))
         try:
             self.config = parser.parse_args(args)
+            settings = self.config.get(str(self.config.get("subcommand")), self.config)
+            if not isinstance(settings.trainer, Namespace):
+                raise ArgumentError(None, f'Parser key "trainer":\n  Unexpected config: {settings.trainer or ""}')
         except (ArgumentError, UnicodeDecodeError) as error:
             command = self._subcommand_parsers.get(args[0], parser)
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explained(error, args, options)) from error
         # What Lightning uses before it makes any object; it loads settings from a ckpt_path that is a file.
-        settings = self.config.get(str(self.config.get("subcommand")), self.config)
         seed, path = settings.seed_everything, Path(settings.get("ckpt_path") or ".")
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
             raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
@@ -175,7 +190,7 @@ class MegatronCLI(LightningCLI):
             self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
             return super().instantiate_trainer(**kwargs)
-        except (TypeError, ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+        except (TypeError, ValueError, RuntimeError, ModuleNotFoundError, MisconfigurationException) as error:
             message = str(error)
             if "`devices`" in message:
                 message = f"devices={given.devices}: expected a number of processes from 1 on, got none; give one, as 4"
@@ -201,6 +216,9 @@ class MegatronCLI(LightningCLI):
         """Check everything that can be checked before processes are launched."""
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
+        stage = {"fit": "train", "validate": "val"}.get(str(self.subcommand), self.subcommand)
+        if datamodule is None and not is_overridden(f"{stage}_dataloader", model, LightningModule):
+            raise ConfigError("data: expected a data module, or a model with loaders of its own, got none; give --data")
         # As Trainer.fit does next: a module checks itself against its Trainer.
         model.trainer, self.trainer.state.fn = self.trainer, TrainerFn(self.subcommand)
         strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
@@ -336,20 +354,20 @@ def _without_parser_noise(text: str) -> str:
     An option of type A or B that fits neither is reported with the reason for each. Where one says more than the name
     of a type, the user meant that.
     """
-    head, separator, body = text.partition("Errors:\n")
-    if separator:
-        body, _, value = body.partition("Given value type:")
-        reasons = [" ".join(each.split()) for each in re.split(r"^\s*- ", body, flags=re.MULTILINE) if each.strip()]
-        telling = [each for each in reasons if not each.startswith(_NOT_TELLING)]
-        types = re.findall(r"Expected a <class '(\w+)'>", body.replace("NoneType", "null"))
-        told = "; ".join(dict.fromkeys(telling)) or f"expected {' or '.join(types)}"
-        given = re.match(r" <class 'str'>\s+Given value: (.+)", value)  # any other value has been read already
-        text = f"{head.partition(chr(10))[0]} {told}" + (f", got {given[1]}" if given and given[1] not in told else "")
-    # The place within a string is that within the file, which is told, too.
-    text = re.sub(r'\s+in "<\w+ string>", line \d+, column \d+', "", " ".join(text.split()))
+    text = re.sub(r"Problem with given class_path \S+\s+(?=Parser key)", "", text)
+    place = ".".join(dict.fromkeys(re.findall(r'Parser key "(\S+)":', text)))
+    kinds = re.findall(r"^( *)(?:- )?(?:Expected a <class '(\w+)'>|Not a valid subclass of (\w+))", text, re.MULTILINE)
+    types = dict.fromkeys(one + other for indent, one, other in kinds if indent == max(kinds)[0])  # of the innermost
+    given = re.search(r"(?:Given|Got) value: ?(.*)", text)
+    reasons = [" ".join(each.split()) for each in re.split(r"^ *- ", _NOISE.sub("", text), flags=re.MULTILINE)]
     for theirs, ours in _WORDINGS.items():
-        text = re.sub(theirs, ours, text)
-    return one_line(text)
+        reasons = [re.sub(theirs, ours, each) for each in reasons]
+    told = "; ".join(dict.fromkeys(filter(None, reasons)))
+    got = (given[1][:80] or "nothing") if given else ""
+    if told and (got.startswith(("{", "[", "Namespace(", "NestedArg(")) or f"got {got}" in told):
+        got = ""  # the reasons name it, or the part of it that is meant
+    told = told or f"expected {' or '.join(types).replace('NoneType', 'null')}"
+    return one_line(f"{place and place + ': '}{told}{got and f', got {got}'}")
 
 
 def _options_of(cls: type) -> Iterator[str]:
@@ -365,7 +383,7 @@ def _meant(wrong: str, known: Collection[str]) -> str:
     """The known name that is nearest; of names with dots the one of the same section, or else the section."""
     sections, section = {each.partition(".")[0] for each in known}, wrong.partition(".")[0]
     close = difflib.get_close_matches(*((wrong, known) if section in sections else (section, sections)), n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    return f"did you mean {close[0]}?" if close and close[0] != wrong else ""
 
 
 def _where(path: str, files: list[Path]) -> str:

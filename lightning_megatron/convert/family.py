@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_megatron.engine.adapter_names import ADAPTER
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import Activation, Adapters, ModelConfig, RopeScaling
 from lightning_megatron.models.rotary import scaled_frequencies
 
@@ -317,8 +317,15 @@ def activation(name: str) -> Activation:
 
 
 def head_width(hf: Any) -> int:
-    """Numbers of a head."""
-    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+    """Numbers of a head: what a config says, else an equal share of the hidden size.
+
+    Raises:
+        ConfigError: If there are no equal shares.
+    """
+    if width := getattr(hf, "head_dim", None):
+        return int(width)
+    require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)
+    return int(hf.hidden_size // hf.num_attention_heads)
 
 
 def windows(hf: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_megatron import errors
 from lightning_megatron.cli import main, program
@@ -107,6 +108,9 @@ def test_what_our_errors_have_caused_is_the_users_and_what_was_met_while_handlin
     explained.__cause__ = met.__context__ = ConfigError("lr=-1\n must be positive")
     assert errors.users_mistake(explained) == "lr=-1 must be positive"
     assert errors.users_mistake(met) is None
+    with pytest.raises(RuntimeError) as misspelled:
+        EarlyStopping("val_los")._validate_condition_metric({})
+    assert "conditioned on metric `val_los` which is not available" in (errors.users_mistake(misspelled.value) or "")
 
 
 def test_options_are_named_as_they_are_typed_but_not_within_paths_and_other_names() -> None:

@@ -30,6 +30,7 @@ MISTAKES = {
     f"{_GENERATE} x --tokens_to_generate 3": "--tokens_to_generate 3; here it is --max-new-tokens; see",
     # What a command finds, in the words that were typed.
     "config --template a --from-accelerate b": "--template and --from-accelerate are two sources; give",
+    "config --output tok --overwrite": "error: --output tok is a folder; give the name of a file",
     "config --template gpt2_small --output /dev/full --overwrite": "--output /dev/full cannot be written: [Errn",
     f"{_PREPROCESS} --split-sentences --language english": "--language english is no ISO 639 code",
     "inspect nowhere": "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
@@ -70,6 +71,11 @@ MISTAKES = {
     f"{_FIT} --trainer.max_steps many": "error: trainer.max_steps: expected int, got many",
     f"{_FIT} --trainer.gradient_clip_val nan": "gradient_clip_val: expected int or float or null, got nan",
     f"{_FIT} --model.train_step foo": "error: model.train_step: expected one of 'gpt', 'bert', 't5', 'last_word'",
+    f"{_FIT} --trainer.max_steps=": "error: trainer.max_steps: expected int, got nothing",
+    f"{_FIT} --model.lr_schedule cosine": "model.lr_schedule: expected keys and values, got cosine",
+    f"{_FIT} --model.lora.targets q_proj": "model.lora.targets: expected one of 'all-linear', got q_proj",
+    f"{_FIT} --data MegatronModule": "data: expected the name of a class, or its import path, got MegatronModule\n",
+    f"{_FIT} --data null": "data: expected a data module, or a model with loaders of its own, got none; give --data",
     f"{_FIT} --seed_everything -3": "seed_everything=-3: expected a number from 0 to 4294967295",
     f"{_FIT} --data.seed 4294967296": "seed=4294967296 must be less than 4294967296, as NumPy's shuffles need it",
     f"{_FIT} --trainer.strategy.tp_degree 3": "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp",
@@ -120,6 +126,10 @@ FILES = {
     "data:\n  class_path: IndexedDataModule\n  init_args:\n    seq_len: 3": ":4: data: Problem with",
     "trainer:\n  max_steps: many": ":2: trainer.max_steps: expected int, got many",
     'trainer:\n  max_steps: "\\e]0;mine\\a"': r":2: trainer.max_steps: expected int, got \x1b]0",
+    "trainer:\nseed_everything: 3": ":1: trainer: expected keys and values, got nothing",
+    "data:\n  class_path: IndexedDataModule\n  init_args:\n    rampup_batch_size: 3 4 5": (
+        ":4: data.rampup_batch_size: expected list or null, got 3 4 5"
+    ),
     "trainer.max_steps": ":1: expected keys and values, got trainer.max_steps",
     "": ":1: expected keys and values, got nothing",
     _ALIASES: f": {_MANY}",

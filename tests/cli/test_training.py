@@ -23,9 +23,13 @@ def test_fit_trains_from_a_file_shows_its_progress_and_saves_the_configuration(c
     (saved,) = tmp_path.rglob("version_0/config.yaml")
     used = yaml.safe_load(saved.read_text())
     assert (used["trainer"]["max_steps"], used["seed_everything"]) == (4, 1234)
-    code, out, err = run_cli(tmp_path, "validate", "--config", "config.yaml")
+    own = (tmp_path / "config.yaml").read_text()
+    code, out, err = run_cli(tmp_path, "validate", "--config", "config.yaml", "--trainer.logger", "false")
     assert code == 0, err
     assert "val_loss" in out
+    # Without a logger it is saved where the user's own file is, and not in its place.
+    assert (tmp_path / "config.yaml").read_text() == own
+    assert yaml.safe_load((tmp_path / "run_config.yaml").read_text())["trainer"]["logger"] is False
 
 
 def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> None:

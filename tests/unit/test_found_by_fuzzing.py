@@ -31,16 +31,16 @@ def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> N
     ("fields", "says"),
     [
         ({"dtype": "../../etc/passwd"}, "the gpt2 config is invalid: .*; correct it"),
-        ({"n_head": 2**62}, "kv_channels=0 must be at least 1"),
+        ({"n_head": 2**62}, "does not divide hidden_size=768; choose num_attention_heads from 1, 2, 3, 4, 6, 8"),
+        ({"n_head": 2**30 + 1, "n_embd": 2**40}, "does not divide hidden_size"),  # told at once
+        ({"model_type": "falcon", "num_attention_heads": 3, "hidden_size": 32}, "=3 does not divide hidden_size=32"),
         ({"initializer_range": float("nan")}, "init_method_std=nan: expected a finite number, at least 0"),
         ({"n_inner": 2**40}, r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused_before_anything_is_built(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_on_cpu(
-            model_config({"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, **fields}), ParallelConfig()
-        )
+        build_on_cpu(model_config({"model_type": "gpt2", **fields}), ParallelConfig())
 
 
 def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.family import DecoderNames, Family, Fields, Rule, causal_lm, decoder_rules
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import ModelConfig
 
 
@@ -35,6 +35,7 @@ def _bloom(hf: Any) -> Fields:
 
 
 def _falcon(hf: Any) -> Fields:
+    require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)  # head_dim is derived
     groups = hf.num_kv_heads if hf.new_decoder_architecture else 1 if hf.multi_query else hf.num_attention_heads
     return {
         "num_query_groups": groups,
