@@ -81,7 +81,8 @@ class EngineSettings:
             _check_recomputed(model, self.overrides.transformer.get("recompute_modules") or ())
         if model.experts is not None:
             _check_experts(self)
-            _check_grouped_products(self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size)
+            if function is not None:  # conversions multiply nothing
+                _check_grouped_products(self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size)
             self.parallel.check_function(model, function)
         if self.cuda_graphs:
             _check_graphs(self)
@@ -118,7 +119,7 @@ def _check_experts(settings: EngineSettings) -> None:
 
 def _check_grouped_products(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int) -> None:
     multiple = 16 // dtype.itemsize  # torch.nn.functional.grouped_mm: rows of 16 bytes
-    for name, size in (("hidden_size", hidden_size), ("ffn_hidden_size of experts", ffn_hidden_size)):
+    for name, size in (("hidden_size", hidden_size), ("experts' ffn_hidden_size", ffn_hidden_size)):
         if size % multiple:
             dtype_name = str(dtype).removeprefix("torch.")
             raise ConfigError(f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another")

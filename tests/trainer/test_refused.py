@@ -49,7 +49,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
         ("hidden_size=36: expected a multiple of 8 in bfloat16", MIXTRAL.but(model=ODD_EXPERTS, trainer=BF16)),
-        ("ffn_hidden_size of experts=46: expected a multiple of 4 in", MIXTRAL.but(model={"intermediate_size": 46})),
+        ("experts' ffn_hidden_size=46: expected a multiple of 4 in", MIXTRAL.but(model={"intermediate_size": 46})),
         ("recompute_modules with 'mlp': expected MLPs without biases", _by_hand(SELECTIVE, recompute_modules=["mlp"])),
         (r"\['mlp'\] is not supported by a layer with parallel", _by_hand(FALCON, recompute_modules=["mlp"])),
         ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_megatron.convert.registry import model_config
@@ -12,6 +13,7 @@ from lightning_megatron.engine import groups
 from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.transformer_config import EngineSettings
 
 
 def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) -> tuple[int, ...]:
@@ -51,6 +53,11 @@ def test_heads_are_exchanged_where_there_are_enough(groups: int, sizes: dict[str
 def test_ranks_may_share_heads_and_rows() -> None:
     ParallelConfig(tp=6).check_model(_llama(heads=12, groups=3))
     ParallelConfig(cp=3, tp=2, sequence_parallel=True).check_sequence(12)
+
+
+def test_experts_of_any_size_are_converted() -> None:
+    settings = EngineSettings(parallel=ParallelConfig(), params_dtype=torch.float32, device=torch.device("cpu"))
+    settings.check_model(model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83}))
 
 
 @pytest.mark.parametrize(("split", "message"), [
