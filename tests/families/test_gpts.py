@@ -326,7 +326,7 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("roberta", r"post-LN.*model_type='megatron-bert'.*known families: .*llama", {}),
     ("umt5", "'umt5' is not a known model family; choose from bloom, .*falcon, .*llama, .*qwen3", {}),
     ("gpt2", r"quantization_config of the gpt2 config \(gptq\)", {"quantization_config": {"quant_method": "gptq"}}),
-    *(("gpt2", "the gpt2 config is invalid|n_head=0|is unknown", {name: value})
+    *(("gpt2", "the gpt2 config is invalid|num_attention_heads=0 does not divide|is unknown", {name: value})
       for name, value in (("architectures", 5), ("architectures", [["x"]]), ("n_head", 0), ("n_inner", "x"))),
 )  # fmt: skip
 """Families with fields that no model here computes, and what the error says."""
