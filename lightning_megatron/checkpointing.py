@@ -370,11 +370,13 @@ class Checkpointing:
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)
-            _close_finished_epoch(loaded)
             if fitting and not goes_on and self._run.optimizer is not None:
                 self._run.optimizer.inner.reload_model_params()  # its own copies of the weights
         if not goes_on:
             return _only_weights(loaded, datamodule) if fitting else loaded
+        # A data module without max_epochs goes on in its one long epoch.
+        if _loader_state(loaded) is not None or (trainer.max_epochs or -1) >= 0:
+            _close_finished_epoch(loaded)
         _check_place_in_data(loaded, datamodule, path)
         if 0 <= trainer.max_steps <= loaded["global_step"]:
             left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
@@ -656,16 +658,16 @@ def _check_place_in_data(lightning_state: dict[str, Any], datamodule: object, pa
     rank_zero_warn(f"{path} holds no place in the data of {here or 'this loader'}: the training data begins anew")
 
 
-def _close_finished_epoch(lightning_state: dict[str, Any]) -> None:
+def _close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:
     """Have the next epoch begin at its first batch, if the last one was finished.
 
-    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run that ``max_steps`` ended at an epoch's end with
-    one stray batch of the finished epoch, and begins the next epoch's order anew after it.
+    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run of ``max_steps`` that ended, or was saved, at an
+    epoch's end with one stray batch of the finished epoch, and begins the next epoch's order anew after it.
     """
-    if _loader_state(lightning_state) is None:
-        return
     fit_loop = lightning_state["loops"]["fit_loop"]
-    epochs, batches = fit_loop["epoch_progress"]["total"], fit_loop["epoch_loop.batch_progress"]
-    if epochs["completed"] == epochs["ready"] and batches["is_last_batch"]:
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    if epochs["total"]["processed"] == epochs["total"]["ready"] and batches["is_last_batch"]:
+        for counts in epochs.values():  # of one that was saved in on_train_epoch_end
+            counts["completed"] = counts["processed"]
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False

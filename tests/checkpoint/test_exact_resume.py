@@ -132,6 +132,21 @@ def test_a_run_that_max_epochs_ended_and_one_whose_loader_was_asked_for_early_go
         _assert_goes_on_as(whole, resumed, after)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(),
+        Run(indexed={"train": rows_dataset()}, data_module="DatasetDataModule", trainer={"max_epochs": 3}),
+    ],
+    ids=["loader", "data module"],
+)
+def test_a_run_of_max_steps_that_was_saved_at_the_end_of_an_epoch_goes_on(tmp_path: Path, run: Run) -> None:
+    run, ends = run.but(trainer={"max_steps": 9}), {"every_n_train_steps": None, "save_on_train_epoch_end": True}
+    whole = run_ranks(train_and_keep, 1, run, tmp_path, {**ends, "every_n_epochs": 1})
+    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")))
+    _assert_goes_on_as(whole, resumed, STEPS_PER_EPOCH)
+
+
 class _Noisy:
     """A dataset that draws from every global random stream, as augmentations and random masks do."""
 
