@@ -8,8 +8,6 @@ the first axis, an order of rows, or a transposition.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -154,16 +152,9 @@ _SAID_ALIKE = {
 """Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
 
 
-@functools.cache
-def _fields(config_class: Any) -> set[str]:
-    # Dataclasses came with transformers 5.4; before, a class takes what its bases say as keyword arguments.
-    parameters = (inspect.signature(base.__init__).parameters for base in config_class.__mro__)
-    return set(config_class.attribute_map).union(*parameters)
-
-
 def has_field(hf: Any, name: str) -> bool:
     """Whether the class of a Hugging Face config object has a field; its models read no other key of a file."""
-    return name in _fields(hf.__class__)
+    return name in hf.__dataclass_fields__ or name in hf.attribute_map
 
 
 def said_by(hf: Any) -> dict[str, str]:
