@@ -263,6 +263,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
         loss = None
         if closure is not None:
+            self.clip_grad = 0.0  # until the closure's hooks say otherwise
             with torch.enable_grad():
                 loss = closure()
         with self._context.engine():

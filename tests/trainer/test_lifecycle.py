@@ -75,27 +75,35 @@ def test_trainers_of_other_layouts_follow_each_other_in_one_process() -> None:
 
 
 def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
-    """The hooks that are called, and the last losses of a run whose module clips by itself and of one that is told."""
+    """The hooks that are called, and the last losses: of a module that clips by itself, is told, clips once, never."""
     from lightning_megatron import MegatronModule
 
     class Clipping(MegatronModule):
+        clipped_steps = case.steps
+
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+            if self.global_step < self.clipped_steps:
+                self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+
+    class ClippingOnce(Clipping):
+        clipped_steps = 1
 
     called: list[str] = []
     names = ("on_after_backward", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad")
     watch = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
-    trainers = [trainer_of(case, callbacks=[watch]), *(trainer_of(replace(case, clip=clip)) for clip in (0.25, None))]
-    for trainer, kind in zip(trainers, (Clipping, None, None), strict=True):
+    clips = (0.25, None, None)
+    trainers = [trainer_of(case, callbacks=[watch]), *(trainer_of(replace(case, clip=clip)) for clip in clips)]
+    for trainer, kind in zip(trainers, (Clipping, None, ClippingOnce, None), strict=True):
         trainer.fit(module_of(case, kind), loader_of(case))
     return called, [trainer.callback_metrics["train_loss"].item() for trainer in trainers]
 
 
 def test_the_hooks_of_a_step_are_called_in_lightnings_order_and_may_clip() -> None:
-    called, (by_hand, told, unclipped) = same_on_all(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
+    called, (by_hand, told, once, unclipped) = same_on_all(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
     backward = ["on_before_backward", "on_after_backward"]
     assert called == ["on_before_zero_grad", *backward, "on_before_optimizer_step"] * CASE.steps
-    assert by_hand == told != unclipped
+    assert by_hand == told
+    assert len({told, once, unclipped}) == 3
 
 
 def _left_behind(case: Case, fails: bool) -> list[str]:
