@@ -175,9 +175,12 @@ def block_mask(segments: Tensor | None, pattern: Pattern, device: torch.device) 
     )
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def block_mask_without_segments(pattern: Pattern, device: torch.device) -> BlockMask:
-    """``block_mask`` of a window or of causality alone, made once: it takes four numbers per pair of blocks."""
+    """``block_mask`` of a window or of causality alone: four numbers per pair of blocks, 16 KB for 4,096 tokens.
+
+    None is ever dropped: a recorded graph reads it where it lies.
+    """
     with torch.inference_mode(False), torch.no_grad():
         return block_mask(None, pattern, device)
 
