@@ -150,7 +150,7 @@ class MegatronCLI(LightningCLI):
             if not isinstance(settings.trainer, Namespace):
                 raise ArgumentError(None, f'Parser key "trainer":\n  Unexpected config: {settings.trainer or ""}')
         except (ArgumentError, UnicodeDecodeError) as error:
-            command = self._subcommand_parsers.get(args[0], parser)
+            command = getattr(self, "_subcommand_parsers", {}).get(args[0] if args else None, parser)  # none: run=False
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explained(error, args, options)) from error
         # What Lightning uses before it makes any object; it loads settings from a ckpt_path that is a file.

@@ -69,7 +69,7 @@ MISTAKES = {
     f"{_FIT} --modle.lrr 3": "did you mean --model?",
     "fit --config 3.yaml --config over.yaml": "error: 3.yaml:2: trainer.max_steps: expected int, got many",
     f"{_FIT} --trainer.max_steps many": "error: trainer.max_steps: expected int, got many",
-    f"{_FIT} --trainer.gradient_clip_val nan": "gradient_clip_val: expected int or float or null, got nan",
+    f"{_FIT} --trainer.gradient_clip_val nan": "or null, got nan",
     f"{_FIT} --model.train_step foo": "error: model.train_step: expected one of 'gpt', 'bert', 't5', 'last_word'",
     f"{_FIT} --trainer.max_steps=": "error: trainer.max_steps: expected int, got nothing",
     f"{_FIT} --model.lr_schedule cosine": "model.lr_schedule: expected keys and values, got cosine",
@@ -108,7 +108,7 @@ MISTAKES = {
     f"{_FIT} --trainer.val_check_interval 0": "val_check_interval=0: expected steps or a share of an epoch",
     f"{_FIT} --trainer.check_val_every_n_epoch 0": "check_val_every_n_epoch=0: expected epochs; use limit_val_batches",
     "test --config config.yaml": "IndexedDataModule has no test split for trainer.test; give it data or a weight",
-    f"{_FIT} --trainer.gradient_clip_val -1": "gradient_clip_val=-1 must be at least 0",
+    f"{_FIT} --trainer.gradient_clip_val -1": " must be at least 0; correct gradient_clip_val",
 }
 if not torch.cuda.is_available():
     _NO_GPU = "accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu"
