@@ -57,7 +57,7 @@ from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
 from lightning_megatron.files import failures_as_errors
 from lightning_megatron.models.config import Architecture, ModelConfig
-from lightning_megatron.models.t5_layout import shares
+from lightning_megatron.models.t5_layout import layers_per_chunk
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """What a rank's file is called; the second one with the distributed optimizer of 2022."""
@@ -541,7 +541,7 @@ def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Cut], dict[str
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
     ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
     names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    cuts: list[Cut] = [{"encoder": ours, "decoder": theirs} for ours, theirs in shares(encoder, sizes)]
+    cuts: list[Cut] = [{"encoder": ours, "decoder": theirs} for ours, theirs in layers_per_chunk(encoder, sizes)]
     return cuts, dict(zip(names, (split, *ends), strict=True))
 
 

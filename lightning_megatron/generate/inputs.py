@@ -24,7 +24,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.pipeline import NextTokens
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
-from lightning_megatron.steps.base import Batch, check_beside_tokens, check_tokens
+from lightning_megatron.steps.base import Batch, check_token_inputs, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
@@ -70,7 +70,7 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
         if not to_continue and "decoder_input_ids" not in found:
             if "labels" not in batch:
                 raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
-            found["decoder_input_ids"] = t5.shifted_right(batch["labels"].long(), model)
+            found["decoder_input_ids"] = t5.shift_right(batch["labels"].long(), model)
         found = {name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in found.items()}
     if "sample_mask" in batch:
         found = {name: tensor[batch["sample_mask"] != 0] for name, tensor in found.items()}
@@ -199,7 +199,7 @@ def check_rows(given: Batch, model: ModelConfig) -> None:
     """
     for name, (tokens, _) in _rows_of(given, model, to_continue=False).items():
         check_tokens(name, tokens, model)  # padding is looked up, too
-    check_beside_tokens(given, len(given["input_ids"]), given["input_ids"].shape[1], model)
+    check_token_inputs(given, len(given["input_ids"]), given["input_ids"].shape[1], model)
 
 
 def _rows_of(given: Batch, model: ModelConfig, *, to_continue: bool) -> dict[str, tuple[Tensor, Tensor | None]]:

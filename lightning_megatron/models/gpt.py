@@ -105,7 +105,7 @@ class Chunk(LanguageModule):
         if self.description.logits_softcap is not None:
             logits = soft_capped(logits, self.description.logits_softcap)
         is_whole = logits.shape[-1] == self._padded_vocab_size
-        hide_padded_vocab_(logits, self.description.vocab_size, 0 if is_whole else self.pg_collection.tp.rank())
+        mask_padded_vocab_(logits, self.description.vocab_size, 0 if is_whole else self.pg_collection.tp.rank())
         if labels is None:
             return self.all_tokens(logits.transpose(0, 1).contiguous())
         return self.all_tokens(self.compute_language_model_loss(self.own_tokens(labels), logits))
@@ -248,7 +248,7 @@ class GPTChunk(Chunk):
         return state
 
 
-def hide_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
+def mask_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
     """Set the logits of padding rows to -inf in place: they never win and their gradient is exactly 0.
 
     Only the padded columns are touched, and autograd does not see it: nothing saves the logits, and the gradient of a

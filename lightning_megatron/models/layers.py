@@ -56,7 +56,7 @@ _MASK_TYPES = {
 
 
 def layer_spec(
-    model: ModelConfig, config: TransformerConfig, number: int = 0, *, is_decoder_of_two: bool = False
+    model: ModelConfig, config: TransformerConfig, number: int = 0, *, has_cross_attention: bool = False
 ) -> ModuleSpec:
     """One layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
 
@@ -64,7 +64,7 @@ def layer_spec(
         model: The description.
         config: The same in the engine's words.
         number: Which layer of the whole model, from 0; some families have layers of two kinds.
-        is_decoder_of_two: Whether the layer attends to an encoder, too.
+        has_cross_attention: Whether the layer attends to an encoder, too.
     """
     cross = ModuleSpec(
         module=CrossAttention,
@@ -91,9 +91,9 @@ def layer_spec(
             self_attn_bda=ModuleSpec(
                 BiasDropoutAdd, params={"probability": model.attention_output_dropout, **addition}
             ),
-            pre_cross_attn_layernorm=Norm if is_decoder_of_two else IdentityOp,
-            cross_attention=cross if is_decoder_of_two else IdentityOp,
-            cross_attn_bda=BiasDropoutAdd if is_decoder_of_two else IdentityFuncOp,
+            pre_cross_attn_layernorm=Norm if has_cross_attention else IdentityOp,
+            cross_attention=cross if has_cross_attention else IdentityOp,
+            cross_attn_bda=BiasDropoutAdd if has_cross_attention else IdentityFuncOp,
             pre_mlp_layernorm=norm_spec(model) if model.has_mlp_norm else IdentityOp,
             mlp=mlp,
             mlp_bda=ModuleSpec(BiasDropoutAdd, params=addition),
@@ -172,12 +172,12 @@ def _core_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
 
 
 def block_spec(
-    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, *, is_decoder_of_two: bool = False
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, *, has_cross_attention: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of one chunk, as many as ``config`` cuts for it; arguments are those of ``layer_spec``."""
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    layers = [layer_spec(model, config, number, is_decoder_of_two=is_decoder_of_two) for number in numbers]
+    layers = [layer_spec(model, config, number, has_cross_attention=has_cross_attention) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_spec(model))
 
 

@@ -34,7 +34,7 @@ from lightning_megatron.engine.wrap import Replicas, mark_replica
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import LayerStack, block_spec
-from lightning_megatron.models.t5_layout import OVERRIDE, shares, t5_layout
+from lightning_megatron.models.t5_layout import OVERRIDE, layers_per_chunk, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
 _ALIGNMENT = 16
@@ -53,7 +53,7 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     by_hand = dict(settings.overrides.transformer)
     layout = t5_layout(model, settings.parallel, by_hand.pop(OVERRIDE, None))
     config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=by_hand)))
-    return partial(T5Chunk, model, config, shares(model.num_layers, layout))
+    return partial(T5Chunk, model, config, layers_per_chunk(model.num_layers, layout))
 
 
 class T5Chunk(Chunk):
@@ -176,7 +176,7 @@ class T5Stack(LayerStack):
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
             [["decoder"] * count for count in layout], config.pipeline_model_parallel_size
         )
-        spec = block_spec(model, config, vp_stage, is_decoder_of_two=is_decoder)
+        spec = block_spec(model, config, vp_stage, has_cross_attention=is_decoder)
         super().__init__(config, spec, post_process=has_final_norm, vp_stage=vp_stage)
         self.first = get_transformer_layer_offset(config, vp_stage)
         """Which layer of the whole stack is the first one here, from 0."""

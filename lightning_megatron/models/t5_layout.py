@@ -23,7 +23,7 @@ OVERRIDE = "pipeline_model_parallel_layout"
 """Field of Megatron's ``TransformerConfig`` that says a cut by hand; the engine knows no encoder layers in it."""
 
 
-def shares(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
+def layers_per_chunk(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
     """Which layers of the encoder and of the decoder each chunk of ``layout`` holds, in the order of the pipeline.
 
     The numbers count from 0 in the whole encoder, and in the whole decoder.
@@ -44,7 +44,7 @@ def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = No
     encoder, decoder, num_chunks = model.num_layers, model.num_decoder_layers, parallel.pp * parallel.num_model_chunks
     if by_hand is None:
         return balanced_layout(encoder, decoder, num_chunks)
-    layout = layout_by_hand(by_hand)
+    layout = parse_layout(by_hand)
     if len(layout) != num_chunks or sum(layout) != encoder + decoder:
         raise ConfigError(
             f"{OVERRIDE}={list(layout)}: expected a number for each of the {num_chunks} chunks (pp x vpp), in the "
@@ -85,7 +85,7 @@ def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks
     return best[len(costs)][2]
 
 
-def layout_by_hand(given: object) -> tuple[int, ...]:
+def parse_layout(given: object) -> tuple[int, ...]:
     """Layers per chunk as a user writes them.
 
     Args:

@@ -22,12 +22,12 @@ IGNORED_LABELS = (-100, -1)
 """Hugging Face's and Megatron's labels for "no target here"."""
 
 
-def masked_term(losses: Tensor, weights: Tensor) -> LossTerm:
+def loss_term(losses: Tensor, weights: Tensor) -> LossTerm:
     """The term of losses and their weights, both of any one shape."""
     return LossTerm((losses.float() * weights).sum(), weights.sum())
 
 
-def weighted(mask: Tensor, batch: Batch) -> Tensor:
+def target_weights(mask: Tensor, batch: Batch) -> Tensor:
     """``mask`` of targets, [b] or [b, n], times the weights of rows and of tokens that the user's batch has; fp32."""
     mask = mask.float()
     if "sample_mask" in batch:
@@ -69,7 +69,7 @@ class Perplexity(WeightedMean):
         return torch.exp(super().compute())
 
 
-def predicted_tokens(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+def vocab_parallel_argmax(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """The token with the largest logit, of several the first, as ``argmax`` over the whole vocabulary finds it.
 
     Every rank of ``tp_group`` must call; two numbers a position travel.
@@ -95,7 +95,7 @@ def predicted_tokens(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
 # ---- checks on the host: an error names the key, the place, the value, the rule and the fix --------------------------
 
 
-def by_known_names(
+def rename_keys(
     batch: Batch,
     known: Collection[str],
     needed: Mapping[str, str],
@@ -130,7 +130,7 @@ def by_known_names(
     return {name: batch[key] for name, key in found.items()}
 
 
-def check_all(name: str, values: Tensor, right: Tensor, rule: str) -> None:
+def check_values(name: str, values: Tensor, right: Tensor, rule: str) -> None:
     """Raise unless all ``values`` are ``right``, a bool tensor of their shape.
 
     Raises:
@@ -141,7 +141,7 @@ def check_all(name: str, values: Tensor, right: Tensor, rule: str) -> None:
         raise DataError(f"{name}{place} is {values[tuple(place)].item()} and must be {rule}; correct the data")
 
 
-def check_numbers(name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()) -> None:
+def check_range(name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()) -> None:
     """Raise unless all ``values`` are at least 0 and below ``limit``, or ``ignored`` ones.
 
     Args:
@@ -158,7 +158,7 @@ def check_numbers(name: str, values: Tensor, limit: int | None, rule: str, ignor
     if ignored:
         right |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
     allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
-    check_all(name, values, right, f"{allowed}, or -100 for no target" if ignored else allowed)
+    check_values(name, values, right, f"{allowed}, or -100 for no target" if ignored else allowed)
 
 
 def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
@@ -194,18 +194,18 @@ def check_tokens(
         tokens: What is there.
         model: Knows the vocabulary and the longest row.
         shortest: Tokens that a row must have; all but that many less one are read.
-        ignored: As for ``check_numbers``.
+        ignored: As for ``check_range``.
     """
     if tokens.dim() != 2 or tokens.shape[1] < shortest:
         raise DataError(f"{name} has the shape {list(tokens.shape)}; give [rows, tokens], at least {shortest} each")
     check_integers(name, tokens, "they number rows of the embedding")
-    check_numbers(name, tokens, model.vocab_size, "vocab_size", ignored)
+    check_range(name, tokens, model.vocab_size, "vocab_size", ignored)
     length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
     if model.has_position_table and length > limit:
         raise DataError(f"{name} has {length} tokens per row to read, max_position_embeddings={limit}; cut them")
 
 
-def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
+def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
     """Check what stands beside the tokens of GPT and BERT: mask or segments, positions, types, and weights.
 
     Raises:
@@ -224,9 +224,9 @@ def check_beside_tokens(batch: Batch, rows: int, length: int, model: ModelConfig
     for name, (limit, rule) in limits.items():
         if name in batch:
             check_integers(name, batch[name], "they number rows of a table")
-            check_numbers(name, batch[name], limit, rule)
+            check_range(name, batch[name], limit, rule)
     if "attention_mask" in batch:
         mask = batch["attention_mask"]
-        check_numbers("attention_mask", mask, None, "")
+        check_range("attention_mask", mask, None, "")
         if not torch.equal(mask.long().to(mask.dtype), mask):
             raise DataError("attention_mask has fractions; give 1 for tokens and 0 for padding, or segments' numbers")

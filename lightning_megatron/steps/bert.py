@@ -142,7 +142,7 @@ class BertTrainStep(MaskedLossStep):
         named = self._named(batch)
         tokens = named["input_ids"]
         base.check_tokens("input_ids", tokens, self.model)
-        base.check_beside_tokens(named, tokens.shape[0], tokens.shape[1], self.model)
+        base.check_token_inputs(named, tokens.shape[0], tokens.shape[1], self.model)
         self._check_first_tokens(named)
         for head in self._heads.values():
             self._check_labels(head, named)
@@ -167,20 +167,20 @@ class BertTrainStep(MaskedLossStep):
             rule = f"num_labels={n}, problem_type={problem!r}"
             if not labels.is_floating_point():
                 raise DataError(f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()")
-            base.check_all(name, labels, labels.isfinite(), "finite")
+            base.check_values(name, labels, labels.isfinite(), "finite")
             base.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
             if problem == "multi_label_classification":
-                base.check_all(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
+                base.check_values(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
             return
         shapes = [(rows, length)] if head.of_tokens else [(rows,), (rows, 1)]
         base.check_integers(name, labels, f"one for each {'token' if head.of_tokens else 'row'}", *shapes)
         if name == "labels" and model.has_output_layer:
             counted = labels.masked_fill(named["loss_mask"] == 0, base.IGNORE_INDEX) if "loss_mask" in named else labels
-            base.check_numbers(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
+            base.check_range(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
         elif name == "labels":
-            base.check_numbers(name, labels, n, "num_labels", base.IGNORED_LABELS)
+            base.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
         elif name == "next_sentence_label":
-            base.check_numbers(name, labels, 2, "kinds of order", base.IGNORED_LABELS)
+            base.check_range(name, labels, 2, "kinds of order", base.IGNORED_LABELS)
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """``tokens`` [b, s] int64, the user's mask, token types and positions, and the targets with their masks.
@@ -202,7 +202,7 @@ class BertTrainStep(MaskedLossStep):
             else:
                 targets = labels.float().reshape(-1, self.model.num_labels)
                 counted = torch.ones_like(targets)
-            prepared |= {head.targets: targets, head.mask: base.weighted(counted, named)}
+            prepared |= {head.targets: targets, head.mask: base.target_weights(counted, named)}
         return prepared
 
     def _named(self, batch: Batch) -> Batch:
@@ -212,7 +212,7 @@ class BertTrainStep(MaskedLossStep):
         if "next_sentence_label" in needed:
             needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_READ, "sample_mask", *needed, *_OPTIONAL.get(task, ())}
-        return base.by_known_names(batch, known, needed, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
+        return base.rename_keys(batch, known, needed, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
         """What ``BertChunk.forward`` returns: losses or logits on the last stage, hidden states before it."""
@@ -235,7 +235,7 @@ class BertTrainStep(MaskedLossStep):
         terms = {}
         for (name, head), found in zip(self._heads.items(), self._of_heads(output), strict=False):
             losses = found if name == "lm_loss" else self._losses(found.float(), batch[head.targets])
-            terms[name] = base.masked_term(losses, batch[head.mask])
+            terms[name] = base.loss_term(losses, batch[head.mask])
         if self.model.task == "pretraining" and "sop_loss" not in terms:
             # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
             unused = 0.0 * output[1].float().sum()

@@ -64,7 +64,7 @@ class MaskedLossStep(TrainStep):
             batch: The prepared microbatch.
             output: Per-token cross-entropy, [b, s], fp32.
         """
-        return {"lm_loss": base.masked_term(output, batch["loss_mask"])}
+        return {"lm_loss": base.loss_term(output, batch["loss_mask"])}
 
     def metrics(self) -> dict[str, Metric]:
         """``perplexity`` of the targets."""
@@ -157,16 +157,16 @@ class GPTTrainStep(MaskedLossStep):
         else:
             base.check_tokens("input_ids", batch["input_ids"], self.model)
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
-        base.check_beside_tokens(batch, rows, length, self.model)
+        base.check_token_inputs(batch, rows, length, self.model)
         if "labels" in batch:
             base.check_integers("labels", batch["labels"], "each token's label at its own position", (rows, length))
-            base.check_numbers("labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,))
+            base.check_range("labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,))
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
         needed = {} if "text" in batch else {"input_ids": " (or 'text')"}
-        base.by_known_names(batch, _KNOWN_KEYS, needed, "GPTTrainStep")
+        base.rename_keys(batch, _KNOWN_KEYS, needed, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
@@ -183,13 +183,13 @@ class GPTTrainStep(MaskedLossStep):
         given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
         tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
         # No token is negative, so neither is a label that nobody has checked.
-        loss_mask = base.weighted(targets >= 0, batch)
+        loss_mask = base.target_weights(targets >= 0, batch)
         if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
         prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}
         if self.eod_token is not None and self.reset_attention_mask:
-            documents = document_numbers(tokens, self.eod_token)
-            prepared["attention_mask"] = joint_segments(documents, given.get("attention_mask"))
+            documents = document_ids(tokens, self.eod_token)
+            prepared["attention_mask"] = intersect_segments(documents, given.get("attention_mask"))
         if self.eod_token is not None and self.reset_position_ids:
             prepared["position_ids"] = document_positions(tokens, self.eod_token)
         return prepared
@@ -216,7 +216,7 @@ def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tu
 # ---- targets and documents, pure functions of tokens ----------------------------------------------------------------
 
 
-def document_numbers(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+def document_ids(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     """Which document of its row each token is in: [b, s] int64, from 1; an ``eod_token`` ends its document.
 
     Args:
@@ -240,7 +240,7 @@ def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     return places - starts.cummax(-1).values
 
 
-def joint_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def intersect_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Segments within which tokens are of the same document and, as the mask says, of the same segment: [b, s] int64.
 
     Args:
@@ -314,7 +314,7 @@ class LastWordTrainStep(GPTTrainStep):
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
         chunk: Any = unwrap(model)
         if chunk.post_process:
-            predicted = base.predicted_tokens(output.detach(), chunk.pg_collection.tp)
+            predicted = base.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
             # The loss may overwrite the logits.
             losses = chunk.compute_language_model_loss(batch["targets"], output.transpose(0, 1).contiguous())
             output = TokenOutput(losses=losses, is_predicted=predicted == batch["targets"])

@@ -72,7 +72,7 @@ class T5TrainStep(MaskedLossStep):
             base.check_shape(name, named[name], "as the tokens that it is about", *allowed[name])
             if name in ("attention_mask", "decoder_attention_mask", "enc_dec_mask"):
                 is_right = (named[name] == 0) | (named[name] == 1)
-                base.check_all(name, named[name], is_right, "1 to be seen or 0")
+                base.check_values(name, named[name], is_right, "1 to be seen or 0")
         if "enc_dec_mask" in named:
             seen = visible_keys(named.get("attention_mask", torch.ones_like(named["input_ids"])))
             # Rows of padding in the decoder may be told to see nothing.
@@ -90,13 +90,13 @@ class T5TrainStep(MaskedLossStep):
         # Megatron's -1, too: no token is negative.
         labels = labels.masked_fill(labels < 0, base.IGNORE_INDEX)
         decoder_ids = (
-            named["decoder_input_ids"].long() if "decoder_input_ids" in named else shifted_right(labels, self.model)
+            named["decoder_input_ids"].long() if "decoder_input_ids" in named else shift_right(labels, self.model)
         )
         prepared = {
             "encoder_ids": named["input_ids"].long(),
             "decoder_ids": decoder_ids,
             "targets": labels.clamp(min=0),
-            "loss_mask": base.weighted(labels != base.IGNORE_INDEX, named),
+            "loss_mask": base.target_weights(labels != base.IGNORE_INDEX, named),
         }
         for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
             if theirs in named:
@@ -129,10 +129,10 @@ class T5TrainStep(MaskedLossStep):
 
 def _named(batch: Batch) -> Batch:
     """The batch by Hugging Face's names."""
-    return base.by_known_names(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
+    return base.rename_keys(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
 
 
-def shifted_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """What the decoder reads to predict ``labels``, as Hugging Face's T5: the start token and all but the last of them.
 
     Args:

@@ -11,8 +11,8 @@ from lightning_megatron.models.t5_layout import (
     DECODER_COST,
     ENCODER_COST,
     balanced_layout,
-    layout_by_hand,
-    shares,
+    layers_per_chunk,
+    parse_layout,
     t5_layout,
 )
 
@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 
 
 def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
-    held = shares(num_encoder_layers, layout)
+    held = layers_per_chunk(num_encoder_layers, layout)
     return [ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in held]
 
 
@@ -57,7 +57,7 @@ def test_no_cut_has_a_faster_slowest_chunk(num_encoder_layers: int, num_decoder_
 
 @pytest.mark.parametrize("given", [[2, 5], (2, 5), "Et*2|t*5L", "Ett|tttttL"])
 def test_a_cut_is_given_as_numbers_or_in_megatrons_notation(given: object) -> None:
-    assert layout_by_hand(given) == (2, 5)
+    assert parse_layout(given) == (2, 5)
     assert t5_layout(MODEL, ParallelConfig(pp=2), given) == (2, 5)
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 
 from lightning_megatron.engine.fillers.experts import Dispatcher, _products
 from lightning_megatron.engine.fillers.kernels import recomputes_activation, token_losses
-from lightning_megatron.models.gpt import hide_padded_vocab_
+from lightning_megatron.models.gpt import mask_padded_vocab_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -110,7 +110,7 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device
     logits, labels, weights = (x.to(device) for x in _case(padded, dtype))
     leaf = logits.clone().requires_grad_()
     # The product stands for the output layer: its result is no leaf, as in a model.
-    losses = token_losses(hide_padded_vocab_(leaf * 1.0, VOCAB, 0), labels, world)
+    losses = token_losses(mask_padded_vocab_(leaf * 1.0, VOCAB, 0), labels, world)
     (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
     expected_losses, expected_gradient = _dense(logits, labels, weights)
     assert losses.dtype == torch.float32
