@@ -39,10 +39,10 @@ def total_parameters(model: ModelConfig) -> int:
 def active_parameters(model: ModelConfig) -> int:
     """Those of ``total_parameters`` that one token meets: of a layer's experts only ``topk``."""
     idle = 0 if model.experts is None else 1 - model.experts.topk / model.experts.num_experts
-    return total_parameters(model) - round(idle * sum(layer_experts(model, i) for i in range(model.num_layers)))
+    return total_parameters(model) - round(idle * sum(expert_parameters(model, i) for i in range(model.num_layers)))
 
 
-def layer_experts(model: ModelConfig, layer: int) -> int:
+def expert_parameters(model: ModelConfig, layer: int) -> int:
     """Parameters of all experts that share the tokens of a layer (from 0); 0 if it has none."""
     if model.experts is None or not model.has_experts(layer):
         return 0
@@ -88,7 +88,7 @@ def chunk_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object =
     return t5_layout(model, parallel, by_hand) if is_t5 else parallel.layout(model.num_layers)
 
 
-def start_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
+def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     """What rank 0 logs when a run starts: padded vocabulary, parameters of each rank, what fills the engine's slots."""
     tp, pp = settings.parallel.tp, settings.parallel.pp
     padded = model.padded_vocab_size(tp)
@@ -175,7 +175,7 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
         whole += heads * _norm(model, model.kv_channels)
     if experts is not None:  # the router, and the gate of the shared MLP
         whole += experts.num_experts * h + (h if width else 0)
-    return split // tp + whole + layer_experts(model, layer) // ep
+    return split // tp + whole + expert_parameters(model, layer) // ep
 
 
 def _projections(model: ModelConfig) -> int:
@@ -213,7 +213,7 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     """
     count = total_parameters(model)
     parallel = settings.parallel
-    experts = sum(layer_experts(model, layer) for layer in range(model.num_layers))
+    experts = sum(expert_parameters(model, layer) for layer in range(model.num_layers))
     of_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (parallel.ep * parallel.pp)
     needed = of_rank * ranks * settings.params_dtype.itemsize
     if needed > (there := host_memory()):

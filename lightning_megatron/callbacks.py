@@ -26,7 +26,7 @@ from lightning_megatron.errors import ConfigError, require_choice, require_numbe
 from lightning_megatron.generate.inputs import encoded, new_texts, request_of, with_first_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.planner import DEVICES, GIB, plan, run_of
+from lightning_megatron.planner import DEVICES, GIB, make_run, plan
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepShape
@@ -220,7 +220,7 @@ def _expected(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, wo
     if device is None or strategy.fp8 is not None:
         return {}
     rows = strategy.step_shape.micro_batch_size
-    expected = plan(run_of(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size), device)
+    expected = plan(make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size), device)
     return {"step_seconds_expected": expected.time.total, "peak_memory_gib_expected": expected.memory.total / GIB}
 
 

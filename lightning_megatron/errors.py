@@ -149,7 +149,7 @@ def host_memory() -> int:
 
 # ---- on the command line ---------------------------------------------------------------------------------------------
 
-DONE, WRONG_ARGUMENTS, INTERRUPTED, UNREAD, TERMINATED = 0, 2, 130, 141, 143
+DONE, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 2, 130, 141, 143
 
 _PATIENCE_SECONDS = 6.0
 """How long a rank other than 0 waits for local rank 0 to report the same mistake and end the job.
@@ -159,7 +159,7 @@ Longer than the 5 s after which Lightning's launcher notices a child that ended,
 _LONGEST_LINE = 600
 
 
-def users_mistake(error: BaseException) -> str | None:
+def user_error(error: BaseException) -> str | None:
     """The one line that explains a mistake of the user's; None if the error is not one."""
     # Only explicit causes: an error met while another is handled is a defect of its own.
     causes = [error]
@@ -190,7 +190,7 @@ def printable(text: str) -> str:
     return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def in_typed_words(message: str, parser: argparse.ArgumentParser) -> str:
+def with_cli_flags(message: str, parser: argparse.ArgumentParser) -> str:
     """The message with options named as they are typed: ``top_k=3`` becomes ``--top-k 3``.
 
     A name of one word is replaced only before ``=``: ``seed`` may be English.
@@ -234,7 +234,7 @@ def report_interrupt() -> int:
     return INTERRUPTED
 
 
-def is_unread(output: TextIO) -> bool:
+def is_broken_pipe(output: TextIO) -> bool:
     """Whether the program behind a pipe has ended, as ``head`` does; then what is still to come goes nowhere."""
     try:
         output.flush()  # what could not be written is still there

@@ -1,29 +1,29 @@
 """Atomically publish files and folders, lock them while they are written, and sum up what is in them.
 
-What takes long to write is written beside its final name and published when it is complete, so that whoever reads the
-final name finds the old content or the new one, whole::
+Output that takes long to write is written beside its final name and published when it is complete, so that readers of
+the final name see either the old or the new content, always complete::
 
     with staged(folder, "model", error=CheckpointError) as partial:
-        (partial / "model").mkdir()  # or any number of files and folders, under their final names
+        (partial / "model").mkdir()  # or any number of files and directories, under their final names
         ...
-    # here folder/model is the new one; after an exception it is what it was, and nothing is left behind
+    # folder/model is now the new one; after an exception it is unchanged, and nothing is left behind
 
-``publish`` is the last step alone, for writers that outlive a ``with`` block. Where the kernel and the file system can,
-two folders exchange their names in one step (``renameat2``). Elsewhere (e.g. NFS) the old one is renamed first, and
-``recover`` finds it should the program end before the second rename. Names and contents reach the disk before anything
-older is deleted, and what is deleted loses its name first, so that no half of it is ever taken for a whole.
+``publish`` is the last step alone, for writers that outlive a ``with`` block. Where kernel and file system support it,
+two directories exchange their names atomically (``renameat2``). Elsewhere (e.g. NFS) the old one is renamed first, and
+``recover`` finds it if the program dies before the second rename. Contents and names are synced to disk before anything
+older is deleted, and a directory is renamed before it is deleted, so that a half-deleted one is never read.
 
-A folder that is being written is locked with ``flock`` on the folder itself: the kernel releases the lock when the
-process ends, however it ends, and no lock file stays behind. To wait for another process instead (a cache that one of
+A directory being written is locked with ``flock`` on the directory itself: the kernel releases the lock when the
+process ends, however it ends, and no lock file is left. To wait for another process instead (a cache that one of
 several jobs builds), use ``filelock.FileLock`` around ``staged``.
 
-Folders on object stores (``s3://``, ``gs://``: what fsspec knows) have a path's methods by ``as_path``. There are no
-locks and no renaming; a file appears whole when it is closed. A folder there is whole if it has the file ``VOUCHER``,
-which is written last and deleted first. One that takes the place of another is written beside it, copied by the store,
-and ``recover`` finds it should the program end meanwhile.
+Directories on object stores (``s3://``, ``gs://``: all that fsspec supports) are ``pathlib``-like objects from
+``as_path``. There are no locks and no renames; a file appears, complete, when it is closed. A directory is complete if
+it has the file ``COMPLETE_MARKER``, which is written last and deleted first. A replacement for an existing directory is
+written beside it and then copied by the store; ``recover`` finds it if the program dies meanwhile.
 
-``checksums.json`` has a CRC-32 for every 64 MiB of every other file of a checkpoint. CRC-32 finds every flipped bit and
-every burst of up to 32 bits; it is no protection against somebody who means harm.
+``checksums.json`` has a CRC-32 for every 64 MiB of every other file of a checkpoint. CRC-32 detects every flipped bit
+and every burst of up to 32 bits; it does not protect against deliberate tampering.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from typing import Any, NoReturn, cast
 
 from lightning_megatron.errors import CheckpointError, ConfigError
 
-VOUCHER = "meta.pt"
+COMPLETE_MARKER = "meta.pt"
 """On an object store, says that a folder is whole."""
 PARTIAL = ".partial"
 """Ends the name of a folder that is being written; after an exchange, of the one that was replaced."""
@@ -91,7 +91,7 @@ def is_remote(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def written(path: Path, buffering: int = -1) -> Iterator[Any]:
+def synced_file(path: Path, buffering: int = -1) -> Iterator[Any]:
     """A new file to write bytes to, which is on the disk, or in the store, when the block ends."""
     with path.open("wb") if is_remote(path) else path.open("wb", buffering) as stream:
         yield stream
@@ -108,7 +108,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
     return {each["name"].rpartition("/")[2]: each["size"] for each in entries if each["type"] == "file"}
 
 
-def fetched(address: str) -> Path:
+def download(address: str) -> Path:
     """A copy on this host's disk, below its folder for temporary files, of a folder in a store; until the program ends.
 
     Raises:
@@ -128,8 +128,8 @@ _copies: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def delete_from_store(folder: Path) -> None:
-    """Delete a folder of a store, ``VOUCHER`` first, so that no half of it is ever taken for a whole."""
-    (folder / VOUCHER).unlink(missing_ok=True)
+    """Delete a folder of a store, ``COMPLETE_MARKER`` first, so that no half of it is ever taken for a whole."""
+    (folder / COMPLETE_MARKER).unlink(missing_ok=True)
     if folder.exists():
         cast(Any, folder).fs.rm(cast(Any, folder).path, recursive=True)
 
@@ -138,7 +138,7 @@ def _publish_remote(partial: Path, path: Path) -> None:
     if partial != path:
         delete_from_store(path)
         store = cast(Any, path).fs
-        for name in sorted(file_sizes(partial), key=lambda name: name == VOUCHER):
+        for name in sorted(file_sizes(partial), key=lambda name: name == COMPLETE_MARKER):
             store.copy(cast(Any, partial / name).path, cast(Any, path / name).path)
     delete_from_store(path.with_name(path.name + PARTIAL))
 
@@ -216,7 +216,7 @@ def staged(
     """
     partial = folder / f".{name}{PARTIAL}"
     try:
-        lock = begun(partial, error)
+        lock = lock_partial(partial, error)
         try:
             yield partial
             wait_for_deletions()  # what was replaced there must be neither met half gone nor published
@@ -236,7 +236,7 @@ def staged(
         ) from failure
 
 
-def begun(partial: Path, error: type[ConfigError]) -> FolderLock:
+def lock_partial(partial: Path, error: type[ConfigError]) -> FolderLock:
     """Make a folder to write into, lock it, and empty it of what a killed run has left there.
 
     Raises:
@@ -282,7 +282,7 @@ def recover(path: Path) -> Path:
     """``path``, or what it replaced if a crash fell between the two renames of a file system without exchange."""
     if is_remote(path):
         partial = path.with_name(path.name + PARTIAL)
-        return partial if not (path / VOUCHER).is_file() and (partial / VOUCHER).is_file() else path
+        return partial if not (path / COMPLETE_MARKER).is_file() and (partial / COMPLETE_MARKER).is_file() else path
     replaced = path.with_name(path.name + _REPLACED)
     return replaced if not path.exists() and replaced.is_dir() else path
 
@@ -419,7 +419,7 @@ def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
         "files": described,
         "checksum_of_files": _checksum_of_table(described),
     }
-    with written(folder / CHECKSUMS) as stream:
+    with synced_file(folder / CHECKSUMS) as stream:
         stream.write(json.dumps(content).encode())
 
 
@@ -532,7 +532,7 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
         ) from error
 
 
-def more_than_data(error: pickle.UnpicklingError) -> str:
+def pickle_refusal(error: pickle.UnpicklingError) -> str:
     """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
@@ -544,7 +544,7 @@ def _is_caused_by_files(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
-        return more_than_data(error)
+        return pickle_refusal(error)
     text = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, CheckpointError):
         return text  # it has been here before

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.files import fetched
+from lightning_megatron.files import download
 
 Needed = Literal["config", "tokenizer", "model"]
 
@@ -56,7 +56,7 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
         ConfigError: If it is neither a path nor in the cache and cannot be downloaded; it says which file is missing.
     """
     if (address := _ADDRESS.match(str(name))) is not None:
-        return fetched(f"{address[1]}://{str(name)[address.end() :]}")
+        return download(f"{address[1]}://{str(name)[address.end() :]}")
     path = Path(os.path.expanduser(name))
     named = _NAME.fullmatch(str(name))
     if named is None or path.suffix in _OF_FILES or path.exists():

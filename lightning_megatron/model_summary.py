@@ -20,7 +20,7 @@ from lightning_megatron.accounting import forward_flops
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.planner import GIB, memory, run_of
+from lightning_megatron.planner import GIB, make_run, memory
 
 if TYPE_CHECKING:
     from lightning_megatron.module import MegatronModule
@@ -35,12 +35,12 @@ class MemoryEstimate(Callback):
         strategy: Any = trainer.strategy
         if stage != "fit" or strategy.root_device.type != "cuda":
             return
-        module: Any = pl_module
+        model: Any = pl_module.model_config
         data: Any = getattr(trainer, "datamodule", None)
         rows = data.micro_batch_size if hasattr(data, "seq_length") else 0
-        named = data.lengths(module.model_config) if rows else {"seq_length": 1, "seq_length_decoder": 1}
+        named = data.lengths(model) if rows else {"seq_length": 1, "seq_length_decoder": 1}
         lengths = tuple(length for name, length in named.items() if name.startswith("seq_length"))
-        run = run_of(module.model_config, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size)
+        run = make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size)
         expected, there = memory(run), torch.cuda.get_device_properties(strategy.root_device).total_memory
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
         line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {there / GIB:.1f} GiB ({parts})"

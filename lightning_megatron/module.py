@@ -277,7 +277,7 @@ class MegatronModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's chunks; again if the layout or the precision is another than last time."""
-        from lightning_megatron.accounting import start_lines
+        from lightning_megatron.accounting import startup_lines
         from lightning_megatron.models.build import build_chunks
 
         settings = self.megatron.settings
@@ -289,7 +289,7 @@ class MegatronModule(pl.LightningModule):
         if self._begins_frozen:
             self.model_chunks.requires_grad_(False).train(self.training)
         self.built_for = settings
-        for line in start_lines(self.model_config, settings):
+        for line in startup_lines(self.model_config, settings):
             rank_zero_info(line)
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:

@@ -151,7 +151,7 @@ class Run:
         count = accounting.rank_parameters(
             model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
         )
-        experts = sum(accounting.layer_experts(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
+        experts = sum(accounting.expert_parameters(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
         copies = self.dp * parallel.cp
         return Counter({copies: count - experts}) + Counter({copies * parallel.tp // parallel.ep: experts})
 
@@ -412,7 +412,7 @@ def _link(device: Device, ranks: int, *, stride: int) -> float:
 # ---- a run that begins ----------------------------------------------------------------------------------------------
 
 
-def run_of(
+def make_run(
     model: ModelConfig, settings: EngineSettings, *, rows: int, lengths: tuple[int, ...], world_size: int
 ) -> Run:
     """What a run of the Trainer computes.

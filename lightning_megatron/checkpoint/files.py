@@ -33,8 +33,8 @@ from lightning_megatron.engine.pickles import StandIn, read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import (
     CHECKSUMS,
+    COMPLETE_MARKER,
     PARTIAL,
-    VOUCHER,
     as_path,
     failures_as_errors,
     is_remote,
@@ -42,7 +42,7 @@ from lightning_megatron.files import (
     require_file,
 )
 
-META = VOUCHER
+META = COMPLETE_MARKER
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
 
 FORMAT_VERSION = 1

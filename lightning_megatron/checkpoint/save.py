@@ -66,7 +66,7 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import FileChecksums, more_than_data
+from lightning_megatron.files import FileChecksums, pickle_refusal
 
 T = TypeVar("T")
 
@@ -210,7 +210,7 @@ class Save:
 
     def _write(self, name: str, content: bytes | Shards) -> _Written:
         results = []
-        with files.written(self._partial / name, _BUFFER) as stream:
+        with files.synced_file(self._partial / name, _BUFFER) as stream:
             file = _ChecksummedFile(stream, self._is_abandoned)
             if isinstance(content, bytes):
                 file.write(content)
@@ -285,7 +285,7 @@ class Save:
         _writer(partial).finish(self._table, [results for *_, results in written])
         of_table, of_meta = (FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta))
         files.write_checksums(partial, {**{name: each for name, each, _ in written}, TABLE: of_table, META: of_meta})
-        with files.written(partial / META) as stream:
+        with files.synced_file(partial / META) as stream:
             stream.write(self._meta)
         files.publish(partial, self.path)
 
@@ -320,7 +320,7 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
         return None
     partial = path.with_name(path.name + files.PARTIAL)
     files.wait_for_deletions()
-    lock = files.begun(partial, CheckpointError)
+    lock = files.lock_partial(partial, CheckpointError)
     files.remove_leftovers(path.parent, "*.ckpt")
     return lock
 
@@ -372,7 +372,7 @@ def meta_of(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
         written = torch_bytes({"lightning": plain_state(lightning_state), **own})
         torch.load(io.BytesIO(written), weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
-        reason = more_than_data(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        reason = pickle_refusal(error) if isinstance(error, pickle.UnpicklingError) else str(error)
         raise CheckpointError(
             f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
             "hyper-parameters or the state_dict of the callback, module or datamodule in question"

@@ -101,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return errors.report_interrupt()
     except BrokenPipeError:
-        if not errors.is_unread(sys.stdout):
+        if not errors.is_broken_pipe(sys.stdout):
             raise
-        return errors.UNREAD
+        return errors.BROKEN_PIPE
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # a Trainer ends so, with code 1
             return errors.report_interrupt()
@@ -111,10 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return errors.TERMINATED
     except Exception as error:
-        message = errors.users_mistake(error)
+        message = errors.user_error(error)
         if message is None:
             raise
-        return errors.report(message if command is None else errors.in_typed_words(message, command))
+        return errors.report(message if command is None else errors.with_cli_flags(message, command))
 
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:

@@ -33,7 +33,7 @@ import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
 from lightning_megatron.cli.doctor import check_accelerator
-from lightning_megatron.errors import ConfigError, one_line, users_mistake
+from lightning_megatron.errors import ConfigError, one_line, user_error
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
@@ -263,7 +263,7 @@ def held_messages() -> Iterator[Callable[[], None]]:
         try:
             yield show
         except BaseException as error:
-            if users_mistake(error) is not None:
+            if user_error(error) is not None:
                 waiting.clear()
             raise
         finally:
@@ -319,7 +319,7 @@ def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str
             return f"--config {file} is a configuration of accelerate's; {make}"
     if isinstance(error, UnicodeDecodeError):
         return f"--config {', '.join(map(str, files))} is no text in UTF-8 ({error.reason}); give a YAML file"
-    if told := users_mistake(error):
+    if told := user_error(error):
         return told
     message = _without_parser_noise(str(error))
     path, hint = message.partition(":")[0], ""

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import more_than_data
+from lightning_megatron.files import pickle_refusal
 
 _FOREIGN = re.compile(
     r"(megatron|apex|transformer_engine|fp16)(\.\w+)+"  # enums, tokenizers, loss scalers, options
@@ -116,7 +116,7 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
     except CheckpointError as error:
         raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{name} is not loaded: {more_than_data(error)}") from None
+        raise CheckpointError(f"{name} is not loaded: {pickle_refusal(error)}") from None
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read ({error.strerror or error}); check the path") from None
     except Exception as error:  # whatever nonsense the bytes are

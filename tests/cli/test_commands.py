@@ -106,17 +106,17 @@ def test_a_failed_rank_ends_at_once_and_leaves_nothing_to_its_threads() -> None:
 def test_what_our_errors_have_caused_is_the_users_and_what_was_met_while_handling_one_is_not() -> None:
     explained, met = ValueError("not valid"), RuntimeError("defect")
     explained.__cause__ = met.__context__ = ConfigError("lr=-1\n must be positive")
-    assert errors.users_mistake(explained) == "lr=-1 must be positive"
-    assert errors.users_mistake(met) is None
+    assert errors.user_error(explained) == "lr=-1 must be positive"
+    assert errors.user_error(met) is None
     with pytest.raises(RuntimeError) as misspelled:
         EarlyStopping("val_los")._validate_condition_metric({})
-    assert "conditioned on metric `val_los` which is not available" in (errors.users_mistake(misspelled.value) or "")
+    assert "conditioned on metric `val_los` which is not available" in (errors.user_error(misspelled.value) or "")
 
 
 def test_options_are_named_as_they_are_typed_but_not_within_paths_and_other_names() -> None:
     message = "top_k=3 is more than top_k allows, set do_sample=True; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
     typed = "--top-k 3 is more than --top-k allows, set --sample; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
-    assert errors.in_typed_words(message, _parser()[1]["generate"]) == typed
+    assert errors.with_cli_flags(message, _parser()[1]["generate"]) == typed
 
 
 def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
