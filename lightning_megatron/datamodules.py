@@ -284,8 +284,8 @@ class InstructionDataModule(MegatronDataModule):
         part = split_ranges(split, len(instructions))[name]
         if not part:
             raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
-        pack_by = self.seed if self.packing else None
-        samples = InstructionSamples(instructions.part(part), self.seq_length, pack_by, self.pad_to_multiple_of)
+        packing_seed = self.seed if self.packing else None
+        samples = InstructionSamples(instructions.part(part), self.seq_length, packing_seed, self.pad_to_multiple_of)
         if self.packing:
             share = samples.instructions.lengths.sum() / (len(samples) * self.seq_length)
             rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {share:.1%} is no padding")
@@ -492,10 +492,10 @@ class TextEvaluationDataModule(MegatronDataModule):
         texts, strategy = self._texts, self._strategy()
         num_targets = (texts.bounds[:, 2] - texts.bounds[:, 1]).sum()
         rank_zero_info(f"{self.data_path}: {num_targets:,} targets in {len(texts):,} rows")
-        if texts.num_cut:
+        if texts.num_truncated:
             rank_zero_warn(
-                f"{texts.num_cut} texts of {self.data_path} have more tokens than seq_length={self.seq_length} and lose"
-                " their beginning; raise it to keep them whole"
+                f"{texts.num_truncated} texts of {self.data_path} have more tokens than seq_length={self.seq_length}"
+                " and lose their beginning; raise it to keep them whole"
             )
         # Kernels like even shapes.
         multiple = math.lcm(8, strategy.parallel.sequence_divisor)

@@ -150,7 +150,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
         self._train_loader, loader.state_dict = loader, self.state_dict
         if is_reloaded:
-            loader.go_to(restored["train"])
+            loader.seek(restored["train"])
             loader.set_epoch(trainer.current_epoch)
         elif restored:
             self._go_to(loader, restored)
@@ -240,7 +240,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
     def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
-        loader.go_to(restored["train"])
+        loader.seek(restored["train"])
         if restored.get("train_order") != loader.order.fingerprint:
             rank_zero_warn(
                 f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
@@ -251,7 +251,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
         trainer = self._trainer()
         is_last = 0 <= (trainer.max_epochs or -1) <= loader.position.epoch + 1
-        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_is_as_long():
+        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_has_same_length():
             return
         raise ConfigError(
             f"epoch {loader.position.epoch} has {len(loader)} steps and later ones have others, and Lightning takes the"

@@ -67,7 +67,7 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset")
     # As the rank knows them that has read them: the loaders of others may have shuffled otherwise, unused.
-    dealt = [list(loader.samples_of_batches())]
+    dealt = [list(loader.batch_indices())]
     topology = strategy.topology
     dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
 

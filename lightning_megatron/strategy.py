@@ -404,8 +404,8 @@ class MegatronStrategy(DDPStrategy):
             check_predict_size(dataloader)
             return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
         if isinstance(dataloader, Iterator):
-            dataloader = loaders.OnePass(dataloader)
-        loader = loaders.dealt_to_fewer(dataloader, self._asked.num_microbatches, self.num_microbatches)
+            dataloader = loaders.OneShotIterator(dataloader)
+        loader = loaders.resize_batches(dataloader, self._asked.num_microbatches, self.num_microbatches)
         if loaders.is_map_style(loader):
             limit = partial(getattr, trainer, "num_training_batches")
             loader = loaders.ResumableLoader(loader, self.topology.dp, limit, first_epoch=trainer.current_epoch)

@@ -39,7 +39,7 @@ class EvaluationTexts:
     """Of each row the first token that it reads, its first target, and behind its last target: [rows, 3]."""
     row_length: int
     """Tokens that each row reads, padding included; as many as any needs, at least."""
-    num_cut: int
+    num_truncated: int
     """Texts that lost their beginning to ``seq_length``."""
     fingerprint = ""
     """Nothing is trained on them, and no run goes on in their order."""
@@ -82,7 +82,7 @@ def read_evaluation_texts(
     encode, prefix = batch_encoder(loaded), _tokens_before_texts(loaded)
     texts = read_texts(path, json_key)
     tokens, bounds = array("i"), array("q")
-    num_cut = 0
+    num_truncated = 0
     while batch := list(islice(texts, _BATCH)):
         if task == "last_word":
             found = _last_words(batch, encode, prefix, seq_length, strict)
@@ -90,7 +90,7 @@ def read_evaluation_texts(
             found = (_windows([*prefix, *ids], seq_length, stride) for ids in encode([text for _, text in batch]))
         for ids, rows in found:
             if rows:
-                num_cut += rows[0][0] > 0
+                num_truncated += rows[0][0] > 0
                 bounds.extend(len(tokens) + bound for row in rows for bound in row)
                 tokens.extend(ids)
     if not bounds:
@@ -99,7 +99,7 @@ def read_evaluation_texts(
         tokens=np.frombuffer(tokens, dtype=np.int32),
         bounds=np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3),
         row_length=seq_length,
-        num_cut=num_cut,
+        num_truncated=num_truncated,
     )
 
 

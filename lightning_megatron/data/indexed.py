@@ -388,7 +388,7 @@ def convert_dataset(source: str, output_prefix: str) -> IndexedDataset:
 
 # ---- description ----------------------------------------------------------------------------------------------------
 
-MOST_TOKENS_SHOWN = 256
+MAX_TOKENS_SHOWN = 256
 """Tokens of a document that a preview decodes; a document may be a book."""
 _MOST_CHARACTERS = 400
 """Characters of a document that are shown."""
@@ -474,7 +474,7 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str,
     tokens, num_tokens = dataset.tokens[:0], 0
     if end > begin:
         tokens, lengths = dataset.sequences(begin, end)
-        tokens, num_tokens = tokens[:MOST_TOKENS_SHOWN], len(tokens)
+        tokens, num_tokens = tokens[:MAX_TOKENS_SHOWN], len(tokens)
     text = None
     if tokenizer is not None:
         foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]

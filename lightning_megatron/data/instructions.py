@@ -135,11 +135,11 @@ def read_instructions(options: InstructionOptions) -> Instructions:
     reader, files, limit = _Reader(options), record_files(options.path), options.seq_length
     # Bytes grow in place; a list of a million small arrays would take more memory than what is in them.
     tokens, is_answer, lengths = bytearray(), bytearray(), array("q")
-    num_cut = left_out = 0
+    num_truncated = left_out = 0
     # A short file is read before anybody wonders.
     with progress_bar(files, "Tokenizing instructions", delay=3) as bar:
         for ids, learned in reader.samples(read_records(files, bar.update)):
-            num_cut += len(ids) > limit
+            num_truncated += len(ids) > limit
             if not learned[:limit].any():
                 left_out += 1
                 continue
@@ -151,11 +151,11 @@ def read_instructions(options: InstructionOptions) -> Instructions:
             f"seq_length={limit} leaves nothing of the answers of the {left_out} samples of {options.path}; raise it,"
             " or give others"
         )
-    if num_cut:
+    if num_truncated:
         _log.warning(
             "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
             " nothing of their answers was left. Raise seq_length to keep them whole.",
-            *(num_cut, len(lengths) + left_out, options.path, limit, num_cut - left_out, left_out),
+            *(num_truncated, len(lengths) + left_out, options.path, limit, num_truncated - left_out, left_out),
         )
     return Instructions(
         tokens=np.frombuffer(tokens, dtype=np.int32),
@@ -406,7 +406,7 @@ class InstructionSamples:
     """The samples."""
     seq_length: int
     """Tokens of a row; no sample is longer."""
-    pack_by: int | None = None
+    packing_seed: int | None = None
     """Let short samples share a row, without seeing each other, in an order drawn from this seed."""
     pad_to_multiple_of: int | None = None
     """Pad to the longest row of the batch, rounded up to this; None: to ``seq_length``."""
@@ -414,8 +414,8 @@ class InstructionSamples:
     def __post_init__(self) -> None:
         lengths = self.instructions.lengths
         self._members, self._starts = np.arange(len(lengths)), np.arange(len(lengths) + 1)
-        if self.pack_by is not None:
-            self._members, self._starts = pack(lengths, self.seq_length, self.pack_by)
+        if self.packing_seed is not None:
+            self._members, self._starts = pack(lengths, self.seq_length, self.packing_seed)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -425,7 +425,7 @@ class InstructionSamples:
         begin, end = source.starts[0], source.starts[-1]
         for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
             digest.update(np.ascontiguousarray(part).data)
-        return f"{digest.hexdigest()}-{'alone' if self.pack_by is None else f'packed-{self.pack_by}'}"
+        return f"{digest.hexdigest()}-{'alone' if self.packing_seed is None else f'packed-{self.packing_seed}'}"
 
     def __len__(self) -> int:
         """Rows."""

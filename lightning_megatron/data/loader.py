@@ -150,11 +150,11 @@ class PassOrder:
     requested: int | None = None
     """Samples that were asked for, where those of the whole run are laid out at once."""
 
-    def entry(self, number: int, place: int) -> int:
-        """The sample that stands at ``place`` of pass ``number``, both from 0."""
-        if self.shuffling == "never" or (self.shuffling == "later passes" and number == 0):
-            return place
-        return int(_permutation(self.num_samples, self.seed, number)[place])
+    def sample_at(self, pass_index: int, position: int) -> int:
+        """Index of the sample at ``position`` of pass ``pass_index``, both from 0."""
+        if self.shuffling == "never" or (self.shuffling == "later passes" and pass_index == 0):
+            return position
+        return int(_permutation(self.num_samples, self.seed, pass_index)[position])
 
 
 @lru_cache(maxsize=2)  # a batch may lie across two passes
@@ -229,7 +229,7 @@ class TrainLoader:
         at = self.position
         seed = (self.order.seed, at.epoch, at.consumed_samples, self._shape.data_parallel_rank)
         self.before_batch()
-        for batch in _read(self.samples, self.batches(), self._num_workers, seed):
+        for batch in _load(self.samples, self.batches(), self._num_workers, seed):
             # Counted before it is handed out, so that a checkpoint written during the step has it.
             self.advance()
             yield batch
@@ -242,7 +242,7 @@ class TrainLoader:
         for _ in range(self._remaining_steps()):
             shape = self._shape.at(earlier + first)
             places = (divmod(position, self.order.num_samples) for position in shape.positions(first))
-            yield [self.order.entry(epoch + passes, place) for passes, place in places]
+            yield [self.order.sample_at(epoch + passes, place) for passes, place in places]
             first += shape.global_batch_size
 
     def advance(self) -> None:
@@ -257,7 +257,7 @@ class TrainLoader:
         if self._max_steps is None and epoch != at.epoch:
             self.position = Position(epoch=epoch, earlier_samples=at.earlier_samples + at.consumed_samples)
 
-    def next_epoch_is_as_long(self) -> bool:
+    def next_epoch_has_same_length(self) -> bool:
         """Whether it has as many steps; not behind a resume with another batch size, nor while the batch grows."""
         if self._max_steps is not None:
             return True
@@ -265,7 +265,7 @@ class TrainLoader:
         begin = self._shape.position_after(at, self._remaining_steps())
         return self._shape.steps_in(begin, begin + self.order.num_samples) == len(self)
 
-    def go_to(self, position: Mapping[str, int]) -> None:
+    def seek(self, position: Mapping[str, int]) -> None:
         """Go on from the position of a run with any layout, field by field; older ones have no ``earlier_samples``."""
         at = Position(**position)
         if self._max_steps is not None and at.epoch > 0:
@@ -307,7 +307,7 @@ class PassLoader:
     def __len__(self) -> int:
         return -(-self._num_samples // self._shape.global_batch_size)
 
-    def samples_of_batches(self) -> Iterator[list[int]]:
+    def batch_indices(self) -> Iterator[list[int]]:
         """Which samples each batch of this rank's copy of the model is of; ``PADDING_ROW`` fills the last one up."""
         for first in range(0, self._num_samples, self._shape.global_batch_size):
             yield [p if p < self._num_samples else PADDING_ROW for p in self._shape.positions(first)]
@@ -315,9 +315,9 @@ class PassLoader:
     def __iter__(self) -> Iterator[Rows]:
         seed = (self._shape.data_parallel_rank,)
         # Where there is no sample stands the first one, with the weight 0.
-        there = ([max(0, index) for index in batch] for batch in self.samples_of_batches())
-        batches = _read(self._samples, there, self._num_workers, seed)
-        for indices, rows in zip(self.samples_of_batches(), batches, strict=True):
+        there = ([max(0, index) for index in batch] for batch in self.batch_indices())
+        batches = _load(self._samples, there, self._num_workers, seed)
+        for indices, rows in zip(self.batch_indices(), batches, strict=True):
             given = torch.tensor([float(index != PADDING_ROW) for index in indices])
             yield {**rows, "sample_mask": rows.get("sample_mask", 1) * given}
 
@@ -338,7 +338,7 @@ class _Calls(Dataset[Any]):
             return error
 
 
-def read(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]) -> Iterator[_Item]:
+def parallel_map(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]) -> Iterator[_Item]:
     """What ``function`` makes of each key, in order, here or in processes that end with the iterator.
 
     Args:
@@ -357,7 +357,7 @@ def read(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[
         yield item
 
 
-def _read(
+def _load(
     samples: Samples | None, batches: Iterator[list[int]], num_workers: int, seed: tuple[int, ...]
 ) -> Iterator[Rows]:
     if samples is None:
@@ -368,7 +368,7 @@ def _read(
     # uses, on this rank alone and at another step after a resume.
     private = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     options = {"num_workers": num_workers, "generator": private}
-    yield from read(samples.rows, batches, options)
+    yield from parallel_map(samples.rows, batches, options)
 
 
 # ---- ordinary DataLoaders -------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def _like(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **order, **kept)
 
 
-def dealt_to_fewer(loader: object, asked: int, num_microbatches: int) -> object:
+def resize_batches(loader: object, asked: int, num_microbatches: int) -> object:
     """A training loader whose batches have rows for ``num_microbatches``, where the user's have them for ``asked``.
 
     Raises:
@@ -502,7 +502,7 @@ class ResumableLoader:
         self._is_resuming = True
 
 
-class OnePass:
+class OneShotIterator:
     """An iterator as training data, which cannot begin anew: Lightning would wait for a next step for ever."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -574,7 +574,7 @@ class EvaluationLoader:
         num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
         return (places < num_samples).float()
 
-    def samples_of_batches(self) -> Iterator[list[int]]:
+    def batch_indices(self) -> Iterator[list[int]]:
         """Which samples each batch of the last pass was of, ``PADDING_ROW`` for repeated ones.
 
         Of a dataset of whole batches, which of these. In prediction Lightning has the batch sampler remember them.

@@ -216,7 +216,7 @@ class MaskedObjective(Objective):
         return len(self._sentences(part, None))
 
     @override
-    def lay_out(self, part: Part) -> SentenceIndex:
+    def build_index(self, part: Part) -> SentenceIndex:
         return SentenceIndex(sentences=self._sentences(part, part.num_samples, warns=True))
 
     def _sentences(self, part: Part, num_samples: int | None, *, warns: bool = False) -> NDArray[Any]:
@@ -267,7 +267,7 @@ class MaskedObjective(Objective):
             )
 
     @override
-    def order_facts(self, part: Part) -> str:
+    def order_key(self, part: Part) -> str:
         # Masking may change when a run is resumed, the order not.
         return f"{part.seed}, {self.cut}"
 
@@ -341,7 +341,7 @@ class BertObjective(MaskedObjective):
         """``labels`` is -100 where nothing is predicted, ``next_sentence_label`` 1 where segments are swapped."""
         shape = (num_rows, self.seq_length)
         rows: Arrays = {
-            "input_ids": np.full(shape, self.tokenizer.fill, dtype=np.int64),
+            "input_ids": np.full(shape, self.tokenizer.padding_token, dtype=np.int64),
             "token_type_ids": np.zeros(shape, dtype=np.int64),
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(shape, IGNORED, dtype=np.int64),
@@ -473,7 +473,7 @@ class T5Objective(MaskedObjective):
     def empty_rows(self, num_rows: int) -> Arrays:
         """``labels`` is -100 where nothing is predicted."""
         return {
-            "input_ids": np.full((num_rows, self.seq_length), self.tokenizer.fill, dtype=np.int64),
+            "input_ids": np.full((num_rows, self.seq_length), self.tokenizer.padding_token, dtype=np.int64),
             "attention_mask": np.zeros((num_rows, self.seq_length), dtype=np.int64),
             "labels": np.full((num_rows, self.seq_length_decoder), IGNORED, dtype=np.int64),
         }

@@ -37,7 +37,7 @@ from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError, require_number
 
-PENDING_A_WORKER = 4
+PREFETCH_FACTOR = 4
 """Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
 
 # sentencex 1.0.32 panics at white space of several bytes between an initial and a period; with spaces it never does.
@@ -250,18 +250,18 @@ def _encode_all(
     Raises:
         RuntimeError: If a worker fails or is killed.
     """
-    from lightning_megatron.data.loader import read
+    from lightning_megatron.data.loader import parallel_map
 
     options: dict[str, Any] = {}
     if workers > 1:
         # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
         context = "fork" if sys.platform == "linux" else "spawn"
-        options = {"num_workers": workers, "prefetch_factor": PENDING_A_WORKER, "multiprocessing_context": context}
+        options = {"num_workers": workers, "prefetch_factor": PREFETCH_FACTOR, "multiprocessing_context": context}
     failure = ""
     # Processes are the parallelism; the tokenizers library would take all cores of the machine in each of them.
     with mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}):
         try:
-            yield from read(encode, pieces, options)
+            yield from parallel_map(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
     if failure:  # behind the handler: the traceback of torch's error would keep the other workers alive

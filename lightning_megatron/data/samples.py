@@ -157,7 +157,7 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def lay_out(self, part: Part) -> SavedArrays:
+    def build_index(self, part: Part) -> SavedArrays:
         """The index of ``part``: at least ``num_samples`` samples."""
 
     def open(self, part: Part, folder: str) -> IndexedSamples:
@@ -165,7 +165,7 @@ class Objective(ABC):
         return IndexedSamples(self, part, open_dataset(part.prefix), self.index_type.load(folder))
 
     @abstractmethod
-    def order_facts(self, part: Part) -> str:
+    def order_key(self, part: Part) -> str:
         """What of an order besides its index tells it from others, for a fingerprint."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class IndexedSamples:
     @property
     def fingerprint(self) -> str:
         """Of the order."""
-        return self.index.fingerprint(f"({len(self)}, {self.objective.order_facts(self.part)})")  # type: ignore[no-any-return]
+        return self.index.fingerprint(f"({len(self)}, {self.objective.order_key(self.part)})")  # type: ignore[no-any-return]
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices``, at least one, stacked.
@@ -319,13 +319,13 @@ class GPTObjective(Objective):
         return self._measured(part)[0]
 
     @override
-    def lay_out(self, part: Part) -> GPTIndex:
+    def build_index(self, part: Part) -> GPTIndex:
         _, lengths, documents = self._measured(part)
         keep_partial = self._keeps_partial(part)
         return build_gpt_index(lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial)
 
     @override
-    def order_facts(self, part: Part) -> str:
+    def order_key(self, part: Part) -> str:
         return str(self.seq_length)
 
     @override
@@ -473,7 +473,7 @@ def _number(item: object) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(SavedArrays):
+class BlendIndex(SavedArrays):
     """The order of datasets in a blend."""
 
     dataset_index: NDArray[np.int16]
@@ -483,12 +483,12 @@ class Mixture(SavedArrays):
     part_samples: NDArray[np.int64]
     """Samples that have to be laid out of each dataset, 0 for one pass: [datasets]."""
 
-    def shares(self, parts: Sequence[Part]) -> list[Part]:
+    def sized_parts(self, parts: Sequence[Part]) -> list[Part]:
         """What each of ``parts`` gives to the blend."""
         return [replace(p, num_samples=n or None) for p, n in zip(parts, self.part_samples.tolist(), strict=True)]
 
 
-def mix(weights: Sequence[float | None], counts: Sequence[int], num_samples: int | None) -> Mixture:
+def build_blend_index(weights: Sequence[float | None], counts: Sequence[int], num_samples: int | None) -> BlendIndex:
     """The order in which several datasets are taken.
 
     It equals the engine's where that has one. The engine takes no weights for one pass, and no more than one pass
@@ -525,29 +525,29 @@ def mix(weights: Sequence[float | None], counts: Sequence[int], num_samples: int
         helpers.build_blending_indices(dataset_index, sample_index, shares, len(weights), size, False)
     part_samples = np.maximum(laid_out, np.bincount(dataset_index, minlength=len(weights)))
     part_samples[part_samples <= np.asarray(counts)] = 0
-    return Mixture(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
+    return BlendIndex(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
 
 
 class BlendedSamples:
     """Several datasets as one; each is opened when a sample of it is read, and only some are open at a time.
 
     Args:
-        mixture: The order of datasets.
+        blend: The order of datasets.
         openers: Open one dataset each; picklable.
         fingerprint: Of the order of datasets, and of the samples in each.
     """
 
-    def __init__(self, mixture: Mixture, openers: Sequence[Callable[[], Samples]], fingerprint: str) -> None:
-        self._mixture, self._openers, self.fingerprint = mixture, openers, fingerprint
+    def __init__(self, blend: BlendIndex, openers: Sequence[Callable[[], Samples]], fingerprint: str) -> None:
+        self._blend, self._openers, self.fingerprint = blend, openers, fingerprint
         self._dataset = lru_cache(_MAX_OPEN)(lambda number: openers[number]())
 
     def __len__(self) -> int:
-        return len(self._mixture.dataset_index)
+        return len(self._blend.dataset_index)
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """The samples at ``indices``, stacked; all datasets give rows of the same lengths."""
         places = np.asarray(indices, dtype=np.int64)
-        datasets, samples = self._mixture.dataset_index[places], self._mixture.sample_index[places]
+        datasets, samples = self._blend.dataset_index[places], self._blend.sample_index[places]
         groups = [np.flatnonzero(datasets == dataset) for dataset in np.unique(datasets)]
         parts = [self._dataset(int(datasets[group[0]])).rows(samples[group].tolist()) for group in groups]
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
@@ -555,7 +555,7 @@ class BlendedSamples:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens its own."""
-        return BlendedSamples, (self._mixture, self._openers, self.fingerprint)
+        return BlendedSamples, (self._blend, self._openers, self.fingerprint)
 
 
 # ---- which index ----------------------------------------------------------------------------------------------------
@@ -580,26 +580,26 @@ def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str |
         return objective.open(first, _built(objective, first, index_cache)[0])
 
     def write(staging: str) -> str:
-        mixture = mix([part.weight for part in parts], list(map(objective.count, parts)), first.num_samples)
-        mixture.save(staging)
-        fingerprints = [_built(objective, part, index_cache)[1] for part in mixture.shares(parts)]
+        blend = build_blend_index([part.weight for part in parts], list(map(objective.count, parts)), first.num_samples)
+        blend.save(staging)
+        fingerprints = [_built(objective, part, index_cache)[1] for part in blend.sized_parts(parts)]
         digest = hashlib.sha256(repr(fingerprints).encode())
-        digest.update(mixture.dataset_index[:4096].tobytes())
+        digest.update(blend.dataset_index[:4096].tobytes())
         return digest.hexdigest()[:16]
 
     identity = (_key(objective, first), [(_identity(part.prefix), part.weight) for part in parts])
     folder = _folder((objective.name, first.name, "blend"), identity, first.prefix, index_cache)
     fingerprint = build_once(folder, write, f"the blend of {', '.join(part.prefix for part in parts[:3])}")
-    mixture = Mixture.load(folder)
-    shares = [(part, _built(objective, part, index_cache)[0]) for part in mixture.shares(parts)]
-    return BlendedSamples(mixture, [partial(objective.open, *share) for share in shares], fingerprint)
+    blend = BlendIndex.load(folder)
+    shares = [(part, _built(objective, part, index_cache)[0]) for part in blend.sized_parts(parts)]
+    return BlendedSamples(blend, [partial(objective.open, *share) for share in shares], fingerprint)
 
 
 def _built(objective: Objective, part: Part, index_cache: str | None) -> tuple[str, str]:
     """The folder of an index that is on disk now, and the fingerprint of its samples."""
 
     def write(staging: str) -> str:
-        objective.lay_out(part).save(staging)
+        objective.build_index(part).save(staging)
         return objective.open(part, staging).fingerprint
 
     identity = (_key(objective, part), _identity(part.prefix))

@@ -278,7 +278,7 @@ class TokenizerFacts:
         return len(self.begins_word)
 
     @property
-    def fill(self) -> int:
+    def padding_token(self) -> int:
         """The id behind the end of a row, where nothing is attended to: padding, or any if there is none."""
         return self.special.get("pad", 0)
 

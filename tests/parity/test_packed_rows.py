@@ -45,7 +45,7 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
     tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
     given = Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
-    samples = InstructionSamples(given, SEQ_LENGTH, pack_by=1234)
+    samples = InstructionSamples(given, SEQ_LENGTH, packing_seed=1234)
     assert len(samples) == 4, "several samples a row, and some padding"
     packed = samples.rows(range(4))
     texts = [tuple(map(torch.from_numpy, given.sample(index))) for index in range(len(given))]

@@ -23,7 +23,7 @@ def test_a_last_token_is_asked_behind_the_end_of_its_text(tmp_path: Path) -> Non
     text = "the question was: is it? \n is it yes?\n"
     texts = _texts(tmp_path, json.dumps({"text": text}), strict=False)
     whole = AutoTokenizer.from_pretrained(tmp_path / "tok").encode(text.strip())
-    assert (texts.tokens.tolist(), texts.num_cut) == (whole, 1)
+    assert (texts.tokens.tolist(), texts.num_truncated) == (whole, 1)
     assert texts.bounds.tolist() == [[len(whole) - 9, len(whole) - 1, len(whole)]]
 
 

@@ -14,7 +14,7 @@ import pytest
 from lightning_megatron.data import indexed
 from lightning_megatron.data.indexed import (
     MAGIC,
-    MOST_TOKENS_SHOWN,
+    MAX_TOKENS_SHOWN,
     OLD_MAGIC,
     IndexedDataset,
     check_dataset,
@@ -242,7 +242,7 @@ def test_a_description_says_what_was_written(tmp_path: Path, monkeypatch: pytest
     }
     assert json.loads(json.dumps(described)) == described
     shown = describe_dataset(prefix, 9)["first_documents"]
-    assert [each["tokens"] for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MOST_TOKENS_SHOWN))]
+    assert [each["tokens"] for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MAX_TOKENS_SHOWN))]
     assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
     shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
     assert [each["text"] for each in shown] == ["fghb", "", "cd"]

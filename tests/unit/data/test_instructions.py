@@ -165,7 +165,7 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
     assert all(tensor.dtype == torch.int64 for tensor in rows.values())
     fixed = InstructionSamples(_instructions(3, 5), 8)
     assert (len(fixed), fixed.rows([0])["input_ids"].shape) == (2, (1, 8))
-    packed = InstructionSamples(_instructions(3, 5), 8, pack_by=1234)
+    packed = InstructionSamples(_instructions(3, 5), 8, packing_seed=1234)
     assert len(packed) == 1
     assert {name: tensor.tolist() for name, tensor in packed.rows([0]).items()} == {
         "input_ids": [[4, 5, 6, 7, 8, 1, 2, 3]],

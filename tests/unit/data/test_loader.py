@@ -40,7 +40,7 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
     per_rank = []
     for rank in range(after[2]):
         loader = _loader(_shape(*after, rank=rank), num_samples=200)
-        loader.go_to(vars(first.position))
+        loader.seek(vars(first.position))
         per_rank.append(list(loader.batches()))
         assert len(loader) == done + len(per_rank[-1])
 

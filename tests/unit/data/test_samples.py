@@ -23,10 +23,10 @@ from lightning_megatron.data.samples import (
     GPTObjective,
     Part,
     Samples,
+    build_blend_index,
     build_gpt_index,
     build_once,
     canonical_split,
-    mix,
     open_samples,
     parse_blend,
     parse_split,
@@ -178,19 +178,19 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
     datasets: list[tuple[int, float]], num_samples: int | None
 ) -> None:
     counts, weights = zip(*datasets, strict=True)
-    mixture = mix(weights, counts, num_samples)
+    blend = build_blend_index(weights, counts, num_samples)
 
-    size = len(mixture.dataset_index)
+    size = len(blend.dataset_index)
     if num_samples is None:
-        assert not mixture.part_samples.any()
+        assert not blend.part_samples.any()
         # One more sample for everyone's share would be one too many for one of them.
         assert (np.array(weights) / sum(weights) * (size + 1) > np.array(counts) - 1e-6).any()
     else:
         assert size >= num_samples
-    taken = np.bincount(mixture.dataset_index, minlength=len(datasets))
-    assert (taken <= np.where(mixture.part_samples > 0, mixture.part_samples, counts)).all()
+    taken = np.bincount(blend.dataset_index, minlength=len(datasets))
+    assert (taken <= np.where(blend.part_samples > 0, blend.part_samples, counts)).all()
     for number, count in enumerate(taken):
-        assert np.array_equal(mixture.sample_index[mixture.dataset_index == number], np.arange(count))
+        assert np.array_equal(blend.sample_index[blend.dataset_index == number], np.arange(count))
 
 
 @pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,1,1,1"])
@@ -231,15 +231,15 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkey
 
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, 50, seed=seed)
-    trace, lay_out = tmp_path / "trace", GPTObjective.lay_out
+    trace, build_index = tmp_path / "trace", GPTObjective.build_index
 
     def slow(objective: GPTObjective, part: Part) -> GPTIndex:
         with trace.open("a") as stream:
             stream.write(f"{part.prefix}\n")
         time.sleep(0.05)
-        return lay_out(objective, part)
+        return build_index(objective, part)
 
-    monkeypatch.setattr(GPTObjective, "lay_out", slow)
+    monkeypatch.setattr(GPTObjective, "build_index", slow)
     monkeypatch.setattr("lightning_megatron.data.samples._QUIET_WAIT_S", 0.01)  # after which they say that they wait
     parts = _parts(tmp_path, "ab", [0.5, 0.5], num_samples=200)
     context = multiprocessing.get_context("fork")
