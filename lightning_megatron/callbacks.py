@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_choice, require_number
-from lightning_megatron.generate.inputs import encoded, new_texts, request_of, with_first_token
+from lightning_megatron.generate.inputs import build_request, decode_completions, encode_prompts, prepend_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, make_run, plan
@@ -506,11 +506,11 @@ class SampleText(_InLogFolder):
         self._is_answer = model.architecture == "t5"
         own: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or own
-        ids, mask = encoded(self.prompts, self._tokenizer)
+        ids, mask = encode_prompts(self.prompts, self._tokenizer)
         if self._options.bos_token_id is not None:  # here, so that the columns are those of what generate returns
-            ids, mask = with_first_token(ids, mask, self._options.bos_token_id)
+            ids, mask = prepend_token(ids, mask, self._options.bos_token_id)
         self._rows = {"input_ids": ids, "attention_mask": mask}
-        request_of(self._rows, vars(self._options), model)
+        build_request(self._rows, vars(self._options), model)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -523,7 +523,7 @@ class SampleText(_InLogFolder):
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            texts = new_texts(self._tokenizer, written, **self._rows, is_answer=self._is_answer)
+            texts = decode_completions(self._tokenizer, written, **self._rows, is_t5=self._is_answer)
             copies = self._options.num_return_sequences
             self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
 

@@ -38,7 +38,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
-from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, prepare
+from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import alike_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
@@ -215,7 +215,7 @@ class Checkpointing:
         for path in removals if self._strategy.is_global_zero else ():
             try:
                 # Lightning may know the path from a state that it has loaded.
-                if path in self._written or files.is_own_within(path, folders):
+                if path in self._written or files.is_checkpoint_within(path, folders):
                     remove(path)
                 elif path.is_symlink() or path.exists():
                     where = " or ".join(map(str, folders))
@@ -273,7 +273,7 @@ class Checkpointing:
             )
         if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
             with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
-            prepare(self._run if with_optimizer else self._run.of_weights(), self._memory)
+            preallocate(self._run if with_optimizer else self._run.weights_only(), self._memory)
 
     def on_train_end(self) -> None:
         """Complete the last save.
@@ -325,7 +325,7 @@ class Checkpointing:
         self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
         is_new = self._beginning is None and self._strategy.lightning_module not in modules_with_weights
         if self.initial_weights is not None and is_new:
-            self.initial_weights.found()
+            self.initial_weights.resolve()
         return found
 
     def setup(self, run: RunState, *, fitting: bool) -> None:
@@ -531,7 +531,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     return ckpt_path if found is None else str(found.path)
 
 
-def find_last(trainer: pl.Trainer) -> files.Found | None:
+def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
     """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
 
     Its name need not be ``last.ckpt``, which a run that was killed has perhaps not renewed. What has more steps and is
@@ -545,8 +545,8 @@ def find_last(trainer: pl.Trainer) -> files.Found | None:
     places = [as_path(trainer.default_root_dir) / LAST]  # of SIGTERM
     places += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
     for folder in (each for keeper in keepers for each in _folders_of(keeper, trainer)):
-        places += files.checkpoints_in(folder)
-    found, others = files.complete_of(dict.fromkeys(places), to_resume=_resumes(trainer))
+        places += files.list_checkpoints(folder)
+    found, others = files.find_complete(dict.fromkeys(places), to_resume=_resumes(trainer))
     if not found and others:
         names = ", ".join(map(str, others))
         raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
@@ -570,7 +570,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
         return as_path(trainer.default_root_dir).absolute() / LAST
     # Lightning removes what a link replaces at once, perhaps before what replaces it is complete.
     last = folder / _PREEMPTED if keeper.save_last == "link" else as_path(keeper.last_model_path or folder / LAST)
-    if not files.is_own_within(last, [folder]):  # a loaded state may name anything
+    if not files.is_checkpoint_within(last, [folder]):  # a loaded state may name anything
         last = folder / LAST
     keeper.last_model_path = str(last)  # so that the run that goes on replaces it
     return last
@@ -602,8 +602,8 @@ def _resumes(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
 
 
-def _find_requeued(root: Path) -> files.Found | None:
-    found, _ = files.complete_of(each for each in files.checkpoints_in(root) if each.match(_REQUEUED))
+def _find_requeued(root: Path) -> files.CheckpointInfo | None:
+    found, _ = files.find_complete(each for each in files.list_checkpoints(root) if each.match(_REQUEUED))
     if found:
         return files.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):

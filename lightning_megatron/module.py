@@ -31,7 +31,7 @@ from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.generate.inputs import EndTokens, end_tokens, inputs_of_batch
+from lightning_megatron.generate.inputs import SpecialTokens, inputs_from_batch, special_tokens
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import first_line, local_folder
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_megatron.engine.schedule import StepOutput
-    from lightning_megatron.generate.decode import Generated, LiveModel
+    from lightning_megatron.generate.decode import GenerationOutput, LiveModel
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.models.transformer_config import EngineSettings
     from lightning_megatron.strategy import MegatronStrategy
@@ -159,7 +159,7 @@ class MegatronModule(pl.LightningModule):
             ConfigError: If an argument is unknown or missing.
         """
         source = LoadFrom(path=str(checkpoint_path))
-        path = source.found()
+        path = source.resolve()
         meta = load_meta(path)
         saved = meta["lightning"].get("hyper_parameters", {})
         if not isinstance(saved, Mapping) or "model" not in saved:
@@ -464,7 +464,7 @@ class MegatronModule(pl.LightningModule):
         decoder_attention_mask: torch.Tensor | None = None,
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
-    ) -> Generated:
+    ) -> GenerationOutput:
         """As ``generate``, with the log-probability of each new token and the score of each text."""
         model, given = self._live_model(writes=True), {"input_ids": input_ids, "attention_mask": attention_mask}
         given |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
@@ -498,7 +498,7 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued (or read).
         """
-        rows = inputs_of_batch(batch, self.model_config, to_continue=not self.return_logits)
+        rows = inputs_from_batch(batch, self.model_config, for_generation=not self.return_logits)
         with self.megatron.engine():
             if self.return_logits:
                 last_stage_only = self.return_logits == "last_stage"
@@ -515,7 +515,7 @@ class MegatronModule(pl.LightningModule):
             return self.logits(batch)
         model = self._live_model()
         with self.megatron.engine():
-            return model.logits(inputs_of_batch(batch, self.model_config, to_continue=False))
+            return model.logits(inputs_from_batch(batch, self.model_config, for_generation=False))
 
     def logits(
         self,
@@ -554,8 +554,8 @@ class MegatronModule(pl.LightningModule):
             return model.logits(given, last_stage_only=last_stage_only)
 
     @cached_property
-    def _ends(self) -> EndTokens:
-        return end_tokens(self._model)
+    def _ends(self) -> SpecialTokens:
+        return special_tokens(self._model)
 
     def _live_model(self, *, writes: bool = False) -> LiveModel:
         """The model on this rank, which must be a GPT or T5 if it ``writes``.

@@ -210,7 +210,7 @@ ENDING = ".ckpt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CheckpointInfo:
     """A complete checkpoint."""
 
     path: Path
@@ -253,13 +253,13 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Links among them, and those of which only what an interrupted save left beside them is there."""
     present = [path.name.partition(ENDING) for path in folder.iterdir()] if folder.is_dir() else []
     return [folder / name for name in sorted({stem + ending for stem, ending, _ in present if ending})]
 
 
-def complete_of(places: Iterable[Path], *, to_resume: bool = False) -> tuple[list[Found], list[Path]]:
+def find_complete(places: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:
     """The complete checkpoints among ``places``, and those that are damaged or foreign.
 
     A link to one that was being written when its run was killed is neither, and so is what is not there.
@@ -268,7 +268,7 @@ def complete_of(places: Iterable[Path], *, to_resume: bool = False) -> tuple[lis
         places: Where to look.
         to_resume: Leave out those that have only weights, unless there are no others.
     """
-    found: list[Found] = []
+    found: list[CheckpointInfo] = []
     others: list[Path] = []
     for path in places:
         try:
@@ -284,7 +284,7 @@ def complete_of(places: Iterable[Path], *, to_resume: bool = False) -> tuple[lis
     return (whole if to_resume and whole else found), others
 
 
-def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> Found:
+def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> CheckpointInfo:
     """The checkpoint ``path``, or the one with most steps in the folder ``path``.
 
     Args:
@@ -302,7 +302,7 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
         check_complete(own)
         found = [_described(path)]
     else:
-        found, others = complete_of(checkpoints_in(path), to_resume=to_resume)
+        found, others = find_complete(list_checkpoints(path), to_resume=to_resume)
     if of_step := [each for each in found if step in (None, each.step)]:
         return newest(of_step)
     if found:
@@ -317,12 +317,12 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
     return _described(path)
 
 
-def newest(found: Iterable[Found]) -> Found:
+def newest(found: Iterable[CheckpointInfo]) -> CheckpointInfo:
     """The one with most steps, and of those the last one saved."""
     return max(found, key=lambda each: (each.step, each.time))
 
 
-def is_own_within(path: Path, folders: Iterable[Path]) -> bool:
+def is_checkpoint_within(path: Path, folders: Iterable[Path]) -> bool:
     """Whether ``path`` really lies in one of ``folders``, and is a complete checkpoint, a link to one, or nothing.
 
     A path that a loaded state names may lead anywhere: ``checkpoints/../../documents``.
@@ -333,11 +333,11 @@ def is_own_within(path: Path, folders: Iterable[Path]) -> bool:
     return not recover(path.resolve()).exists() or is_complete(path.resolve())
 
 
-def _described(path: Path) -> Found:
+def _described(path: Path) -> CheckpointInfo:
     meta = recover(path) / META
     state = load_plain(meta)
     known = state if isinstance(state, dict) else {}
-    return Found(
+    return CheckpointInfo(
         path=path,
         step=int(known.get("lightning", {}).get("global_step", 0)),
         time=float(known.get("time", meta.stat().st_mtime)),  # a copy has another mtime

@@ -241,7 +241,7 @@ class LoadFrom:
         if self.optimizer and not self.strict:
             raise ConfigError("load_from: optimizer=True needs strict=True: weights that are new have no moments")
 
-    def found(self) -> Path:
+    def resolve(self) -> Path:
         """The checkpoint.
 
         Raises:
@@ -263,7 +263,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or of another model.
     """
-    path = options.found()
+    path = options.resolve()
     meta = read_meta(path)
     if not options.strict:
         _load_what_fits(run, meta, path)

@@ -107,7 +107,7 @@ class RunState:
         if self.optimizer is not None:
             self.optimizer.settle()
 
-    def of_weights(self) -> RunState:
+    def weights_only(self) -> RunState:
         """What a checkpoint of weights alone takes: it leaves out those that others have."""
         return replace(self, optimizer=None, part="all" if self.base is None else "adapters")
 
@@ -166,7 +166,7 @@ class Save:
             NonFiniteError: If the last step ends the run.
         """
         run.settle()
-        self._run = run if "optimizer_states" in lightning_state else run.of_weights()
+        self._run = run if "optimizer_states" in lightning_state else run.weights_only()
         self.path = files.as_path(path)
         self._refusal = f"checkpoint {self.path} is not written"
         with _alike(self._refusal):
@@ -294,13 +294,13 @@ class Save:
             self._lock.release()
 
 
-def prepare(run: RunState, memory: HostMemory) -> None:
+def preallocate(run: RunState, memory: HostMemory) -> None:
     """Have a thread get and pin the memory that saves of ``run`` will need, so that the first one does not wait for it.
 
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
     plan, planner, _ = _planned(sharded_state(run))
-    memory.prepare([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
+    memory.preallocate([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
 
 
 def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
@@ -530,7 +530,7 @@ class HostMemory:
     """A block of host memory that grows to what is asked for and is then reused.
 
     It is kept from one save to the next, because on a GPU it is pinned (copies run at the speed of the bus) and pinning
-    takes longer than copying: of 112 GB on two H200s 12 of the first save's 13.7 s, which ``prepare`` takes out of it.
+    takes longer than copying: of 112 GB on two H200s 12 of the first save's 13.7 s, which ``preallocate`` saves it.
     It is as large as the largest save so far: one copy of this rank's shards.
     """
 
@@ -573,7 +573,7 @@ class HostMemory:
             part.copy_(source, non_blocking=True)
         return target.view(tensor.dtype).view(tensor.shape)
 
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+    def preallocate(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to get memory for ``copy`` of as much, in a thread."""
         self._wait()
         self._preparing = threading.Thread(target=self._reserve, args=(tensors,), daemon=True)

@@ -88,7 +88,7 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
     require_number("batch_size", options.batch_size, at_least=1)
 
     from lightning_megatron.convert.contents import open_source
-    from lightning_megatron.generate.inputs import encoded, request_of
+    from lightning_megatron.generate.inputs import build_request, encode_prompts
 
     stored = open_source(options.load_path, options.config, options.iteration)
     if stored.model.architecture not in ("gpt", "t5"):
@@ -98,8 +98,8 @@ def generate(options: GenerateOptions, how: GenerationOptions) -> None:
         raise ConfigError("--add-bos is for texts that are continued, and a T5 starts its own; leave it out")
     tokenizer = _tokenizer(options.tokenizer, stored)
     how = _with_ends(how, stored, tokenizer)
-    input_ids, mask = encoded(prompts, tokenizer, add_bos=options.add_bos)
-    request_of({"input_ids": input_ids, "attention_mask": mask}, vars(how), stored.model)
+    input_ids, mask = encode_prompts(prompts, tokenizer, add_bos=options.add_bos)
+    build_request({"input_ids": input_ids, "attention_mask": mask}, vars(how), stored.model)
     show = TextWriter(prompts, tokenizer, how, as_json=options.json, is_answer=is_answer)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
     rows = [{"input_ids": ids, "attention_mask": each} for ids, each in zip(input_ids, mask, strict=True)]
@@ -187,9 +187,9 @@ def _tokenizer(folder: Path | None, stored: Source) -> Any:
 def _with_ends(how: GenerationOptions, stored: Source, tokenizer: Any) -> GenerationOptions:
     """The options with the tokens that end a text: the generation config's, the model's, else the tokenizer's."""
     from lightning_megatron.convert.hugging_face import generation_config
-    from lightning_megatron.generate.inputs import end_tokens
+    from lightning_megatron.generate.inputs import special_tokens
 
-    ends = end_tokens(stored.companions if generation_config(stored.companions) else stored.hf_config)
+    ends = special_tokens(stored.companions if generation_config(stored.companions) else stored.hf_config)
     eos = tuple(token for token in ends.eos if token < stored.model.vocab_size)
     if not eos and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
@@ -259,17 +259,17 @@ class TextWriter:
 
     def add(self, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
         """Write what the next token of the only text, [1], makes readable; it is -1 once the text is finished."""
-        from lightning_megatron.generate.inputs import continuation
+        from lightning_megatron.generate.inputs import decode_completion
 
         self._new += [token for token in tokens.tolist() if token >= 0]
         given = [] if self.is_answer else batch["input_ids"][0].tolist()
-        self._write(self._shown(continuation(self.tokenizer, given, self._new)).rstrip(_HALF_CHARACTER))
+        self._write(self._shown(decode_completion(self.tokenizer, given, self._new)).rstrip(_HALF_CHARACTER))
 
     def end(self, batch: dict[str, torch.Tensor], written: torch.Tensor) -> None:
         """Write the texts of the next prompts, or what is left of the one that grew."""
-        from lightning_megatron.generate.inputs import new_texts
+        from lightning_megatron.generate.inputs import decode_completions
 
-        for text in new_texts(self.tokenizer, written, **batch, is_answer=self.is_answer):
+        for text in decode_completions(self.tokenizer, written, **batch, is_t5=self.is_answer):
             self._write(self._shown(text) + "\n")
             self._num_done, self._num_shown = self._num_done + 1, 0
 

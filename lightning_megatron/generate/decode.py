@@ -31,7 +31,7 @@ from lightning_megatron.engine.collectives import gathered_rows, on_all_ranks_al
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import EndTokens, Request, check_rows, request_of, whole_rows
+from lightning_megatron.generate.inputs import Request, SpecialTokens, build_request, check_rows, whole_rows
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import NextTokens, Stages, inference_mode, uses_static_cache
 from lightning_megatron.models.config import ModelConfig
@@ -48,7 +48,7 @@ ENDED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class GenerationOutput:
     """Texts, and how likely the model finds them; the same on every rank."""
 
     sequences: Tensor
@@ -83,16 +83,16 @@ class LiveModel:
         self,
         given: Mapping[str, Tensor | None],
         arguments: Mapping[str, Any],
-        ends: EndTokens,
+        ends: SpecialTokens,
         on_tokens: Callable[[Tensor], None] | None = None,
         *,
         is_shared: bool = True,
-    ) -> Generated:
+    ) -> GenerationOutput:
         """Prompts and what follows them, on the device of ``input_ids``.
 
         Args:
             given: The prompts, the same on every rank; rows are divided among the copies of the model.
-            arguments: How tokens are chosen, as for ``inputs.request_of``.
+            arguments: How tokens are chosen, as for ``inputs.build_request``.
             ends: The model's own.
             on_tokens: As for ``decode``.
             is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
@@ -102,32 +102,32 @@ class LiveModel:
             ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
         """
         device, on_host = getattr(given["input_ids"], "device", self.device), _on_host(given)
-        asked = partial(request_of, on_host, arguments, self.config, ends, on_tokens)
+        asked = partial(build_request, on_host, arguments, self.config, ends, on_tokens)
         request = on_all_ranks_alike(asked) if is_shared else asked()
         options = request.options
         if is_shared:
-            said = (options, request.eos, request.filling)
-            _check_agreement(said, *on_host.values(), request.strings and request.strings.embedding_vec)
+            said = (options, request.eos_token_ids, request.pad_token_id)
+            _check_agreement(said, *on_host.values(), request.stop_strings and request.stop_strings.embedding_vec)
         asked_for = options.static_cache if self.is_own else bool(options.static_cache)
-        static = uses_static_cache(asked_for, request.most, self.config, self.device)
+        static = uses_static_cache(asked_for, request.max_new_tokens, self.config, self.device)
         texts = options.num_return_sequences
         copies = texts if options.num_beams == 1 else 1
-        count = len(request.before) * copies
+        count = len(request.prefix) * copies
         rows, counts = self._dealt(count) if is_shared else (slice(0, count), [])
-        numbers = torch.empty((0, request.most + 1), device=self.device)
+        numbers = torch.empty((0, request.max_new_tokens + 1), device=self.device)
         written = numbers.long()
         with inference_mode(self.chunks) as models:
             if rows.stop > rows.start:
                 own = replace(request, prompts=request.prompts.dealt(rows, copies, self.device))
-                uniform = uniform_numbers(options.seed, request.most, count)[:, rows]
+                uniform = uniform_numbers(options.seed, request.max_new_tokens, count)[:, rows]
                 written, numbers = decode(models, self._together, own, uniform, on_tokens, static=static)
             if is_shared:
                 counts, group = [each * texts // copies for each in counts], self.topology.dp_group
                 written, numbers = gathered_rows(written, counts, group), gathered_rows(numbers, counts, group)
         written, numbers = written.to(device), numbers.to(device)
         longest = int(written[:, -1].max())
-        before = request.before.repeat_interleave(texts, dim=0).to(device)
-        return Generated(
+        before = request.prefix.repeat_interleave(texts, dim=0).to(device)
+        return GenerationOutput(
             sequences=torch.cat((before, written[:, :longest]), dim=-1),
             scores=numbers[:, -1],
             log_probabilities=numbers[:, :longest],
@@ -258,7 +258,7 @@ def decode(
         [b * num_return_sequences, max_new_tokens + 1], int64. And what the model gives to each of them before
         temperature and the like (log-probability; 0 behind the end), and last the row's score: the same shape, fp32.
     """
-    prompts, most, count = request.prompts, request.most, request.options.num_beams
+    prompts, most, count = request.prompts, request.max_new_tokens, request.options.num_beams
     device, rows = prompts.tokens.device, len(prompts.tokens) * count
     can_end = count > 1 or request.can_end
     stages = Stages(models, topology, prompts, most, static=static)
@@ -297,18 +297,18 @@ class _Rows:
     """Greedy decoding and sampling, on the one rank that chooses: each row on its own."""
 
     def __init__(self, request: Request, uniform: Tensor) -> None:
-        prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.filling
+        prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.pad_token_id
         rows, self._width = prompts.tokens.shape
         self._uniform = uniform if request.samples else None
-        self._processors = processors_of(request)
+        self._processors = logits_processors(request)
         self._stops = Stops(request) if request.can_end else None
-        new = prompts.tokens.new_zeros(rows, request.most)
+        new = prompts.tokens.new_zeros(rows, request.max_new_tokens)
         # What was chosen behind the end of a row, too.
         self._texts = torch.cat((readable(prompts), new), dim=-1)
         # Before anything made them likelier or rarer.
         self._log_probabilities = torch.zeros(new.shape, device=new.device)
         self._parents = torch.arange(rows, device=new.device)
-        self._lengths = torch.full_like(self._parents, request.most)
+        self._lengths = torch.full_like(self._parents, request.max_new_tokens)
         self._finished = torch.zeros_like(self._parents, dtype=torch.bool)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
@@ -326,7 +326,7 @@ class _Rows:
         place = self._width + step
         for processor in self._processors:
             scores = processor(self._texts[:, :place], scores)
-        chosen = scores.argmax(-1) if self._uniform is None else drawn(scores, self._uniform[step])
+        chosen = scores.argmax(-1) if self._uniform is None else sample_tokens(scores, self._uniform[step])
         self._texts[:, place] = chosen
         self._log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
         shown = chosen.masked_fill(self._finished, ENDED)
@@ -361,15 +361,15 @@ class Beams:
             request: The rows, on the device, and what decides about the tokens.
         """
         options, prompts, self._vocab_size = request.options, request.prompts, request.vocab_size
-        self._options, self._most = options, request.most
+        self._options, self._most = options, request.max_new_tokens
         rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * count
         self._stops = Stops(request)
-        self._num_candidates = max(2, 1 + len(request.eos)) * count
-        self._processors = processors_of(request, copies=count)
+        self._num_candidates = max(2, 1 + len(request.eos_token_ids)) * count
+        self._processors = logits_processors(request, copies=count)
         self._prompts = readable(prompts).repeat_interleave(count, dim=0)
-        shape = (rows, count, request.most)
-        self._growing = torch.full(shape, request.filling, dtype=torch.long, device=device)
+        shape = (rows, count, request.max_new_tokens)
+        self._growing = torch.full(shape, request.pad_token_id, dtype=torch.long, device=device)
         self._growing_logs = torch.zeros(shape, device=device)
         self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
         self._growing_scores[:, 0] = 0.0
@@ -499,7 +499,7 @@ class DecayingTopP(LogitsProcessor):
         return kept
 
 
-def processors_of(request: Request, copies: int = 1) -> list[LogitsProcessor]:
+def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor]:
     """What makes tokens likelier, rarer or impossible, in Hugging Face's order.
 
     By the text so far; and, where tokens are drawn, what shapes the distribution that they are drawn from.
@@ -515,9 +515,9 @@ def processors_of(request: Request, copies: int = 1) -> list[LogitsProcessor]:
     if options.no_repeat_ngram_size > 0:
         padding = width - prompts.is_token.sum(-1)
         processors.append(NoRepeatNGrams(options.no_repeat_ngram_size, padding.repeat_interleave(copies)))
-    if request.fewest > 0 and request.eos:
-        ends = torch.tensor(request.eos, device=prompts.tokens.device)
-        processors.append(MinNewTokensLengthLogitsProcessor(width, request.fewest, ends))
+    if request.min_new_tokens > 0 and request.eos_token_ids:
+        ends = torch.tensor(request.eos_token_ids, device=prompts.tokens.device)
+        processors.append(MinNewTokensLengthLogitsProcessor(width, request.min_new_tokens, ends))
     if not request.samples:
         return processors
     if options.temperature != 1.0:
@@ -538,7 +538,7 @@ def readable(prompts: NextTokens) -> Tensor:
     return torch.where(prompts.is_token == 1, prompts.tokens, prompts.tokens[:, -1:])
 
 
-def drawn(logits: Tensor, uniform: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token per row, [b] int64, by inverting the cumulative distribution.
 
     One number per row decides, so the same numbers give the same tokens on every device and layout.
@@ -570,12 +570,12 @@ class Stops:
         Args:
             request: The rows, on the device, and what decides about the tokens.
         """
-        strings, prompts = request.strings, request.prompts
+        strings, prompts = request.stop_strings, request.prompts
         self._sequences = [
             torch.tensor(sequence, device=prompts.tokens.device)
-            for sequence in (*((token,) for token in request.eos), *request.options.stop_sequences)
+            for sequence in (*((token,) for token in request.eos_token_ids), *request.options.stop_sequences)
         ]
-        self._fewest = request.fewest
+        self._fewest = request.min_new_tokens
         self._strings = strings
         if strings is not None:
             # A text may begin in the prompt; padding says nothing.

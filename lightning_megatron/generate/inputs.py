@@ -39,7 +39,7 @@ _READ = {
 }
 
 
-def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_continue: bool) -> Batch:
+def inputs_from_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, for_generation: bool) -> Batch:
     """What ``model`` reads of a batch, by Hugging Face's names, without the rows that fill it up (``sample_mask`` 0).
 
     Megatron's samples (``text``, ``text_enc``, ...) are read as in training. Without ``decoder_input_ids`` a T5's
@@ -49,25 +49,25 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
     Args:
         batch: Of any key; those that say nothing about what is read are ignored.
         model: What reads it.
-        to_continue: Whether these are prompts (a GPT's go by Hugging Face's names only) rather than whole rows.
+        for_generation: Whether these are prompts (a GPT's go by Hugging Face's names only) rather than whole rows.
 
     Raises:
         DataError: If there are no tokens.
     """
     names, read = _MEGATRON_NAMES[model.architecture], _READ[model.architecture]
-    if to_continue:
+    if for_generation:
         names = names if model.architecture == "t5" else {}
         read = tuple(x for x in read if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder")))
     names = {**names, **{name: name for name in read}}
     found = {ours: batch[theirs] for theirs, ours in names.items() if theirs in batch and ours in read}
     if "input_ids" not in found:
-        what = "which predict continues" if to_continue else "which logits are of"
+        what = "which predict continues" if for_generation else "which logits are of"
         megatrons = " (or 'text_enc')" if model.architecture == "t5" else ""
         raise DataError(f"batch keys {', '.join(sorted(batch))} have no 'input_ids'{megatrons}, {what}; add them")
-    if not to_continue and model.architecture == "gpt" and "text" in batch:
+    if not for_generation and model.architecture == "gpt" and "text" in batch:
         found["input_ids"] = batch["text"][:, :-1].clamp(min=0)
     if model.architecture == "t5":
-        if not to_continue and "decoder_input_ids" not in found:
+        if not for_generation and "decoder_input_ids" not in found:
             if "labels" not in batch:
                 raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
             found["decoder_input_ids"] = t5.shift_right(batch["labels"].long(), model)
@@ -84,23 +84,23 @@ def inputs_of_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, to_conti
 class Request:
     """Prompts as a model reads them, and what decides about the tokens behind them; the same on all ranks."""
 
-    before: Tensor
+    prefix: Tensor
     """[b, s], int64: what the new tokens stand behind in the result."""
     prompts: NextTokens
     """The rows, or those of one copy of the model."""
     options: GenerationOptions
     """As given; what a model has a say in follows."""
-    fewest: int
+    min_new_tokens: int
     """New tokens of a row before one that ends texts is chosen, or a stop sequence ends it."""
-    most: int
+    max_new_tokens: int
     """New tokens of a row."""
-    eos: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
     """Tokens that end a row."""
-    filling: int
+    pad_token_id: int
     """What stands behind the end of a row."""
     vocab_size: int
     """Without padding."""
-    strings: StopStringCriteria | None
+    stop_strings: StopStringCriteria | None
     """What finds the texts that end rows."""
     samples: bool
     """Whether tokens are drawn."""
@@ -108,11 +108,11 @@ class Request:
     """Whether a row can end before it is full."""
 
 
-def request_of(
+def build_request(
     given: Batch,
     arguments: Mapping[str, Any],
     model: ModelConfig,
-    ends: EndTokens | None = None,
+    ends: SpecialTokens | None = None,
     on_tokens: object = None,
 ) -> Request:
     """What ``generate`` is asked, if the model can do it; reads the tensors, which should be on the host.
@@ -133,12 +133,12 @@ def request_of(
             a model is given what its kind does not read.
     """
     options = options_from(arguments, on_tokens)
-    ends = ends or EndTokens()
+    ends = ends or SpecialTokens()
     eos = ends.eos if options.eos_token_id is None else options.eos_token_ids
     pad = ends.pad if options.pad_token_id is None else options.pad_token_id
     if "attention_mask" not in given and isinstance(given["input_ids"], Tensor) and pad is not None and pad not in eos:
         given = {**given, "attention_mask": given["input_ids"].ne(pad).long()}
-    for name, (tokens, mask) in _rows_of(given, model, to_continue=True).items():
+    for name, (tokens, mask) in _rows_of(given, model, for_generation=True).items():
         if mask is not None:
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
@@ -148,19 +148,19 @@ def request_of(
         _check_in_vocabulary("bos_token_id or stop_sequences", torch.tensor(run), model)
     strings = stop_strings(options.stop_texts, options.tokenizer, model.vocab_size) if options.stop_texts else None
     start = model.decoder_start_token_id if ends.start is None else ends.start
-    before, prompts = _beginnings(given, options.bos_token_id, start, model)
+    prefix, prompts = _beginnings(given, options.bos_token_id, start, model)
     limit = model.max_position_embeddings if model.has_position_table else None
-    fewest, most = options.new_tokens(before.shape[1], prompts.longest, limit)
+    fewest, most = options.new_token_limits(prefix.shape[1], prompts.longest, limit)
     return Request(
-        before=before,
+        prefix=prefix,
         prompts=prompts,
         options=options,
-        fewest=fewest,
-        most=most,
-        eos=eos,
-        filling=next((token for token in (pad, *eos) if token is not None), 0),
+        min_new_tokens=fewest,
+        max_new_tokens=most,
+        eos_token_ids=eos,
+        pad_token_id=next((token for token in (pad, *eos) if token is not None), 0),
         vocab_size=model.vocab_size,
-        strings=strings,
+        stop_strings=strings,
         samples=options.samples,
         can_end=bool(eos or options.stop_sequences or strings),
     )
@@ -174,7 +174,7 @@ def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -
     if model.architecture != "t5":
         before, mask = given["input_ids"].long(), given.get("attention_mask")
         if bos is not None:
-            before, mask = with_first_token(before, mask, bos)
+            before, mask = prepend_token(before, mask, bos)
         return before, aligned(before, mask)
     if bos is not None:
         raise ConfigError(f"bos_token_id={bos} is for texts that are continued; give decoder_input_ids")
@@ -197,12 +197,12 @@ def check_rows(given: Batch, model: ModelConfig) -> None:
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    for name, (tokens, _) in _rows_of(given, model, to_continue=False).items():
+    for name, (tokens, _) in _rows_of(given, model, for_generation=False).items():
         check_tokens(name, tokens, model)  # padding is looked up, too
     check_token_inputs(given, len(given["input_ids"]), given["input_ids"].shape[1], model)
 
 
-def _rows_of(given: Batch, model: ModelConfig, *, to_continue: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _rows_of(given: Batch, model: ModelConfig, *, for_generation: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Tokens by their name, with their mask or None for no padding.
 
     Raises:
@@ -212,10 +212,10 @@ def _rows_of(given: Batch, model: ModelConfig, *, to_continue: bool) -> dict[str
     for name in given:
         if name not in _READ[model.architecture]:
             raise ConfigError(f"{name} are nothing that {model.family} reads; leave them out")
-    needs_decoder = "decoder_attention_mask" in given or (model.architecture == "t5" and not to_continue)
+    needs_decoder = "decoder_attention_mask" in given or (model.architecture == "t5" and not for_generation)
     if needs_decoder and "decoder_input_ids" not in given:
         raise ConfigError(f"{model.family} needs decoder_input_ids here, what its decoder reads; give them")
-    has_segments = model.architecture == "gpt" and not to_continue
+    has_segments = model.architecture == "gpt" and not for_generation
     rows = {}
     for name in [each for each in given if each.endswith("input_ids")]:
         tokens, mask_name = given[name], name.replace("input_ids", "attention_mask")
@@ -287,7 +287,7 @@ def _padded_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.gather(-1, order), mask.gather(-1, order)
 
 
-def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor]:
+def prepend_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor]:
     """The rows with ``token`` before the first of their own, if not all of them begin with it already, and their mask.
 
     Args:
@@ -310,7 +310,7 @@ def with_first_token(input_ids: Tensor, attention_mask: Tensor | None, token: in
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
+def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
     """Tokens and attention mask of the texts, [b, s] each, with padding on the left.
 
     Args:
@@ -334,15 +334,15 @@ def encoded(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> t
     return padded([torch.tensor(row) for row in rows]), padded([torch.ones(len(row), dtype=torch.long) for row in rows])
 
 
-def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
     """The text of the tokens ``new`` as it reads behind ``prompt``: the space between words is often the latter's."""
     before = tokenizer.decode(list(prompt), skip_special_tokens=True)
     whole: str = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     return whole[len(before) :]
 
 
-def new_texts(
-    tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None, *, is_answer: bool = False
+def decode_completions(
+    tokenizer: Any, written: Tensor, input_ids: Tensor, attention_mask: Tensor | None, *, is_t5: bool = False
 ) -> list[str]:
     """What was written to each prompt, special tokens left out.
 
@@ -351,15 +351,15 @@ def new_texts(
         written: What ``generate`` returned, [b * n, s + new]: n texts of each prompt.
         input_ids: The prompts that it was given, [b, s].
         attention_mask: [b, s]; None for no padding.
-        is_answer: Whether it is the decoder of a T5 that has written: [b * n, 1 + new], without the prompts.
+        is_t5: Whether it is the decoder of a T5 that has written: [b * n, 1 + new], without the prompts.
     """
-    if is_answer:
+    if is_t5:
         texts: list[str] = tokenizer.batch_decode(written[:, 1:], skip_special_tokens=True)
         return texts
     copies, width = len(written) // len(input_ids), input_ids.shape[1]
     masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
     return [
-        continuation(tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist())
+        decode_completion(tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist())
         for index, row in enumerate(written.cpu())
     ]
 
@@ -368,7 +368,7 @@ def new_texts(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndTokens:
+class SpecialTokens:
     """What a model's own files say about the ends of a text."""
 
     eos: tuple[int, ...] = ()
@@ -379,7 +379,7 @@ class EndTokens:
     """What a decoder apart from an encoder reads first; None if only the model's config says so."""
 
 
-def end_tokens(model: HFConfigLike) -> EndTokens:
+def special_tokens(model: HFConfigLike) -> SpecialTokens:
     """Those that Hugging Face's ``generate`` takes where a call names none.
 
     They are those of ``generation_config.json``, or without that file those of the config.
@@ -401,7 +401,7 @@ def end_tokens(model: HFConfigLike) -> EndTokens:
         fields = {name: getattr(config_object(model), name, None) for name in ("eos_token_id", "pad_token_id")}
     eos = fields.get("eos_token_id")
     several = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return EndTokens(eos=several, pad=fields.get("pad_token_id"), start=start)
+    return SpecialTokens(eos=several, pad=fields.get("pad_token_id"), start=start)
 
 
 # ---- stop strings ----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class GenerationOptions:
         """Whether tokens are drawn at random."""
         return bool(self._drawing) if self.do_sample is None else self.do_sample
 
-    def new_tokens(self, width: int, longest: int, limit: int | None) -> tuple[int, int]:
+    def new_token_limits(self, width: int, longest: int, limit: int | None) -> tuple[int, int]:
         """How many new tokens a row has at least, and at most.
 
         Args:

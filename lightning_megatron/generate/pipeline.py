@@ -36,11 +36,11 @@ Work = Callable[[], Tensor]
 """What a chunk does with a group of rows. In static steps it reads and writes tensors that stay in place, and the host
 decides nothing in it by their numbers."""
 
-SMALLEST_WINDOW = 1024
+MIN_WINDOW = 1024
 """Queries look at so many slots of static caches at least, or at all if there are fewer; when the texts outgrow them,
 at twice as many. Each time the steps are recorded anew."""
 
-FEWEST_NEW_TOKENS = 8
+MIN_NEW_TOKENS = 8
 """Of which recording pays: it takes as long as a step or two kernel by kernel, and a replayed step a fifth of that."""
 
 _INFERRING = {
@@ -99,7 +99,7 @@ def uses_static_cache(asked: bool | None, new_tokens: int, model: ModelConfig, d
     elif (scaling := model.rope_scaling) is not None and scaling.depends_on_length:
         reason = f"the host computes its rotary frequencies ({scaling.rope_type}) from the texts' length at every token"
     if asked is None:
-        return device.type == "cuda" and reason is None and new_tokens >= FEWEST_NEW_TOKENS
+        return device.type == "cuda" and reason is None and new_tokens >= MIN_NEW_TOKENS
     if asked and reason is not None:
         raise ConfigError(f"static_cache=True: expected steps that are all alike, {model.family} has none: {reason}")
     return asked
@@ -398,7 +398,7 @@ class StaticSteps:
         """
         self._chunks, self._groups, self._batch = chunks, groups, replace(batch, mask=None).each(Tensor.clone)
         device = batch.tokens.device
-        self._recorder = recorder_of(device)
+        self._recorder = graph_recorder(device)
         self._place = torch.full((1,), place, dtype=torch.long, device=device)
         self._is_token = torch.ones((len(batch.tokens), slots), dtype=torch.bool, device=device)
         if batch.mask is not None:
@@ -425,15 +425,15 @@ class StaticSteps:
         if place >= self._num_keys:
             # Queries see more slots now; what was recorded for fewer is given back.
             self._is_recorded, slots = False, self._is_token.shape[1]
-            self._num_keys = min(max(SMALLEST_WINDOW, 1 << place.bit_length()), slots)
+            self._num_keys = min(max(MIN_WINDOW, 1 << place.bit_length()), slots)
             batch = replace(self._batch, mask=self._is_token[:, : self._num_keys])
             self._turns = list(_turns(self._chunks, self._groups, batch, place=self._place))
             if self._recorder is not None:
-                prepared = self._recorder.prepared
-                return [replace(turn, work=functools.partial(prepared, turn.work)) for turn in self._turns]
+                warm_up = self._recorder.warm_up
+                return [replace(turn, work=functools.partial(warm_up, turn.work)) for turn in self._turns]
         elif self._recorder is not None and not self._is_recorded:
-            recorded = self._recorder.recorded([turn.work for turn in self._turns])
-            self._turns = [replace(turn, work=work) for turn, work in zip(self._turns, recorded, strict=True)]
+            captured = self._recorder.capture([turn.work for turn in self._turns])
+            self._turns = [replace(turn, work=work) for turn, work in zip(self._turns, captured, strict=True)]
             self._is_recorded = True
         return self._turns
 
@@ -448,7 +448,7 @@ class CudaGraphs:
         """Record on ``device``."""
         self._stream = _side_stream(device)
 
-    def prepared(self, work: Work) -> Tensor:
+    def warm_up(self, work: Work) -> Tensor:
         """Do the work once as it will be recorded, so that all is compiled and allocated.
 
         On the stream of the recording, which has libraries' workspaces of its own.
@@ -461,7 +461,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return output
 
-    def recorded(self, works: Sequence[Work]) -> list[Work]:
+    def capture(self, works: Sequence[Work]) -> list[Work]:
         """Each work as a function that repeats it and returns the same tensor, written anew.
 
         The graphs share one pool of memory, so they must not run at the same time.
@@ -474,7 +474,7 @@ class CudaGraphs:
         # Python could free a graph or an event of somebody else meanwhile, which CUDA refuses while it records.
         gc.disable()
         try:
-            return [self._recorded(work, pool) for work in works]
+            return [self._capture(work, pool) for work in works]
         except RuntimeError as error:
             # What ended the recording, rather than that it could not be ended properly; CUDA adds lines of advice.
             reason = str(error.__context__ or error).partition("\n")[0]
@@ -487,7 +487,7 @@ class CudaGraphs:
             if collects:
                 gc.enable()
 
-    def _recorded(self, work: Work, pool: Any) -> Work:
+    def _capture(self, work: Work, pool: Any) -> Work:
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks events in a thread of its own, which only this mode allows.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -506,6 +506,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder_of(device: torch.device) -> CudaGraphs | None:
+def graph_recorder(device: torch.device) -> CudaGraphs | None:
     """What records on ``device``; None where work is simply done again."""
     return CudaGraphs(device) if device.type == "cuda" else None

@@ -103,7 +103,7 @@ def test_weights_for_a_new_run_are_read_where_a_crash_between_two_renames_left_t
     from lightning_megatron import LoadFrom
 
     _leave(folder, {"last.ckpt.replaced": 4, "last.ckpt.partial": None})
-    assert LoadFrom(path=str(folder / "last.ckpt")).found() == folder / "last.ckpt.replaced"
+    assert LoadFrom(path=str(folder / "last.ckpt")).resolve() == folder / "last.ckpt.replaced"
 
 
 @pytest.mark.parametrize(

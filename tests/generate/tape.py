@@ -53,14 +53,14 @@ class TapeRecorder:
         self.counts = (0, 0, 0)
         """Prepared, recorded, replayed."""
 
-    def prepared(self, work: Work) -> Tensor:
+    def warm_up(self, work: Work) -> Tensor:
         self._count(1, 0, 0)
         return work()
 
-    def recorded(self, works: Sequence[Work]) -> list[Work]:
-        return [self._recorded(work) for work in works]
+    def capture(self, works: Sequence[Work]) -> list[Work]:
+        return [self._capture(work) for work in works]
 
-    def _recorded(self, work: Work) -> Work:
+    def _capture(self, work: Work) -> Work:
         self._count(0, 1, 0)
         with Tape() as tape:
             output = work()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.generate.decode import drawn, processors_of, uniform_numbers
-from lightning_megatron.generate.inputs import request_of
+from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
+from lightning_megatron.generate.inputs import build_request
 from tests.generate.models import (
     ENCODER_DECODERS,
     NO_END,
@@ -92,13 +92,13 @@ def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
 @torch.no_grad()
 def _drawn_by_hand(call: Call) -> torch.Tensor:
     text = torch.full((len(call.input_ids), 1), START)
-    request = request_of({"input_ids": call.input_ids}, call.options, model_of(call.model))
-    for uniform in uniform_numbers(request.options.seed, request.most, len(text)):
+    request = build_request({"input_ids": call.input_ids}, call.options, model_of(call.model))
+    for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(text)):
         model = hugging_face(call.model)
         logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=text).logits[:, -1]
-        for processor in processors_of(request):
+        for processor in logits_processors(request):
             logits = processor(text, logits)
-        text = torch.cat((text, drawn(logits, uniform)[:, None]), dim=-1)
+        text = torch.cat((text, sample_tokens(logits, uniform)[:, None]), dim=-1)
     return text
 
 

@@ -115,11 +115,11 @@ def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any
 
     recorders: list[TapeRecorder] = []
 
-    def recorder_of(device: torch.device) -> TapeRecorder:
+    def graph_recorder(device: torch.device) -> TapeRecorder:
         recorders.append(TapeRecorder())
         return recorders[-1]
 
-    pipeline.SMALLEST_WINDOW, pipeline.recorder_of = window, recorder_of  # type: ignore[assignment]
+    pipeline.MIN_WINDOW, pipeline.graph_recorder = window, graph_recorder  # type: ignore[assignment]
     return written(directory, case, calls), [recorder.counts for recorder in recorders]
 
 
@@ -127,15 +127,15 @@ def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
     """Growing caches, static ones kernel by kernel, by graphs; and the memory after each such call."""
     from lightning_megatron.generate import pipeline
 
-    recorder_of = pipeline.recorder_of
+    graph_recorder = pipeline.graph_recorder
     modules = {name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)}
     found = []
     for call in calls:
         write = _writer(modules[call.model], call)
         growing = write(False)
-        pipeline.recorder_of = lambda device: None
+        pipeline.graph_recorder = lambda device: None
         kernels = write(True)
-        pipeline.recorder_of = recorder_of
+        pipeline.graph_recorder = graph_recorder
         memory = []
         for _ in range(3):  # the first call leaves compiled kernels and libraries' workspaces behind
             graphs = write(True)

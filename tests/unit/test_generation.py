@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.decode import drawn, processors_of, uniform_numbers
-from lightning_megatron.generate.inputs import EndTokens, end_tokens, request_of, stop_strings
+from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
+from lightning_megatron.generate.inputs import SpecialTokens, build_request, special_tokens, stop_strings
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from tests.generate.models import model_of
 from tests.tokenizers import byte_level_tokenizer
@@ -57,9 +57,9 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
 def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            GenerationOptions(**arguments).new_tokens(10, 10, room and 9 + room)
+            GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room)
     else:
-        assert GenerationOptions(**arguments).new_tokens(10, 10, room and 9 + room) == expected
+        assert GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room) == expected
 
 
 def _ids(*rows: list[int]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
     given = {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
     with pytest.raises(ConfigError, match=says):
-        request_of(given, options, model_of("gpt2"))
+        build_request(given, options, model_of("gpt2"))
 
 
 # ---- tokens that are drawn ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any,
 
 def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
     options = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.3}
-    (decaying,) = processors_of(request_of({"input_ids": _ids([1])}, options, model_of("gpt2")))
+    (decaying,) = logits_processors(build_request({"input_ids": _ids([1])}, options, model_of("gpt2")))
     logits, texts = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
     kept = [int(torch.isfinite(decaying(texts[:, : 1 + step], logits)).sum()) for step in range(4)]
     assert kept == sorted(kept, reverse=True)
@@ -100,7 +100,7 @@ def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
 def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
     draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
-    counts = torch.bincount(drawn(probabilities.log().expand(draws, -1), uniform), minlength=6).double()
+    counts = torch.bincount(sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6).double()
     assert counts[1] == 0
     expected = draws * probabilities.double()
     seen = expected > 0
@@ -114,10 +114,10 @@ def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        (None, EndTokens(eos=(1,), pad=0)),
-        ('{"eos_token_id": [5, 6], "pad_token_id": 7}', EndTokens(eos=(5, 6), pad=7)),
-        ('{"decoder_start_token_id": 8, "bos_token_id": 9}', EndTokens(start=8)),
-        ('{"eos_token_id": 5, "bos_token_id": 9}', EndTokens(eos=(5,), start=9)),
+        (None, SpecialTokens(eos=(1,), pad=0)),
+        ('{"eos_token_id": [5, 6], "pad_token_id": 7}', SpecialTokens(eos=(5, 6), pad=7)),
+        ('{"decoder_start_token_id": 8, "bos_token_id": 9}', SpecialTokens(start=8)),
+        ('{"eos_token_id": 5, "bos_token_id": 9}', SpecialTokens(eos=(5,), start=9)),
         ("{", "cannot be read as JSON"),
     ],
 )
@@ -128,9 +128,9 @@ def test_the_generation_config_comes_before_the_config(tmp_path: Path, generatio
         (tmp_path / "generation_config.json").write_text(generation)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            end_tokens(tmp_path)
+            special_tokens(tmp_path)
     else:
-        assert end_tokens(tmp_path) == expected
+        assert special_tokens(tmp_path) == expected
 
 
 def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
