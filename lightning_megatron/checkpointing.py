@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
 
 
-_PATIENCE = timedelta(seconds=30)
+_FAILURE_WAIT = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
 
 LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
@@ -239,9 +239,9 @@ class Checkpointing:
         is_after_failure = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if failure is None or not is_after_failure or isinstance(failure, SIGTERMException):
             return
-        if not wait_for_all_ranks(_PATIENCE):
+        if not wait_for_all_ranks(_FAILURE_WAIT):
             self._abandon()
-            reason = f"not all ranks have failed within {_PATIENCE.seconds} s, and one alone cannot save"
+            reason = f"not all ranks have failed within {_FAILURE_WAIT.seconds} s, and one alone cannot save"
             warnings.warn(f"checkpoint {path} is not written: {reason}", stacklevel=2)
             raise failure
 
@@ -308,7 +308,7 @@ class Checkpointing:
 
     # ---- beginning --------------------------------------------------------------------------------------------------
 
-    def begin_with(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
+    def resolve_ckpt_path(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
         """The checkpoint that a run begins with; called by the launcher before there are other processes.
 
         Args:
@@ -392,7 +392,7 @@ class Checkpointing:
             self._loader_state = place
         return loaded
 
-    def go_back(self, *, before: int) -> dict[str, Any] | None:
+    def roll_back(self, *, before: int) -> dict[str, Any] | None:
         """Load this run's newest checkpoint from before a step, while training; every rank must call.
 
         Samples and the count of steps go on; weights, optimizer, random states and learning rates are loaded.

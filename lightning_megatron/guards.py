@@ -121,7 +121,7 @@ class SpikeGuard(Callback):
                 f"{told}, after max_rollbacks={self.max_rollbacks} rollbacks; look at samples and learning rate"
             )
         strategy: Any = trainer.strategy
-        loaded = strategy.checkpointing.go_back(before=step)
+        loaded = strategy.checkpointing.roll_back(before=step)
         if loaded is None:
             rank_zero_warn(f"{told}; this run has no checkpoint from before it, so training goes on as it is")
             return False

@@ -148,7 +148,7 @@ def die_with_launcher() -> None:
         os._exit(1)
 
 
-def on_present_nodes(
+def elastic_layout(
     parallel: ParallelConfig, environment: ClusterEnvironment, num_processes: int, num_nodes: int
 ) -> tuple[ParallelConfig, int]:
     """Layout and number of nodes of this start: torchrun or a scheduler may have started fewer than ``num_nodes``.
@@ -175,7 +175,7 @@ def on_present_nodes(
     return replace(parallel, num_microbatches=num_microbatches), present
 
 
-def meet(
+def connect_ranks(
     environment: ClusterEnvironment, num_nodes: int, device: torch.device, timeout: timedelta, of_collectives: timedelta
 ) -> None:
     """Make the process group of all ranks; a line says which are awaited where the user starts those of other nodes.

@@ -44,7 +44,7 @@ from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_alik
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.launch import check_trainer, check_world_size, die_with_launcher, meet, on_present_nodes
+from lightning_megatron.launch import check_trainer, check_world_size, connect_ranks, die_with_launcher, elastic_layout
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size, told_predict_size
@@ -293,7 +293,7 @@ class MegatronStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         environment = ready(self.cluster_environment, "the Trainer")
         # The first moment at which the world size is known, before any process is started.
-        self.parallel, self.num_nodes = on_present_nodes(self._asked, environment, self.num_processes, self.num_nodes)
+        self.parallel, self.num_nodes = elastic_layout(self._asked, environment, self.num_processes, self.num_nodes)
         self.num_microbatches = self.parallel.num_microbatches
         check_world_size(environment, self.num_processes, self.num_nodes)
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
@@ -331,7 +331,7 @@ class MegatronStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._watch.prepare(self._module.trainer.default_root_dir, device)
-        meet(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
+        connect_ranks(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
         self._watch.start()
         if self._runtime is not None:
             self._runtime.release()  # of a run that has ended without teardown
@@ -585,7 +585,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments
-        given["ckpt_path"] = strategy.checkpointing.begin_with(trainer, given["ckpt_path"])
+        given["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(trainer, given["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
         try:
             if self.cluster_environment.creates_processes_externally:

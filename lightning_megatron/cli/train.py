@@ -227,7 +227,7 @@ class MegatronCLI(LightningCLI):
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
             strategy.check_run(self.trainer, model, datamodule)
-            strategy.checkpointing.begin_with(self.trainer, self._get(self.config_init, "ckpt_path"))
+            strategy.checkpointing.resolve_ckpt_path(self.trainer, self._get(self.config_init, "ckpt_path"))
         folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
         check_writable(Path(each) for each in folders if each and "://" not in str(each))
         self._show_messages()

@@ -137,7 +137,7 @@ def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     strategy = MegatronStrategy()
     trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[keeper], strategy=strategy)
     with pytest.raises(ConfigError, match=message):
-        strategy.checkpointing.begin_with(trainer, None)
+        strategy.checkpointing.resolve_ckpt_path(trainer, None)
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
     from lightning_megatron.checkpoint.save import Save
 
     Save.is_written = lambda self: False  # type: ignore[method-assign]
-    checkpointing._PATIENCE = timedelta(seconds=1)
+    checkpointing._FAILURE_WAIT = timedelta(seconds=1)
 
     fit(
         run,

@@ -25,13 +25,13 @@ def _sum_of_ranks(port: int, last: int) -> float:
     """As a worker of torchrun does whose agent has its store at ``port``; rank ``last`` comes later than the others."""
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-    from lightning_megatron.launch import meet
+    from lightning_megatron.launch import connect_ranks
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment = TorchElasticEnvironment()
     rank = environment.global_rank()
     time.sleep(1 if rank == last else 0)
-    meet(environment, 1, torch.device("cpu"), timedelta(seconds=60), timedelta(seconds=60))
+    connect_ranks(environment, 1, torch.device("cpu"), timedelta(seconds=60), timedelta(seconds=60))
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
     return float(total)
