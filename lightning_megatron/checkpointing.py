@@ -40,7 +40,7 @@ from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
 from lightning_megatron.data.loader import ResumableLoader
-from lightning_megatron.engine.collectives import alike_on_all_ranks, wait_for_all_ranks
+from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
@@ -339,7 +339,7 @@ class Checkpointing:
         """
         self._run = run
         module, of_rank_0 = self._trainer.lightning_module, self._strategy.broadcast(self._beginning)
-        with alike_on_all_ranks():
+        with raise_on_all_ranks():
             if self._beginning != of_rank_0:
                 raise CheckpointError(
                     f"this rank would begin with {self._beginning or 'no checkpoint'} and rank 0 with "

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
-from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.models.config import ModelConfig
 
@@ -132,7 +132,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             self._train_loader = None
             self._restored = {}
         run, is_first = self.run(), strategy.global_rank == 0
-        on_all_ranks_alike(lambda: self.check(run) if is_first else None)
+        call_on_all_ranks(lambda: self.check(run) if is_first else None)
 
     @override
     def train_dataloader(self) -> TrainLoader:
@@ -266,7 +266,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         strategy = self._strategy()
 
         def opened(is_mine: bool) -> Samples | None:
-            return on_all_ranks_alike(lambda: self.open(name, num_samples) if is_mine else None)
+            return call_on_all_ranks(lambda: self.open(name, num_samples) if is_mine else None)
 
         samples = opened(strategy.global_rank == 0)
         size, fingerprint = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))

@@ -23,11 +23,11 @@ from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
-from lightning_megatron.engine.collectives import computed_metrics, on_all_ranks_alike
+from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
 from lightning_megatron.engine.fillers.fp8 import size_warning
 from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
 from lightning_megatron.engine.optimizer import OptimizerOptions
-from lightning_megatron.engine.runtime import seed_of_run, unchanged_environment
+from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
@@ -299,7 +299,7 @@ class MegatronModule(pl.LightningModule):
         without_file = None
         if self.pretrained_path is not None:
             without_file = load_hugging_face(chunks, self.model_config, self.pretrained_path)
-        initialize_weights(chunks, self.model_config, seed_of_run(), only=without_file)
+        initialize_weights(chunks, self.model_config, run_seed(), only=without_file)
         if self.adaptation is not None and self.adaptation.source is not None:
             load_adapter(chunks, self.model_config, self.adaptation.source)
 
@@ -381,7 +381,7 @@ class MegatronModule(pl.LightningModule):
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
             with torch.inference_mode(False), torch.no_grad():
-                values = computed_metrics(metrics, self.megatron.topology, self.megatron.root_device)
+                values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
                 log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
                 for name, value in values.items():
                     # Lightning would round a plain number to fp32, and NCCL reduces nothing on the host.
@@ -401,7 +401,7 @@ class MegatronModule(pl.LightningModule):
         # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
         log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
         # Sums over an epoch of millions of targets need more digits than those of one batch.
-        values = {"loss": output.loss, **output.terms, **output.of_experts}
+        values = {"loss": output.loss, **output.terms, **output.expert_metrics}
         values = values if on_step else {name: value.double() for name, value in values.items()}
         for name, value in values.items():
             log(f"{stage}_{name}", value, prog_bar=has_bar and name == "loss")
@@ -702,7 +702,7 @@ class MegatronModule(pl.LightningModule):
             # The others meet rank 0 every minute: an upload may take longer than a collective waits.
             while not self.megatron.broadcast(running is not None and bool(wait([running], timeout=60).done)):
                 pass
-            return self.megatron.broadcast(on_all_ranks_alike(lambda: running.result() if running else ""))
+            return self.megatron.broadcast(call_on_all_ranks(lambda: running.result() if running else ""))
 
 
 def _on_host(number: float) -> torch.Tensor:

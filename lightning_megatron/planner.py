@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_megatron import accounting
-from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
+from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
@@ -518,7 +518,7 @@ def _balanced(even: Plan, device: Device) -> Plan:
         return even
     for last in range(max(chunks, share - _MOVED * chunks), share, chunks):
         for first in range(last, share + _MOVED * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
-            ends: dict[str, Any] = dict(zip(UNEVEN, (first, last), strict=True))
+            ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
             uneven = replace(run, parallel=replace(parallel, **ends))
             if _is_allowed(uneven) and (moved := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
                 found = min(found, moved, key=_seconds)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
-from lightning_megatron.engine.collectives import data_parallel_group, on_all_ranks_alike
+from lightning_megatron.engine.collectives import call_on_all_ranks, data_parallel_group
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrateg
         pairs = zip(predictions, dealt[0], strict=False)
         return [_with_samples(loader, prediction, samples) for prediction, samples in pairs]
 
-    own, group = on_all_ranks_alike(checked), data_parallel_group()
+    own, group = call_on_all_ranks(checked), data_parallel_group()
     of_copies: list[Any] = [own] * dist.get_world_size(group)
     if len(of_copies) > 1:
         dist.all_gather_object(of_copies, own, group=group)

@@ -31,16 +31,16 @@ from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weig
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
-from lightning_megatron.engine.collectives import on_all_ranks_alike
+from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.heartbeat import Heartbeat, Watch
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
-from lightning_megatron.engine.runtime import Runtime, seed_of_run
+from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_alike, to_16bit, to_ddp
+from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
 from lightning_megatron.errors import ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
@@ -334,12 +334,12 @@ class MegatronStrategy(DDPStrategy):
         connect_ranks(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
         self._watch.start()
         if self._runtime is not None:
-            self._runtime.release()  # of a run that has ended without teardown
+            self._runtime.unpatch()  # of a run that has ended without teardown
         self._runtime = Runtime(device)
         self._weights_of_other_layout = self._keep_weights()
         self._topology = groups.initialize(self.parallel, self._watch.collective_timeout)
-        self._runtime.hold()
-        self._runtime.seed(seed_of_run(), self._topology.pp_rank, self._topology.cp_rank)
+        self._runtime.patch()
+        self._runtime.seed(run_seed(), self._topology.pp_rank, self._topology.cp_rank)
         self._shared_batches = math.inf
         self.checkpointing.begin(self._module.trainer, environment, self._host_group)
 
@@ -378,7 +378,7 @@ class MegatronStrategy(DDPStrategy):
                 self._weights_of_other_layout = None
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
-                freeze_alike(self._chunks, self._host_group)
+                freeze_shared_weights(self._chunks, self._host_group)
                 module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
             self._schedule = Schedule(self._chunks, self.topology, graphs)
             if fitting:
@@ -438,7 +438,7 @@ class MegatronStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self.checkpointing.on_train_start()
-        on_all_ranks_alike(ready(self._schedule, "setup").check_frozen)
+        call_on_all_ranks(ready(self._schedule, "setup").check_frozen)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -460,8 +460,8 @@ class MegatronStrategy(DDPStrategy):
             fixed_rows = None if getattr(data, "rampup", None) is None else data.micro_batch_size
             output = schedule.train(batch, train_step, optimizer, fixed_rows)
         optimizer.loss, self.step_shape = output.loss, output.shape
-        group, may_skip = self._host_group, self.on_nan == "skip"
-        optimizer.judge = partial(schedule.judge, output, step=trainer.global_step, may_skip=may_skip, group=group)
+        step, may_skip, group = trainer.global_step, self.on_nan == "skip", self._host_group
+        optimizer.check_finite = partial(schedule.check_finite, output, step=step, may_skip=may_skip, group=group)
         return output
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
@@ -539,7 +539,7 @@ class MegatronStrategy(DDPStrategy):
             self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
         self._watch.stop()
         if self._runtime is not None:
-            self._runtime.release()
+            self._runtime.unpatch()
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()

@@ -49,7 +49,7 @@ from lightning_megatron.checkpoint.save import (
     sharded_state,
     sharded_weights,
 )
-from lightning_megatron.engine.collectives import alike_on_all_ranks
+from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -67,10 +67,10 @@ def read_meta(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the checkpoint is missing, unfinished, damaged, of another format or could run code.
     """
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         check_complete(path)
         verify_checksums(path, (dist.get_rank(), dist.get_world_size()))
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         return load_meta(path)
 
 
@@ -95,7 +95,7 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     path = recover(path)
     meta = read_meta(path)
     there, here = meta["layout"], layout_of(run.topology)
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         check_fits(run, meta, path)
         rank = dist.get_rank() if there == here else 0
         random_states = {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
@@ -103,7 +103,7 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     if run.optimizer is not None and there == here:
         run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
-        run.runtime.load_users_state(random_states)
+        run.runtime.load_user_state(random_states)
         rank_zero_warn(
             f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: all goes on but the random "
             "states, so dropout draws other numbers; resume at the same sizes to go on exactly"
@@ -274,7 +274,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
         is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
         if optimizer is None and is_base:  # of adapters that begin
             run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
-        with alike_on_all_ranks():
+        with raise_on_all_ranks():
             check_fits(run_to_load, meta, path)
         _load(run_to_load, path)
         for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
@@ -291,7 +291,7 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
     there, so the others are put back.
     """
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         _check_same(run, meta, path, _FREE | _MAY_BE_STRETCHED | _SHOWS_IN_WEIGHTS)
     state = sharded_weights(run.chunks, _as_stored(run, meta).part)
     weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
@@ -332,7 +332,7 @@ def _load_sharded(
     Returns:
         What was loaded; names in the checkpoint that ``state`` has not; names of ``state`` that are not there.
     """
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         check_backends(path)
         loaded, table = load_plain(path / COMMON), read_table(path)
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):

@@ -59,7 +59,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 from lightning_megatron import files
 from lightning_megatron.checkpoint.files import BACKENDS, COMMON, FORMAT_VERSION, KNOWN_BACKENDS, META, TABLE
 from lightning_megatron.engine.adapter_names import is_adapter
-from lightning_megatron.engine.collectives import alike_on_all_ranks
+from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -474,7 +474,7 @@ def _gathered(mine: T) -> list[T]:
 @contextlib.contextmanager
 def _alike(refusal: str) -> Iterator[None]:
     """What files or the disk make the block raise on one rank is raised on all ranks."""
-    with alike_on_all_ranks(), files.failures_as_errors(refusal):
+    with raise_on_all_ranks(), files.failures_as_errors(refusal):
         yield
 
 

@@ -147,10 +147,10 @@ def _pp(run: Run) -> str:
 
 def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     """A configuration for ``fit`` with the best layout; data are a placeholder."""
-    from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
+    from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 
     run, parallel = best.run, best.run.parallel
-    always, optional = ("tp", "pp", "sequence_parallel", "num_microbatches"), ("vpp", "cp", "ep", *UNEVEN)
+    always, optional = ("tp", "pp", "sequence_parallel", "num_microbatches"), ("vpp", "cp", "ep", *UNEVEN_STAGES)
     names = (*always, *(name for name in optional if getattr(parallel, name) != getattr(ParallelConfig(), name)))
     strategy = {**{name: getattr(parallel, name) for name in names}, "recompute": run.recompute}
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}

@@ -39,7 +39,7 @@ from lightning_megatron.convert.registry import config_of_task, differences, fam
 from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, refuse_infinite
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
-from lightning_megatron.engine.collectives import alike_on_all_ranks, on_all_ranks_alike
+from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_all_ranks
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
@@ -108,10 +108,10 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 _save_megatron(chunks, source, runtime, topology, folder)
             else:
                 rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
-                on_all_ranks_alike(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
+                call_on_all_ranks(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
             if options.to in ("megatron", "megatron-legacy"):
                 beside = folder / COMPANIONS if options.to == "megatron" else folder
-                on_all_ranks_alike(lambda: copy_companions(companions, beside) if dist.get_rank() == 0 else None)
+                call_on_all_ranks(lambda: copy_companions(companions, beside) if dist.get_rank() == 0 else None)
     return source.kind
 
 
@@ -148,7 +148,7 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
         loading.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
-    with alike_on_all_ranks():
+    with raise_on_all_ranks():
         for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
             mean = total / (len(others) + 1)
             weight.data = mean.to(dtype or of_first)

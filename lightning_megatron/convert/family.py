@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_megatron.engine.adapter_names import ADAPTER
+from lightning_megatron.engine.adapter_names import ADAPTER_SUFFIX
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import Activation, Adapters, ModelConfig, RopeScaling
 from lightning_megatron.models.rotary import scaled_frequencies
@@ -102,10 +102,10 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
         modules = [f"base_model.model.{each}" for each in rule.modules]
         adapted = tuple(f"{module}.lora_A.weight" for module in itertools.compress(modules, parts))
         rows = (adapters.rank,) * len(adapted)
-        made.append(Rule(megatron=f"{name}{ADAPTER}.A", hugging_face=adapted, rows=rows))
+        made.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
         named = zip(modules, parts, strict=True)
         matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
-        made.append(Rule(megatron=f"{name}{ADAPTER}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
+        made.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
     return made
 
 

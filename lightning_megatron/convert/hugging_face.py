@@ -367,9 +367,9 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
         CheckpointError: If the files are missing or damaged, or are not those of this model; what is missing,
             superfluous, or of another shape or kind is named. On all ranks alike, before anything is changed.
     """
-    from lightning_megatron.engine.collectives import on_all_ranks_alike  # the engine's import takes seconds
+    from lightning_megatron.engine.collectives import call_on_all_ranks  # the engine's import takes seconds
 
-    source = on_all_ranks_alike(lambda: HuggingFaceSource(Path(path)))
+    source = call_on_all_ranks(lambda: HuggingFaceSource(Path(path)))
     source.model = model
     loading = Loading(chunks, source)
     loading.fill()
@@ -434,7 +434,7 @@ def save_hugging_face(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    from lightning_megatron.engine.collectives import on_all_ranks_alike
+    from lightning_megatron.engine.collectives import call_on_all_ranks
 
     largest = size_in_bytes(max_shard_size)
     gathering = Gathering(chunks, model, lambda key: key not in without)
@@ -449,7 +449,7 @@ def save_hugging_face(
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()
     with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-        on_all_ranks_alike(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
+        call_on_all_ranks(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
         held: dict[str, dict[str, torch.Tensor]] = {}
         left = Counter(split.tensor_to_filename.values())
         for name, tensor in gathering.tensors():
@@ -459,7 +459,7 @@ def save_hugging_face(
                 held.setdefault(file, {})[name] = tensor
             if left[file] == 0:
                 write = partial(write_weight_file, folder, file, held.pop(file, {}))
-                on_all_ranks_alike(write if is_first else lambda: None)
+                call_on_all_ranks(write if is_first else lambda: None)
             bar.update(contents[name].num_bytes)
 
 
@@ -487,7 +487,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: If it cannot be written, on all ranks alike.
     """
-    from lightning_megatron.engine.collectives import on_all_ranks_alike
+    from lightning_megatron.engine.collectives import call_on_all_ranks
 
     is_new = not path.is_dir()
     parent, name = (path.parent, path.name) if is_new else (path, "model")
@@ -507,9 +507,9 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
     with contextlib.ExitStack() as stack:
         is_first = dist.get_rank() == 0
-        on_all_ranks_alike(lambda: stack.enter_context(staging()) if is_first else None)
+        call_on_all_ranks(lambda: stack.enter_context(staging()) if is_first else None)
         yield folder
-        on_all_ranks_alike(stack.close)
+        call_on_all_ranks(stack.close)
 
 
 def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:

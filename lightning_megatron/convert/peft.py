@@ -254,7 +254,7 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
     Raises:
         CheckpointError: If something cannot be written, on all ranks alike.
     """
-    from lightning_megatron.engine.collectives import on_all_ranks_alike
+    from lightning_megatron.engine.collectives import call_on_all_ranks
 
     gathered = Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
     tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
@@ -268,7 +268,7 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 write_weight_file(folder, WEIGHTS, tensors)
                 (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
 
-    on_all_ranks_alike(write)
+    call_on_all_ranks(write)
 
 
 def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:

@@ -324,7 +324,7 @@ class Loading:
     """
 
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
-        from lightning_megatron.engine.collectives import on_all_ranks_alike  # the engine's import takes seconds
+        from lightning_megatron.engine.collectives import call_on_all_ranks  # the engine's import takes seconds
 
         self._chunks, self._model = list(chunks), source.model
         shapes: dict[Key, tuple[int, ...]] = {}
@@ -336,7 +336,7 @@ class Loading:
             matches = ((each, each.match({k: shapes[k] for k in keys if each.holds(k)})) for each in source.parts)
             return {key: (each, dtype) for each, dtypes in matches for key, dtype in dtypes.items()}
 
-        self._found = on_all_ranks_alike(match)  # the first rank looks at what is tied
+        self._found = call_on_all_ranks(match)  # the first rank looks at what is tied
         self.missing = frozenset(shapes) - frozenset(self._found)
         """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
 
@@ -352,7 +352,7 @@ class Loading:
             CheckpointError: If a file is damaged, or a finite number would be infinite in ``dtype``; on all ranks
                 alike.
         """
-        from lightning_megatron.engine.collectives import on_all_ranks_alike
+        from lightning_megatron.engine.collectives import call_on_all_ranks
 
         if as_stored:
             for tensor, parts in _sharded(self._chunks):
@@ -371,7 +371,7 @@ class Loading:
                         refuse_infinite(place.key, part, ours)
                     bar.update(shard.data.nbytes)
 
-            on_all_ranks_alike(fill_all)
+            call_on_all_ranks(fill_all)
 
 
 def refuse_infinite(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:

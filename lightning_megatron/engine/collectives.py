@@ -1,6 +1,6 @@
 """Collectives on values of user code and of checks: failures, averages, gathered rows and metrics.
 
-``on_all_ranks_alike`` raises on every rank what one rank's check has found, so that none is left waiting. Averages and
+``call_on_all_ranks`` raises on every rank what one rank's check has found, so that none is left waiting. Averages and
 gathers over the data-parallel group are for code of one's own in ``validation_step`` and callbacks: losses and logged
 metrics need neither, they agree already.
 """
@@ -25,14 +25,14 @@ from lightning_megatron.errors import ConfigError
 T = TypeVar("T")
 
 
-def on_all_ranks_alike(check: Callable[[], T]) -> T:
-    """What ``check`` returns, and what it raises as ``alike_on_all_ranks`` does; every rank of the world must call."""
-    with alike_on_all_ranks():
+def call_on_all_ranks(check: Callable[[], T]) -> T:
+    """What ``check`` returns, and what it raises as ``raise_on_all_ranks`` does; every rank of the world must call."""
+    with raise_on_all_ranks():
         return check()
 
 
 @contextlib.contextmanager
-def alike_on_all_ranks() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise the first rank's error of the block on all ranks, each of which must come to it.
 
     The block must not communicate, since another rank may already have raised.
@@ -129,7 +129,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
                 f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same"
             )
     of_ranks = zip(*(counts for _, counts in answers), strict=True)
-    gathered = [r if r is None else gathered_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
+    gathered = [r if r is None else all_gather_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
     return pytree.tree_unflatten(gathered, structure)
 
 
@@ -143,7 +143,7 @@ def _kind(rows: torch.Tensor) -> str:
     return f"{rows.dtype} of the shape [{', '.join(['rows', *map(str, rows.shape[1:])])}]"
 
 
-def gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """The rows of all ranks of the group, of which each has ``counts``, in order; every rank must call."""
     if len(counts) == 1:
         return rows
@@ -158,7 +158,7 @@ def gathered_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.Process
     return torch.cat([part[:count].to(own_device) for part, count in zip(gathered, counts, strict=True)])
 
 
-def computed_metrics(metrics: Mapping[str, Metric], topology: Topology, device: torch.device) -> dict[str, float]:
+def compute_metrics(metrics: Mapping[str, Metric], topology: Topology, device: torch.device) -> dict[str, float]:
     """What metrics that were updated on the last stage say, on every rank; each rank must call with the same names.
 
     The states are synchronized over the data-parallel ranks of the last stage only: other ranks of a copy have seen

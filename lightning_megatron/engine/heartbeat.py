@@ -57,7 +57,7 @@ MARGIN = timedelta(seconds=10)
 _BEAT = 1.0
 _SILENCE = 5.0
 """Seconds without a beat after which a rank counts as silent."""
-_STANDSTILL = 10.0
+_SUSPENDED = 10.0
 """Seconds between two looks after which a rank says that it stood still."""
 _LEAST, _MEDIANS, _MEDIANS_OF_GRACE = 60.0, 10, 3
 _LAST_WORDS = 3.0
@@ -141,9 +141,9 @@ class Place(NamedTuple):
     """In words: "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"; the line is of the
     innermost function that is neither Python's nor torch's nor Lightning's."""
     kind: Kind
-    waits: bool
+    is_waiting: bool
     """Whether for other ranks, in a collective or for work that it began."""
-    is_users: bool
+    in_user_code: bool
     """Whether Lightning called something that is neither of this package nor of Megatron."""
 
 
@@ -163,8 +163,8 @@ def place_of(frames: Sequence[FrameType]) -> Place:
     else:
         kind = "step" if any(_LIGHTNINGS_LOOPS in code.co_filename for code in codes) else "setup"
     text = f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})"
-    is_users = any(_OWN not in each and _MEGATRON not in each for each in called)
-    return Place(text, kind, bool(waits), is_users)
+    in_user_code = any(_OWN not in each and _MEGATRON not in each for each in called)
+    return Place(text, kind, bool(waits), in_user_code)
 
 
 def _hook(frame: FrameType) -> str:
@@ -201,17 +201,17 @@ class Beat(NamedTuple):
 
     place: str = ""
     kind: Kind = "setup"
-    waits: bool = False
-    is_users: bool = False
+    is_waiting: bool = False
+    in_user_code: bool = False
     number: int = 0
     stale: float = 0.0
     """Seconds since it made progress."""
     limit: float = 0.0
     """How many it may take where it is."""
     steps: int = 0
-    paced: int = 0
+    sampled_steps: int = 0
     """Over how many of them it was looked at; 0 if too seldom to tell."""
-    waited: float = 0.0
+    wait_fraction: float = 0.0
     """In which share of these looks it waited for others."""
     busy: str = ""
     """Where it mostly was when it did not wait."""
@@ -227,7 +227,7 @@ class Verdict(NamedTuple):
     """With which the others end."""
 
 
-def verdict(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
+def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
     """Who hangs; None if some rank makes progress.
 
     Args:
@@ -239,7 +239,7 @@ def verdict(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, most: floa
     awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
     if any(beat.stale < min(beat.limit, most) for beat in awake.values()):
         return None
-    hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.waits] or _outsiders(awake)
+    hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.is_waiting] or _outsiders(awake)
     first = beats[hanging[0]]
     places = Counter(beat.place for beat in awake.values() if beat.place != first.place)
     found = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
@@ -258,19 +258,19 @@ def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
     Of these the ones with the fewest batches: under NCCL the others may be steps ahead before their host waits, too.
     """
     shared = Counter(beat.place for beat in awake.values())
-    rarity = {rank: (shared[beat.place], not beat.is_users, beat.steps) for rank, beat in awake.items()}
+    rarity = {rank: (shared[beat.place], not beat.in_user_code, beat.steps) for rank, beat in awake.items()}
     return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 
-def straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
+def find_straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
     """Which rank the others nearly always wait for, and a line about it; None if none, or if too little was seen."""
-    slowest, beat = min(enumerate(beats), key=lambda each: each[1].waited)
-    others = statistics.median(each.waited for rank, each in enumerate(beats) if rank != slowest)
-    if min(each.paced for each in beats) < _STEPS_OF_LOOKS or others - beat.waited < _LESS_WAITING:
+    slowest, beat = min(enumerate(beats), key=lambda each: each[1].wait_fraction)
+    others = statistics.median(each.wait_fraction for rank, each in enumerate(beats) if rank != slowest)
+    if min(each.sampled_steps for each in beats) < _STEPS_OF_LOOKS or others - beat.wait_fraction < _LESS_WAITING:
         return None
     return slowest, (
-        f"rank {slowest} is slower than the others: over the last {beat.paced} steps they waited for other ranks "
-        f"{others:.0%} of the time, and it {beat.waited:.0%}; mostly it is {beat.busy}"
+        f"rank {slowest} is slower than the others: over the last {beat.sampled_steps} steps they waited for other "
+        f"ranks {others:.0%} of the time, and it {beat.wait_fraction:.0%}; mostly it is {beat.busy}"
     )
 
 
@@ -378,7 +378,7 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(_BEAT):
             now = time.monotonic()
-            if (gap := now - self._looked) > _STANDSTILL:
+            if (gap := now - self._looked) > _SUSPENDED:
                 self._progressed += gap
                 what = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
                 warnings.warn(what, stacklevel=2)
@@ -391,16 +391,16 @@ class Watch:
                 self._judge(now)
             if self._verdict is not None:
                 self._end(self._verdict)
-            if self._rank == 0 and self._beats and (found := straggler(self._beats)) and found[0] not in self._named:
-                self._named.add(found[0])
-                warnings.warn(found[1], stacklevel=2)
+            if self._rank == 0 and self._beats and (slow := find_straggler(self._beats)) and slow[0] not in self._named:
+                self._named.add(slow[0])
+                warnings.warn(slow[1], stacklevel=2)
 
     def _sample(self, now: float) -> None:
         """Note where the main thread is, and whether that is progress."""
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
         place, steps, computed = place_of(frames), progress.steps, time.process_time()
         ticks, stack = progress.ticks + steps, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
-        computes = place.kind == "setup" and not place.waits and computed - self._computed > _BEAT / 10
+        computes = place.kind == "setup" and not place.is_waiting and computed - self._computed > _BEAT / 10
         is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
         if ticks != self._ticks:
             self._places.clear()
@@ -414,7 +414,7 @@ class Watch:
                 self._steps.append((now - since) / (steps - before))
             self._stepped = (steps, now)
         if place.kind == "step":
-            self._looks.append((steps, "" if place.waits else place.text))
+            self._looks.append((steps, "" if place.is_waiting else place.text))
         busy = Counter(text for _, text in self._looks if text)
         self._beat = Beat(
             *place,
@@ -422,8 +422,8 @@ class Watch:
             stale=now - self._progressed,
             limit=self._limit(place.kind),
             steps=steps,
-            paced=steps - self._looks[0][0] if len(self._looks) >= _LOOKS else 0,
-            waited=1 - busy.total() / max(1, len(self._looks)),
+            sampled_steps=steps - self._looks[0][0] if len(self._looks) >= _LOOKS else 0,
+            wait_fraction=1 - busy.total() / max(1, len(self._looks)),
             busy=max(busy, key=busy.__getitem__, default=""),
         )
 
@@ -452,7 +452,7 @@ class Watch:
             found = Verdict(text=f"{told}: rank {self._rank} waits {mine.place}", silent=[0])
         elif self._beats:
             silent = [rank for rank, heard in enumerate(self._heard) if now - heard > _SILENCE]
-            found = verdict(self._beats, silent, mine, most)
+            found = find_hang(self._beats, silent, mine, most)
         if found is None:
             return
         code = 1

@@ -59,7 +59,7 @@ class MicrobatchGraphs:
             yield
         outside.wait_stream(self._stream)
 
-    def are_ready_for(self, inputs: Tensors) -> bool:
+    def is_ready(self, inputs: Tensors) -> bool:
         """Whether a step of such microbatches can be replayed; to ask counts the step."""
         key = _key(inputs)
         self._seen[key] = self._seen.get(key, 0) + 1

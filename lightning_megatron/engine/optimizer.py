@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
-from lightning_megatron.engine.overrides import LEAST_LOSS_SCALE, configured
+from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
 
@@ -109,7 +109,7 @@ class OptimizerOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
         for name in ("loss_scale_window", "loss_scale_hysteresis"):
             require_number(name, getattr(self, name), at_least=1)
-        require_number("min_loss_scale", self.min_loss_scale, LEAST_LOSS_SCALE)
+        require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE)
         require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
 
 
@@ -219,7 +219,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "use_distributed_optimizer": settings.distributed_optimizer,
             "overlap_param_gather": settings.overlaps_gathers,
         }
-        config = configured(OptimizerConfig, chosen, settings.overrides.optimizer)
+        config = build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
         self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
         for group in self.inner.param_groups:
             # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
@@ -233,13 +233,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.loss = torch.zeros(())
         """[], fp32, on the device: what the gradients are of, the same on every rank."""
-        self.judge: Callable[[float], None] = lambda grad_norm: None
+        self.check_finite: Callable[[float], None] = lambda grad_norm: None
         """Called on all ranks with the step's gradient norm; NaN or infinite if the loss is. Raises to end the run."""
         self.grad_norm: torch.Tensor | None = None
         """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
         self._report: OptimizerReport | None = None
         self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
-        """Of a step that the host does not know yet: the squared norm, and ``judge`` of then."""
+        """Of a step that the host does not know yet: the squared norm, and ``check_finite`` of then."""
         self.skipped_steps = 0
         for masters in self._masters:
             masters.materialize_state()
@@ -270,7 +270,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.settle()  # the step before; this one's gradients are queued by now
             if self.inner.prepare_grads():  # an overflow of 16-mixed
                 self.grad_norm = torch.tensor(math.nan)
-                self._finish(math.nan, self.judge, overflow=True)
+                self._finish(math.nan, self.check_finite, overflow=True)
             else:
                 self._masked_update()
                 if not self._settles_late:
@@ -293,7 +293,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Learn what became of the last step. Every rank must call at the same place; does nothing the second time.
 
         Raises:
-            NonFiniteError: If it was not finite, and ``judge`` says so.
+            NonFiniteError: If it was not finite, and ``check_finite`` says so.
         """
         if self._outcome is None:
             return
@@ -313,7 +313,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             optimizer.found_inf = found_inf
             optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
         # Copied before the update, behind which the host then need not wait.
-        self._outcome = HostCopy(squared), self.judge
+        self._outcome = HostCopy(squared), self.check_finite
         self.inner.step_with_ready_grads()
 
     def _squared_norm(self) -> torch.Tensor:

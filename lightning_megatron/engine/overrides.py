@@ -24,18 +24,18 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.parallel import UNEVEN
+from lightning_megatron.engine.parallel import UNEVEN_STAGES
 from lightning_megatron.errors import ConfigError, require_choice, require_kind, require_number
 
 _Config = TypeVar("_Config", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-LEAST_LOSS_SCALE = 2.0**-24
+MIN_LOSS_SCALE = 2.0**-24
 """The smallest number of fp16."""
 _OPTIONS = {
     TransformerConfig: "transformer_config_overrides",
     OptimizerConfig: "optimizer_config_overrides",
     DistributedDataParallelConfig: "ddp_config_overrides",
 }
-OF_THE_SAME_NAME = (
+SAME_NAME_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
     *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
@@ -56,7 +56,7 @@ _OFFLOAD = (
 )
 _INSTEAD: dict[type, dict[str, str]] = {
     TransformerConfig: {
-        _MODEL: f"{' '.join(OF_THE_SAME_NAME)} activation_func softmax_scale init_method_std num_moe_experts "
+        _MODEL: f"{' '.join(SAME_NAME_FIELDS)} activation_func softmax_scale init_method_std num_moe_experts "
         "moe_layer_freq moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
@@ -64,7 +64,7 @@ _INSTEAD: dict[type, dict[str, str]] = {
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
         "use MegatronStrategy(vpp=)": "virtual_pipeline_model_parallel_size",
         "use MegatronStrategy(cp=)": "context_parallel_size",
-        _SAME: f"cp_comm_type sequence_parallel {' '.join(UNEVEN)}",
+        _SAME: f"cp_comm_type sequence_parallel {' '.join(UNEVEN_STAGES)}",
         "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers "
         "moe_layer_recompute",
         "use MegatronStrategy(cuda_graphs=)": "*cuda_graph*",
@@ -154,7 +154,7 @@ def _check(kind: type, name: str, value: object) -> None:
     if name == "moe_token_dispatcher_type":
         require_choice(f"{option}: {name}", value, ("alltoall", "allgather"))
     if name == "loss_scale" and value is not None:
-        require_number(f"{option}: {name}", value, LEAST_LOSS_SCALE)
+        require_number(f"{option}: {name}", value, MIN_LOSS_SCALE)
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def _annotations(kind: type) -> dict[str, str]:
     return {name: plain.get(hint, "") for name, hint in get_type_hints(kind).items()}
 
 
-def configured(kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]) -> _Config:
+def build_config(kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]) -> _Config:
     """A config of Megatron's, with what this package has chosen and ``overrides`` by hand, which win.
 
     Raises:

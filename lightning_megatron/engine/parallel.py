@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CPCommType = Literal["auto", "a2a", "all_gather"]
 """Heads for tokens (``a2a``), keys and values of all (``all_gather``), or the first of them that the model allows."""
 
-UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class ParallelConfig:
                     f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={self.vpp} "
                     f"needs; choose num_microbatches from {self.pp}, {2 * self.pp}, {3 * self.pp}, ..."
                 )
-        for name in UNEVEN:
+        for name in UNEVEN_STAGES:
             require_kind(name, getattr(self, name), "int | None")
             if getattr(self, name) is not None and self.pp < 2:
                 raise ConfigError(f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp")
@@ -84,7 +84,7 @@ class ParallelConfig:
         return self.tp * self.pp * self.cp
 
     @property
-    def ep_is_within_a_copy(self) -> bool:
+    def ep_is_within_replica(self) -> bool:
         """Whether a copy of the model holds all experts; otherwise copies need each other in each layer."""
         return self.tp * self.cp % self.ep == 0
 
@@ -150,7 +150,7 @@ class ParallelConfig:
         self._check_experts(model)
         if model.architecture == "t5":
             self._check_joint_stack(model)
-        elif any(getattr(self, name) is not None for name in UNEVEN):
+        elif any(getattr(self, name) is not None for name in UNEVEN_STAGES):
             self.layout(model.num_layers)
         else:
             stages = "pp" if self.vpp is None else "pp x vpp"
@@ -191,7 +191,7 @@ class ParallelConfig:
             ConfigError: If several ranks would send the same token to an expert in training, or copies of the model
                 that share experts would have rows of their own in prediction.
         """
-        if function == "predict" and not self.ep_is_within_a_copy:
+        if function == "predict" and not self.ep_is_within_replica:
             raise ConfigError(
                 f"ep={self.ep}: Trainer.predict gives copies that share experts other rows; use ep=1, or generate"
             )
@@ -209,12 +209,12 @@ class ParallelConfig:
         Raises:
             ConfigError: If the first or last stage leaves the others layers that they cannot share evenly.
         """
-        first, last = (getattr(self, name) for name in UNEVEN)
+        first, last = (getattr(self, name) for name in UNEVEN_STAGES)
         ends = [each for each in (first, last) if each is not None]
         others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
         share = rest // others if others else 0
         if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
-            given = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN)
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN_STAGES)
             raise ConfigError(
                 f"{given}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
                 f"multiples of vpp={chunks}, got a rest of {rest}; correct them"
@@ -225,7 +225,7 @@ class ParallelConfig:
 
     def _check_joint_stack(self, model: ModelConfig) -> None:
         """T5's encoder and decoder layers are one stack, which is cut anywhere."""
-        for name in UNEVEN:
+        for name in UNEVEN_STAGES:
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)}: a T5 is cut by cost already; leave it out, or cut by hand with "

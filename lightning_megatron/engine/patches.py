@@ -37,7 +37,7 @@ class Patch(NamedTuple):
     """The versions that need it, all of which were read."""
 
 
-def stand_ins(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
+def replacements(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
     """For each patch the object, its attribute, and what stands in for it while the patch is active."""
     found = []
     for patch in patches:

@@ -5,7 +5,7 @@ and the tracked one, different on each (dropout inside). On a CPU the device's d
 user code and DataLoaders draw from, which would make TP ranks drift apart, so the engine keeps its own state there and
 swaps it in while it works.
 
-Megatron's patches last from ``hold`` to ``release``, a whole run of a Trainer, so that a step does not pay for them.
+Megatron's patches last from ``patch`` to ``unpatch``, a whole run of a Trainer, so that a step does not pay for them.
 Random streams and what stands in for CUDA last for one call of the engine: user code between two calls (callbacks,
 DataLoaders, other models) sees torch and its random numbers as they are.
 """
@@ -25,7 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.patches import CPU, patches, stand_ins
+from lightning_megatron.engine.patches import CPU, patches, replacements
 
 _PP_STRIDE, _CP_STRIDE = 100, 100_000
 """Megatron-LM's distance between the seeds of two pipeline stages (training/initialize.py:_set_random_seed), and ours
@@ -33,7 +33,7 @@ of two ranks of a cp group, which would drop the same of different tokens otherw
 _DEFAULT_SEED = 1234
 
 
-def seed_of_run() -> int:
+def run_seed() -> int:
     """The seed given to ``seed_everything`` (Lightning hands it to all ranks), else a fixed one."""
     return int(os.environ.get("PL_GLOBAL_SEED", _DEFAULT_SEED))
 
@@ -42,7 +42,7 @@ class Runtime:
     """The surroundings of one strategy; may be entered again while they are active."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare for ``device``; nothing changes before ``hold`` or ``active``."""
+        """Prepare for ``device``; nothing changes before ``patch`` or ``active``."""
         self._on_cpu = device.type == "cpu"
         self._patched = contextlib.ExitStack()
         self._is_held = self._is_active = False
@@ -86,12 +86,12 @@ class Runtime:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue every stream where ``state_dict`` was taken."""
-        self.load_users_state(state)
+        self.load_user_state(state)
         with self.active():
             get_cuda_rng_tracker().set_states(state["tracker"])
             torch.cuda.set_rng_state(state["device"])
 
-    def load_users_state(self, state: dict[str, Any]) -> None:
+    def load_user_state(self, state: dict[str, Any]) -> None:
         """Continue only the streams that user code draws from; they mean the same on any layout."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -103,26 +103,26 @@ class Runtime:
             else:
                 torch.set_rng_state(state["torch"])
 
-    def hold(self) -> None:
-        """Patch Megatron until ``release``."""
+    def patch(self) -> None:
+        """Patch Megatron until ``unpatch``."""
         if not self._is_held:
-            self._patched.enter_context(replaced(stand_ins(patches("cpu" if self._on_cpu else "cuda"))))
+            self._patched.enter_context(patched(replacements(patches("cpu" if self._on_cpu else "cuda"))))
             self._is_held = True
 
-    def release(self) -> None:
+    def unpatch(self) -> None:
         """Put Megatron's own functions back."""
         self._patched.close()
         self._is_held = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron may be called inside; also after ``release``, where a model is asked whose run has ended."""
+        """Megatron may be called inside; also after ``unpatch``, where a model is asked whose run has ended."""
         if self._is_active:
             yield
             return
         was_held, self._is_active = self._is_held, True
         try:
-            self.hold()
+            self.patch()
             with contextlib.ExitStack() as around:
                 if self._on_cpu:
                     around.enter_context(emulated_cuda())
@@ -132,27 +132,27 @@ class Runtime:
         finally:
             self._is_active = False
             if not was_held:
-                self.release()
+                self.unpatch()
 
 
 @contextlib.contextmanager
-def replaced(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put what ``patches.stand_ins`` says into its places, and every original back, however the block ends."""
+def patched(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put what ``patches.replacements`` says into its places, and every original back, however the block ends."""
     with contextlib.ExitStack() as undo:
-        for owner, name, stand_in in stand_ins:
+        for owner, name, stand_in in replacements:
             undo.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         yield
 
 
 @functools.cache
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
-    return stand_ins(CPU)
+    return replacements(CPU)
 
 
 @contextlib.contextmanager
 def emulated_cuda() -> Iterator[None]:
     """While active, the engine's CUDA calls mean the CPU; afterwards torch is as it was."""
-    with replaced(_cpu_stand_ins()), cpu.CudaMeansCpu():
+    with patched(_cpu_stand_ins()), cpu.CudaMeansCpu():
         yield
 
 

@@ -31,7 +31,7 @@ from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
-from lightning_megatron.engine.wrap import add_replicas, unwrap
+from lightning_megatron.engine.wrap import reduce_shared_gradients, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class StepOutput:
     """Of a step of training with experts, whose auxiliary loss is part of ``loss`` and no term; None otherwise."""
 
     @property
-    def of_experts(self) -> dict[str, torch.Tensor]:
+    def expert_metrics(self) -> dict[str, torch.Tensor]:
         """What is logged of experts, [] each, on the device; nothing without."""
         if (load := self.experts) is None:
             return {}
@@ -311,7 +311,7 @@ class Schedule:
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made; freeze before fit"
                 )
 
-    def judge(
+    def check_finite(
         self, output: StepOutput, grad_norm: float, *, step: int, may_skip: bool, group: dist.ProcessGroup
     ) -> None:
         """Warn of a step without targets; say who has made its loss or gradients NaN or infinite.
@@ -420,7 +420,7 @@ class Schedule:
 
     def _replayed(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Reports of the microbatches, whose gradients CUDA graphs have added up; None if Megatron shall run them."""
-        if self._graphs is None or self._denominators is None or not self._graphs.are_ready_for(microbatches[0]):
+        if self._graphs is None or self._denominators is None or not self._graphs.is_ready(microbatches[0]):
             return None
         (chunk,), (config,) = self._chunks, self._configs
 
@@ -519,7 +519,7 @@ class Schedule:
         host wait for the GPU; here the division stays on the device, and only happens when the count was not known.
         """
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-        add_replicas(chunks, self._topology.pp_group)
+        reduce_shared_gradients(chunks, self._topology.pp_group)
         if self._denominators is not None:
             return
         topology = self._topology

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from lightning_megatron.engine.fillers import context, peer_copies
 from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
-from lightning_megatron.engine.overrides import configured
+from lightning_megatron.engine.overrides import build_config
 from lightning_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> Distri
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,
     }
-    config = configured(DistributedDataParallelConfig, chosen, settings.overrides.ddp)
+    config = build_config(DistributedDataParallelConfig, chosen, settings.overrides.ddp)
     wrapped = DistributedDataParallel(
         model.config,
         config,
@@ -116,8 +116,8 @@ def finish_parameter_gathers(chunks: list[Any]) -> None:
 # ---- copies of one weight on several stages --------------------------------------------------------------------------
 
 
-class Replicas(NamedTuple):
-    """Weights that several chunks of a pipeline hold; what ``replicas`` of a chunk's model returns, if it has any."""
+class SharedWeights(NamedTuple):
+    """Weights that several chunks of a pipeline hold, as ``shared_weights()`` of a model that has some returns them."""
 
     shape: tuple[int, ...]
     """Of this tensor-parallel rank's shard of each."""
@@ -125,7 +125,7 @@ class Replicas(NamedTuple):
     """All of the model by name, on every chunk in the same order: this chunk's copy; None if it has none."""
 
 
-def mark_replica(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
+def mark_shared_weight(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
     """Tell Megatron that other stages have this weight, too; before the chunk is wrapped.
 
     Args:
@@ -138,7 +138,7 @@ def mark_replica(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
     parameter.shared = not is_owner  # type: ignore[attr-defined]
 
 
-def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
+def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
     """Freeze each copy of a weight that is frozen on any stage: it is one weight. All ranks, ``group``, must call.
 
     Raises:
@@ -147,8 +147,8 @@ def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
     models = [unwrap(chunk) for chunk in chunks]
     copies: list[tuple[str, torch.nn.Parameter]] = []
     for model in models:
-        if hasattr(model, "replicas"):
-            copies += [(name, weight) for name, weight in model.replicas().weights.items() if weight is not None]
+        if hasattr(model, "shared_weights"):
+            copies += [(name, weight) for name, weight in model.shared_weights().weights.items() if weight is not None]
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
@@ -163,7 +163,7 @@ def freeze_alike(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
             weight.requires_grad_(False)
 
 
-def add_replicas(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
+def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
     """Replace the gradient of each copy by the sum over all copies; one all-reduce over the pp group, if any.
 
     Every rank of ``pp_group`` must call, after gradients were reduced over dp.
@@ -172,11 +172,11 @@ def add_replicas(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    held = [model.replicas() for model in map(unwrap, chunks) if hasattr(model, "replicas")]
+    held = [model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")]
     if dist.get_world_size(pp_group) == 1 or not held:
         return
     sums = torch.zeros(len(held[0].weights), *held[0].shape, device=next(chunks[0].parameters()).device)
-    of_chunks = (zip(sums, replicas.weights.values(), strict=True) for replicas in held)
+    of_chunks = (zip(sums, shared_weights.weights.values(), strict=True) for shared_weights in held)
     found = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
     copies = [(total, gradient) for total, gradient in found if gradient is not None]  # a frozen weight has none
     for total, gradient in copies:

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from lightning_megatron.engine.collectives import gathered_rows, on_all_ranks_alike
+from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_ranks
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
@@ -103,7 +103,7 @@ class LiveModel:
         """
         device, on_host = getattr(given["input_ids"], "device", self.device), _on_host(given)
         asked = partial(build_request, on_host, arguments, self.config, ends, on_tokens)
-        request = on_all_ranks_alike(asked) if is_shared else asked()
+        request = call_on_all_ranks(asked) if is_shared else asked()
         options = request.options
         if is_shared:
             said = (options, request.eos_token_ids, request.pad_token_id)
@@ -123,7 +123,7 @@ class LiveModel:
                 written, numbers = decode(models, self._together, own, uniform, on_tokens, static=static)
             if is_shared:
                 counts, group = [each * texts // copies for each in counts], self.topology.dp_group
-                written, numbers = gathered_rows(written, counts, group), gathered_rows(numbers, counts, group)
+                written, numbers = all_gather_rows(written, counts, group), all_gather_rows(numbers, counts, group)
         written, numbers = written.to(device), numbers.to(device)
         longest = int(written[:, -1].max())
         before = request.prefix.repeat_interleave(texts, dim=0).to(device)
@@ -154,7 +154,7 @@ class LiveModel:
         """
         own, counts = _on_host(given), [0]
         if is_shared:
-            on_all_ranks_alike(partial(check_rows, own, self.config))
+            call_on_all_ranks(partial(check_rows, own, self.config))
             _check_agreement("logits", *own.values())
             rows, counts = self._dealt(len(own["input_ids"]))
             own = {name: each[rows] for name, each in own.items()}
@@ -177,7 +177,7 @@ class LiveModel:
                 if self.topology.parallel.pp > 1 and not last_stage_only:
                     dist.broadcast(logits, self.topology.last_stage, group=self.topology.pp_group)
             # A data-parallel group lies within one stage.
-            return gathered_rows(logits, counts, self.topology.dp_group) if is_kept else None
+            return all_gather_rows(logits, counts, self.topology.dp_group) if is_kept else None
 
     @property
     def _together(self) -> Topology:
@@ -187,7 +187,7 @@ class LiveModel:
         and one rank chooses all tokens: none then ends before another.
         """
         topology = self.topology
-        if topology.parallel.ep == 1 or topology.parallel.ep_is_within_a_copy:
+        if topology.parallel.ep == 1 or topology.parallel.ep_is_within_replica:
             return topology
         world = dist.group.WORLD
         assert world is not None

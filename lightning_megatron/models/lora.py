@@ -40,7 +40,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from lightning_megatron.engine.adapter_names import ADAPTER, is_adapter
+from lightning_megatron.engine.adapter_names import ADAPTER_SUFFIX, is_adapter
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
 
@@ -173,7 +173,7 @@ def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:
         parts = wanted.get(_LAYER.sub(r"\1.", path))
         if parts is not None:
             parent, _, name = path.rpartition(".")
-            chunk.get_submodule(parent).add_module(name + ADAPTER, Adapter(linear, name, parts, model))
+            chunk.get_submodule(parent).add_module(name + ADAPTER_SUFFIX, Adapter(linear, name, parts, model))
     freeze_base(chunk)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.masks import MASKED_SCORE
-from lightning_megatron.engine.wrap import Replicas, mark_replica
+from lightning_megatron.engine.wrap import SharedWeights, mark_shared_weight
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import LayerStack, block_spec
@@ -83,14 +83,14 @@ class T5Chunk(Chunk):
         if len(held) > 1:
             for stack in (self.encoder, self.decoder):
                 if stack.relative_bias is not None:
-                    mark_replica(stack.relative_bias.weight, is_owner=stack.first == 0)
+                    mark_shared_weight(stack.relative_bias.weight, is_owner=stack.first == 0)
         self.create_output_layer()
 
-    def replicas(self) -> Replicas:
+    def shared_weights(self) -> SharedWeights:
         """The tables of relative positions, which every chunk with layers of their stack has."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
-        return Replicas(
+        return SharedWeights(
             shape=(self.description.relative_attention_num_buckets, heads),
             weights={name: None if table is None else table.weight for name, table in tables.items()},
         )

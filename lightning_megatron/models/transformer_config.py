@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
-from lightning_megatron.engine.overrides import OF_THE_SAME_NAME, Overrides, configured
+from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, Overrides, build_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.models.config import Activation, ModelConfig
@@ -186,13 +186,13 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
         **_recompute(settings.recompute),
         **_experts(model, settings.parallel),
     }
-    return configured(TransformerConfig, chosen, settings.overrides.transformer)
+    return build_config(TransformerConfig, chosen, settings.overrides.transformer)
 
 
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
     return {
-        **{name: getattr(model, name) for name in OF_THE_SAME_NAME},
+        **{name: getattr(model, name) for name in SAME_NAME_FIELDS},
         "activation_func": ACTIVATIONS[model.activation],
         "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
         "layernorm_zero_centered_gamma": model.zero_centered_norms,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.engine.heartbeat import Beat, Heartbeat, straggler, verdict
+from lightning_megatron.engine.heartbeat import Beat, Heartbeat, find_hang, find_straggler
 from lightning_megatron.errors import ConfigError
 from tests.checkpoint.runs import Run, callback, checkpoints_at, fit
 from tests.ranks import RankError, run_ranks
@@ -146,7 +146,7 @@ def _works(trainer: Any, left: int = LIMITS["step"] + 3) -> None:
 def _was_stopped(trainer: Any) -> None:
     from lightning_megatron.engine import heartbeat
 
-    heartbeat._STANDSTILL = 1.5
+    heartbeat._SUSPENDED = 1.5
     subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(2)
@@ -178,12 +178,12 @@ def test_a_run_that_only_takes_long_goes_on_and_a_rank_that_stood_still_is_named
 
 
 def _beat(stale: float, place: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
-    return Beat(stale=stale, limit=60, place=place, waits="all_reduce" in place, **fields)
+    return Beat(stale=stale, limit=60, place=place, is_waiting="all_reduce" in place, **fields)
 
 
 def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
     def told(*beats: Beat, most: float = 1e9) -> str:
-        found = verdict(beats, [], beats[0], most)
+        found = find_hang(beats, [], beats[0], most)
         return "" if found is None else found.text
 
     waits, hangs, works = _beat(70), _beat(70, "in C.setup (b.py:2 in setup)"), _beat(10, "at (c.py:3 in g)")
@@ -195,20 +195,23 @@ def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
     shifted = told(waits, _beat(70, "in all_reduce, in D.y (d.py:5 in y)"))
     assert shifted.startswith("ranks 0, 1 hang")
     assert shifted.endswith("in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)")
-    behind, ahead = (_beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", is_users=True, steps=n) for n in (6, 7))
+    behind, ahead = (_beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", in_user_code=True, steps=n) for n in (6, 7))
     assert told(ahead, behind).startswith("rank 1 hangs")
 
 
 def test_a_slow_rank_is_named_only_after_many_steps() -> None:
-    def seen(paced: int, *waited: float) -> list[Beat]:
-        return [_beat(0, paced=paced, waited=each, busy="in C.on_train_batch_start (e.py:5 in h)") for each in waited]
+    def seen(sampled_steps: int, *waited: float) -> list[Beat]:
+        return [
+            _beat(0, sampled_steps=sampled_steps, wait_fraction=each, busy="in C.on_train_batch_start (e.py:5 in h)")
+            for each in waited
+        ]
 
-    assert straggler(seen(60, 0.83, 0.9, 0.05)) == (2, (
+    assert find_straggler(seen(60, 0.83, 0.9, 0.05)) == (2, (
         "rank 2 is slower than the others: over the last 60 steps they waited for other ranks 86% of the time, and it "
         "5%; mostly it is in C.on_train_batch_start (e.py:5 in h)"
     ))  # fmt: skip
-    assert straggler(seen(10, 0.9, 0.9, 0.0)) is None
-    assert straggler(seen(60, 0.5, 0.5, 0.3)) is None
+    assert find_straggler(seen(10, 0.9, 0.9, 0.0)) is None
+    assert find_straggler(seen(60, 0.5, 0.5, 0.3)) is None
 
 
 def test_wrong_limits_are_refused() -> None:

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine import groups
-from lightning_megatron.engine.parallel import UNEVEN, ParallelConfig
+from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.transformer_config import EngineSettings
 
 
 def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) -> tuple[int, ...]:
-    ends = dict(zip(UNEVEN, (first, last), strict=True))
+    ends = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
     return ParallelConfig(num_microbatches=12, **ends, **sizes).layout(num_layers)  # type: ignore[arg-type]
 
 

@@ -85,12 +85,12 @@ def _run_linear(kind: str, sequence_parallel: bool, is_aligned: bool = True) -> 
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-    from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, stand_ins
-    from lightning_megatron.engine.runtime import emulated_cuda, replaced
+    from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, replacements
+    from lightning_megatron.engine.runtime import emulated_cuda, patched
 
     dist.init_process_group("gloo")
     rank, tp = dist.get_rank(), dist.get_world_size()
-    with emulated_cuda(), replaced(stand_ins(WEIGHT_GRADIENTS)):
+    with emulated_cuda(), patched(replacements(WEIGHT_GRADIENTS)):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
         model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         config = TransformerConfig(

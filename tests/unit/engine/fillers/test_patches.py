@@ -8,8 +8,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning_megatron.engine import patches as table
 from lightning_megatron.engine.fillers import choice
 from lightning_megatron.engine.fillers.choice import DeviceType, slot_report
-from lightning_megatron.engine.patches import LIGHTNING, patches, stand_ins
-from lightning_megatron.engine.runtime import replaced
+from lightning_megatron.engine.patches import LIGHTNING, patches, replacements
+from lightning_megatron.engine.runtime import patched
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
@@ -22,14 +22,14 @@ def test_every_change_is_made_and_undone(device_type: DeviceType, monkeypatch: p
     if device_type == "cuda":
         pytest.importorskip("triton")
     _install(monkeypatch, has_liger=False)  # liger-kernel's rows need a GPU
-    places = stand_ins(patches(device_type))
+    places = replacements(patches(device_type))
 
     def values() -> list[Any]:
         # vars() and not getattr(): a method must come back as the very object that it was.
         return [vars(owner).get(name, "absent") for owner, name, _ in places]
 
     before = values()
-    with replaced(places):
+    with patched(places):
         during = values()
     assert all(a is not b for a, b in zip(before, during, strict=True))
     assert all(a is b for a, b in zip(before, values(), strict=True))
