@@ -102,7 +102,7 @@ MEGATRON: tuple[Patch, ...] = (
     # A loop with one kernel per parameter, for fp32 parameters onto themselves.
     Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", _being(kernels.copy_shards)),
     # It needs Transformer Engine, and saves and restores random streams that norms do not draw from.
-    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _being(kernels.WithoutOutput)),
+    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _being(kernels.RecomputedOutput)),
     # The router asks whether it is None, and without Transformer Engine there is no such name: NameError.
     Patch(
         "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original, "megatron-core<0.19"
@@ -112,7 +112,7 @@ MEGATRON: tuple[Patch, ...] = (
     # It gathers all probabilities of all experts, and needs as many rows on all ranks.
     Patch(_MOE, "MoEAllGatherTokenDispatcher", _being(dispatcher(AllGatherDispatcher))),
     # It recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec).
-    Patch("megatron.core.transformer.mlp", "MLP.forward", kernels.recomputes_activation),
+    Patch("megatron.core.transformer.mlp", "MLP.forward", kernels.recompute_activation),
 )
 
 LIGHTNING: tuple[Patch, ...] = (
@@ -132,7 +132,7 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     # Linears refuse to fuse without Apex's extension.
     Patch(_LAYERS, "_grad_accum_fusion_available", _being(True)),
     # The bias is added in a pass of its own.
-    Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.with_bias_in_product),
+    Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.fuse_linear_bias),
     # Dense gradients, added to the buffer.
     Patch(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding))),
 )
@@ -148,12 +148,12 @@ def _rope() -> Any:
 ROPE: tuple[Patch, ...] = (
     # fused_single_qkv_rope asserts without Transformer Engine, whose function it is.
     Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True)),
-    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_turn),
+    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_rotate),
     # Eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine.
     Patch(
         "megatron.core.models.common.embeddings.rope_utils",
         "_apply_rotary_pos_emb_bshd",
-        lambda original: _rope().turns(original),
+        lambda original: _rope().use_rope_kernel(original),
     ),
 )
 """On CUDA."""

@@ -221,7 +221,7 @@ class StepOutput:
         """What is logged of experts, [] each, on the device; nothing without."""
         if (load := self.experts) is None:
             return {}
-        loads = {"expert_load_max": load.heaviest, "expert_load_min": load.lightest}
+        loads = {"expert_load_max": load.max_load, "expert_load_min": load.min_load}
         return {"load_balancing_loss": load.loss, **loads}
 
 

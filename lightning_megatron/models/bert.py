@@ -101,7 +101,7 @@ class BertChunk(Chunk):
 
     def _of_first_token(self, found: Tensor) -> Tensor:
         """[b, n], which a rank of the cp group has computed from its first token: that from the row's, on all."""
-        return found if self.context is None else self.context.of_first_token(found)
+        return found if self.context is None else self.context.broadcast_first_token(found)
 
 
 def _freeze_lookups_of(token: int) -> Any:

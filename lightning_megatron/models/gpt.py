@@ -116,7 +116,7 @@ class Chunk(LanguageModule):
 
     def all_tokens(self, own: Tensor) -> Tensor:
         """[b, s/cp, ...] -> [b, s, ...]; every rank of the cp group must call."""
-        return own if self.context is None else self.context.all_tokens(own)
+        return own if self.context is None else self.context.gather_tokens(own)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take what the stage before sent: [s or s/tp, b, h]; Megatron's schedules call it."""

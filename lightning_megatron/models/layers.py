@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
 from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
-from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd, Norm, NormOfAllHeads, WithoutOutput
+from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd, Norm, NormOfAllHeads, RecomputedOutput
 from lightning_megatron.models.config import ModelConfig
 
 CHECKPOINT_NAMES = {
@@ -357,7 +357,7 @@ class ParallelTransformerLayer(TransformerLayer):
         Returns:
             Of ``hidden_states``' shape, and ``context``.
         """
-        attention_norm, mlp_norm = WithoutOutput(), WithoutOutput()
+        attention_norm, mlp_norm = RecomputedOutput(), RecomputedOutput()
         attention_input = attention_norm.checkpoint(self.input_layernorm, hidden_states)
         attended, attention_output_bias = self.self_attention(
             attention_input,

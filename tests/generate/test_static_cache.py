@@ -150,13 +150,13 @@ def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
     from lightning_megatron.engine.fillers.attention import TokenStep
 
     write = _writer(set_up(directory, case, calls[0].model), calls[0])
-    before, original = write(False), TokenStep.scores
+    before, original = write(False), TokenStep.additive_mask
 
     def asking(self: TokenStep, *args: Any) -> torch.Tensor:
-        self.place.item()
+        self.slot.item()
         return original(self, *args)
 
-    TokenStep.scores = asking  # type: ignore[method-assign]
+    TokenStep.additive_mask = asking  # type: ignore[method-assign]
     return before, told(write, True), write(False)
 
 

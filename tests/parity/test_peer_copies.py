@@ -19,16 +19,17 @@ class _Mail:
         self.group, self.num_bytes, self.rank = group, num_bytes, group.rank()
         self.met = 0
 
-    def next(self) -> None:
+    def swap(self) -> None:
         self.sent: dict[int, torch.Tensor] = {}
         self.got: dict[int, torch.Tensor] = {}
 
-    def place(self, of: int, on: int, like: torch.Tensor) -> torch.Tensor:
+    def buffer(self, source: int, target: int, like: torch.Tensor) -> torch.Tensor:
         assert like.numel() * like.element_size() <= self.num_bytes
-        where = self.got[of] if on == self.rank else self.sent.setdefault(on, torch.empty_like(like).view(torch.uint8))
+        empty = torch.empty_like(like).view(torch.uint8)
+        where = self.got[source] if target == self.rank else self.sent.setdefault(target, empty)
         return where.view(like.dtype)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.met += 1
         self.got = {rank: torch.empty_like(sent) for rank, sent in self.sent.items()}
         operations = []
@@ -48,7 +49,7 @@ def _train_with_mail(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
         windows.append(_Mail(*args))
         return windows[-1]
 
-    peer_copies.Window, peer_copies.exchange_of = window, peer_copies.Exchange  # type: ignore[assignment, misc]
+    peer_copies.Window, peer_copies.create_peer_copies = window, peer_copies.PeerCopies  # type: ignore[assignment, misc]
     return *_train(case), sum(each.met for each in windows)
 
 
@@ -126,5 +127,5 @@ def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
 def _train_without_copies(case: Case) -> tuple[Outcome, torch.Tensor | None]:
     from lightning_megatron.engine.fillers import peer_copies
 
-    peer_copies.exchange_of = lambda group: None
+    peer_copies.create_peer_copies = lambda group: None
     return _train(case)

@@ -148,7 +148,7 @@ class SDPAttention(MegatronModule):
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
             if step is not None:
-                out = self._attend(q, k, v, step.scores(window, self._alibi_of(q), q.dtype), dropout)
+                out = self._attend(q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout)
             elif attention_bias is not None:
                 out = _attend_with_scores(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
             elif mask is None and is_plain:
@@ -538,7 +538,7 @@ class KeyValueCache:
             if self.step is None:
                 kept[:, :, first : self.length] = new
             else:
-                kept.index_copy_(2, self.step.place, new)
+                kept.index_copy_(2, self.step.slot, new)
         keys, values = self._seen()
         return keys, values
 
@@ -563,20 +563,20 @@ class KeyValueCache:
 class TokenStep:
     """Where the one token of each row stands, and what is in the slots of the caches, for all layers of a pass."""
 
-    def __init__(self, place: Tensor, is_token: Tensor) -> None:
+    def __init__(self, slot: Tensor, is_token: Tensor) -> None:
         """Point to buffers of the device, which whoever advances the texts writes to.
 
         Args:
-            place: [1], int64, the slot of the newest token; the same in all rows.
-            is_token: [b, slots], bool, False for the padding of prompts; of slots behind ``place`` it does not matter.
+            slot: [1], int64, the slot of the newest token; the same in all rows.
+            is_token: [b, slots], bool, False for the padding of prompts; of slots behind ``slot`` it does not matter.
         """
-        self.place = place
+        self.slot = slot
         self.num_keys = is_token.shape[1]
         """How many slots a query looks at."""
         self._is_token = is_token
         self._made: dict[Hashable, Tensor] = {}
 
-    def scores(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
+    def additive_mask(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, made once in a pass for all layers of a kind: [b, np or 1, 1, slots].
 
         Args:
@@ -586,14 +586,14 @@ class TokenStep:
         """
         key = (window, alibi, dtype)
         if key not in self._made:
-            slots = torch.arange(self.num_keys, device=self.place.device)
-            hidden = ~self._is_token | (slots > self.place)
+            slots = torch.arange(self.num_keys, device=self.slot.device)
+            hidden = ~self._is_token | (slots > self.slot)
             if window is not None:
-                hidden = hidden | (slots <= self.place - window)
+                hidden = hidden | (slots <= self.slot - window)
             bias = None
             if alibi is not None:
                 biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
-                # Relative to the query, whose key is at ``place``: near keys get small numbers, as in ``relative``.
-                bias = (biases - biases.index_select(-1, self.place))[:, :, None]
+                # Relative to the query, whose key is at ``slot``: near keys get small numbers, as in ``relative``.
+                bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
             self._made[key] = masks.added_scores(hidden[:, None, None], bias, dtype)
         return self._made[key]

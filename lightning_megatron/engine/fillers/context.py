@@ -94,7 +94,7 @@ class ContextParallel:
         runs = whole.chunk(2 * n, dim)
         return torch.cat((runs[r], runs[2 * n - 1 - r]), dim)
 
-    def all_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
+    def gather_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
         """The opposite of ``own_tokens``; every rank of the group must call.
 
         All ranks compute the same with it, so the gradient of a rank's part is in each of them: it is taken, not added.
@@ -107,17 +107,17 @@ class ContextParallel:
             return own
         first = own.transpose(0, dim).contiguous()
         gathered = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=False, group=self.group)
-        return self.in_order(gathered).transpose(0, dim).contiguous()
+        return self.restore_order(gathered).transpose(0, dim).contiguous()
 
-    def of_first_token(self, found: Tensor) -> Tensor:
+    def broadcast_first_token(self, found: Tensor) -> Tensor:
         """What was computed from the row's first token, on all ranks; theirs, from their own first token, is dropped.
 
         Args:
             found: Of the same shape on all ranks of the group, which must all call.
         """
-        return found if self.size == 1 else self.all_tokens(found[None], 0)[0]
+        return found if self.size == 1 else self.gather_tokens(found[None], 0)[0]
 
-    def in_order(self, gathered: Tensor) -> Tensor:
+    def restore_order(self, gathered: Tensor) -> Tensor:
         """Tokens of rank 0, of rank 1, ... in the order of the row; along the first axis."""
         n = self.size
         if self.exchanges_heads:
@@ -163,16 +163,16 @@ class ContextParallelAttention(SDPAttention):
         if context.exchanges_heads:
             exchange = self.exchange or Collectives(context.group)
             together = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
-            query, key, value = (x for each in together for x in exchange.all_to_all(*each, cut=2, joined=0))
-            return exchange.all_to_all(attend(query, key, value, mask, kind, bias), cut=0, joined=2)[0]
+            query, key, value = (x for each in together for x in exchange.all_to_all(*each, split_dim=2, concat_dim=0))
+            return exchange.all_to_all(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[0]
         gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
                 gathered, mask = _own_last(context, gathered, mask)
             else:
-                gathered = context.in_order(gathered)
+                gathered = context.restore_order(gathered)
             return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
-        gathered, outputs = context.in_order(gathered), []
+        gathered, outputs = context.restore_order(gathered), []
         for run, number in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
             end = (number + 1) * len(run)
             seen = None if mask is None else _first_keys(mask, end)
@@ -190,7 +190,7 @@ class ContextParallelAttention(SDPAttention):
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by copies, if the ranks of the cp group can; every rank must call."""
     attentions = [m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)]
-    exchange = peer_copies.exchange_of(parallel_state.get_context_parallel_group())
+    exchange = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
     for attention in attentions:
         attention.exchange = exchange
 

@@ -38,7 +38,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.kernels import WithoutOutput, recomputes_cheap_outputs
+from lightning_megatron.engine.fillers.kernels import RecomputedOutput, recomputes_cheap_outputs
 
 # ---- the router -----------------------------------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class LoadReport:
     """[layers, experts], fp32: tokens of the global batch that went to each; 0 in layers without experts."""
 
     @property
-    def heaviest(self) -> Tensor:
+    def max_load(self) -> Tensor:
         """[]: the largest number of tokens of an expert, divided by the mean of its layer; 1 is perfect balance."""
         return self._of_mean.amax()
 
     @property
-    def lightest(self) -> Tensor:
+    def min_load(self) -> Tensor:
         """[]: the smallest, likewise; 0 where an expert learns nothing."""
         return torch.where(self.counts.sum(dim=1, keepdim=True) > 0, self._of_mean, torch.inf).amin()
 
@@ -261,7 +261,7 @@ class Dispatcher(MoETokenDispatcher):
     ) -> None:
         """Take what Megatron passes to its own dispatchers."""
         super().__init__(config=config, pg_collection=pg_collection)
-        self._num_local, self._first, self._rows = num_local_experts, local_expert_indices[0], WithoutOutput()
+        self._num_local, self._first, self._rows = num_local_experts, local_expert_indices[0], RecomputedOutput()
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Lay out what each rank gets.
@@ -300,7 +300,7 @@ class Dispatcher(MoETokenDispatcher):
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Add up what this rank's experts made of each token."""
         self._rows.discard_output_and_register_recompute(outputs)
-        self._rows = WithoutOutput()
+        self._rows = RecomputedOutput()
         return collected(outputs, self._to_experts)
 
     def token_combine(self, outputs: Tensor) -> Tensor:
@@ -463,7 +463,7 @@ class GroupedExperts(MegatronModule):
         Returns:
             [n, h]; and no bias.
         """
-        activated = WithoutOutput()
+        activated = RecomputedOutput()
         hidden = activated.checkpoint(self._activation, _products(tokens, self.linear_fc1, ends), probs)
         output = _products(hidden, self.linear_fc2, ends)
         if recomputes_cheap_outputs(self.config):

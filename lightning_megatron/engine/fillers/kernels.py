@@ -200,7 +200,7 @@ def recomputes_cheap_outputs(config: Any) -> bool:
     return config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
 
 
-class WithoutOutput:
+class RecomputedOutput:
     """One call of a deterministic function, whose output's storage is free between forward and backward pass.
 
     Interface of Megatron's ``CheckpointWithoutOutput``. The output is a tensor of its own, of any shape; whoever reads
@@ -246,7 +246,7 @@ class _Giving(torch.nn.Module):
         self.forward = function
 
 
-def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Output]:
+def recompute_activation(original: Callable[..., _Output]) -> Callable[..., _Output]:
     """``MLP.forward`` that makes the activation, [s, b, ffn/tp], again where norms are recomputed.
 
     Megatron's own forward runs with stand-ins for the two linears, so that only its middle is left. Behind a dropout
@@ -264,7 +264,7 @@ def recomputes_activation(original: Callable[..., _Output]) -> Callable[..., _Ou
             middle = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
             return original(middle, hidden)[0]
 
-        recomputed = WithoutOutput()
+        recomputed = RecomputedOutput()
         output: _Output = self.linear_fc2(recomputed.checkpoint(activation, *self.linear_fc1(hidden_states)))
         recomputed.discard_output_and_register_recompute(output[0])
         return output
@@ -332,7 +332,7 @@ class WeightGradient:
     wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)
 
 
-def with_bias_in_product(original: Callable[..., Tensor]) -> Any:
+def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
     """``LinearWithGradAccumulationAndAsyncCommunication.forward`` whose product adds the bias, too.
 
     Its own addition is a pass over the output at a third of the memory's rate: H200, 12,288 x 3,840, 0.12 ms.

@@ -63,7 +63,7 @@ class Collectives:
         """Of a tp or cp group."""
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
-    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """Gather rows and multiply all of them.
 
         Args:
@@ -77,13 +77,13 @@ class Collectives:
         dist.all_gather_into_tensor(whole.view(torch.uint8), x.view(torch.uint8), self.group)  # of fp8 numbers, too
         return whole, product(whole)
 
-    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
+    def matmul_reduce_scatter(self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None) -> Tensor:
         """Multiply and give each rank the sum of all ranks' products of its rows.
 
         Args:
             x: [tp * rows, k]: rows of all ranks.
             product: Of rows.
-            meanwhile: What else is to be computed.
+            overlap: Computation to run during the communication.
 
         Returns:
             [rows, n].
@@ -91,23 +91,24 @@ class Collectives:
         whole = product(x)
         part = whole.new_empty(len(whole) // self.size, product.width)
         handle = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
-        if meanwhile is not None:
-            meanwhile()
+        if overlap is not None:
+            overlap()
         handle.wait()
         return part
 
-    def all_to_all(self, *tensors: Tensor, cut: int, joined: int) -> tuple[Tensor, ...]:
-        """Give each rank its part of each tensor along ``cut``, and join along ``joined`` the parts that ranks give.
+    def all_to_all(self, *tensors: Tensor, split_dim: int, concat_dim: int) -> tuple[Tensor, ...]:
+        """Split each tensor along ``split_dim`` over the ranks and concatenate what is received along ``concat_dim``.
 
         Args:
             tensors: In any strides; of the same shapes on all ranks. They get gradients, by the opposite way.
-            cut: An axis that the group's size divides.
-            joined: Another axis.
+            split_dim: An axis that the group's size divides.
+            concat_dim: Another axis.
         """
-        # One message: the ranks first, what the tensors differ in behind them.
-        packed = torch.cat([x.unflatten(cut, (self.size, -1)).movedim(cut, 0) for x in tensors], dim=cut + 1)
-        parts = torch.split(all_to_all(self.group, packed), [x.shape[cut] // self.size for x in tensors], dim=cut + 1)
-        return tuple(part.movedim(0, joined).flatten(joined, joined + 1) for part in parts)
+        # One message: the ranks first, then the dimension in which the tensors differ.
+        packed = [x.unflatten(split_dim, (self.size, -1)).movedim(split_dim, 0) for x in tensors]
+        received = all_to_all(self.group, torch.cat(packed, dim=split_dim + 1))
+        parts = torch.split(received, [x.shape[split_dim + 1] for x in packed], dim=split_dim + 1)
+        return tuple(part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts)
 
 
 class Window:
@@ -129,22 +130,22 @@ class Window:
         )
         self.num_bytes, self._size, self._turn = num_bytes, group.size(), 0
 
-    def next(self) -> None:
-        """Begin with another exchange."""
+    def swap(self) -> None:
+        """Switch to the other half of the memory, for another exchange."""
         self._turn = 1 - self._turn
 
-    def place(self, of: int, on: int, like: Tensor) -> Tensor:
-        """Where rank ``of``'s message is on rank ``on``, shaped as ``like``."""
-        offset = (self._turn * self._size + of) * self.num_bytes // like.element_size()
-        found: Tensor = self._memory.get_buffer(on, like.shape, like.dtype, offset)
+    def buffer(self, source: int, target: int, like: Tensor) -> Tensor:
+        """Buffer on rank ``target`` for the message of rank ``source``, shaped as ``like``."""
+        offset = (self._turn * self._size + source) * self.num_bytes // like.element_size()
+        found: Tensor = self._memory.get_buffer(target, like.shape, like.dtype, offset)
         return found
 
-    def meet(self) -> None:
-        """Wait, on the current stream, until every rank has written all that it had to before it came here."""
+    def barrier(self) -> None:
+        """Wait, on the current stream, until every rank has finished the writes it enqueued before its own barrier."""
         self._memory.barrier()
 
 
-class Exchange(Collectives):
+class PeerCopies(Collectives):
     """The same by copies; linears of a chunk, or its attentions, share a window and the stream beside products."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -155,7 +156,7 @@ class Exchange(Collectives):
         self._window: Window | None = None
 
     @override
-    def product_of_gathered(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         main, window, stream = torch.cuda.current_stream(), *self._begin(x)
         whole = x.new_empty(self.size * len(x), x.shape[1])
         products = x.new_empty(len(whole), product.width, dtype=product.dtype)
@@ -165,19 +166,19 @@ class Exchange(Collectives):
         stream.wait_event(began)
         with torch.cuda.stream(stream):
             for rank in self._others:
-                window.place(self.rank, rank, x).copy_(x)
-            window.meet()
+                window.buffer(self.rank, rank, x).copy_(x)
+            window.barrier()
             arrived = stream.record_event()
             for rank in range(self.size):
-                rows[rank].copy_(x if rank == self.rank else window.place(rank, self.rank, x))
+                rows[rank].copy_(x if rank == self.rank else window.buffer(rank, self.rank, x))
         main.wait_event(arrived)
         for rank in self._others:
-            product.write(window.place(rank, self.rank, x), of_rank[rank])
+            product.write(window.buffer(rank, self.rank, x), of_rank[rank])
         main.wait_stream(stream)
         return whole, products
 
     @override
-    def scattered_product(self, x: Tensor, product: Product, meanwhile: Callable[[], object] | None = None) -> Tensor:
+    def matmul_reduce_scatter(self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None) -> Tensor:
         rows = x.split(len(x) // self.size)
         total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
         main, window, stream = torch.cuda.current_stream(), *self._begin(total)
@@ -186,41 +187,41 @@ class Exchange(Collectives):
             parts.append(product(rows[rank]))
             stream.wait_event(main.record_event())
             with torch.cuda.stream(stream):
-                window.place(self.rank, rank, total).copy_(parts[-1])
+                window.buffer(self.rank, rank, total).copy_(parts[-1])
         product.write(rows[self.rank], total)
         with torch.cuda.stream(stream):
-            window.meet()
-        if meanwhile is not None:
-            meanwhile()
+            window.barrier()
+        if overlap is not None:
+            overlap()
         main.wait_stream(stream)
         for rank in self._others:
-            total.add_(window.place(rank, self.rank, total))
+            total.add_(window.buffer(rank, self.rank, total))
         return total
 
     @override
-    def all_to_all(self, *tensors: Tensor, cut: int, joined: int) -> tuple[Tensor, ...]:
-        copied: tuple[Tensor, ...] = _AllToAll.apply(self, cut, joined, *tensors)  # type: ignore[no-untyped-call]
+    def all_to_all(self, *tensors: Tensor, split_dim: int, concat_dim: int) -> tuple[Tensor, ...]:
+        copied: tuple[Tensor, ...] = _AllToAll.apply(self, split_dim, concat_dim, *tensors)  # type: ignore[no-untyped-call]
         return copied
 
-    def _copied(self, tensors: Sequence[Tensor], cut: int, joined: int) -> list[Tensor]:
-        sent = [x.chunk(self.size, cut) for x in tensors]
-        whole = [
-            x.new_empty([n * (1 + (d == joined) * (self.size - 1)) for d, n in enumerate(x.shape)]) for x, *_ in sent
+    def _exchange(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
+        sent = [x.chunk(self.size, split_dim) for x in tensors]
+        outputs = [
+            x.new_empty([n * self.size if d == concat_dim else n for d, n in enumerate(x.shape)]) for x, *_ in sent
         ]
-        received = [x.chunk(self.size, joined) for x in whole]
+        received = [x.chunk(self.size, concat_dim) for x in outputs]
         lengths = [x.numel() for x, *_ in sent]
         message = tensors[0].new_empty(sum(lengths))
         window, _ = self._begin(message)
         for rank in self._others:
-            for place, parts in zip(window.place(self.rank, rank, message).split(lengths), sent, strict=True):
+            for place, parts in zip(window.buffer(self.rank, rank, message).split(lengths), sent, strict=True):
                 place.view(parts[rank].shape).copy_(parts[rank])
-        window.meet()
+        window.barrier()
         for theirs, ours in zip(received, sent, strict=True):
             theirs[self.rank].copy_(ours[self.rank])
         for rank in self._others:
-            for place, parts in zip(window.place(rank, self.rank, message).split(lengths), received, strict=True):
+            for place, parts in zip(window.buffer(rank, self.rank, message).split(lengths), received, strict=True):
                 parts[rank].copy_(place.view(parts[rank].shape))
-        return whole
+        return outputs
 
     def _begin(self, message: Tensor) -> tuple[Window, torch.cuda.Stream]:
         """For messages of that size."""
@@ -230,7 +231,7 @@ class Exchange(Collectives):
         if self._window is None or self._window.num_bytes < num_bytes:
             torch.cuda.synchronize()  # the former one may still be read
             self._window = Window(self.group, num_bytes, message.device)
-        self._window.next()
+        self._window.swap()
         return self._window, self._stream
 
 
@@ -339,9 +340,9 @@ class _LinearProduct(torch.autograd.Function):
         taken = linear.weight_operand(weight, columns=has_backward or linear.module.training)
         product, kept = linear.product(taken.rows, (x.scale, taken.scale), rows.dtype, bias), x.columns
         if ctx.gathers:
-            kept, output = linear.exchange.product_of_gathered(x.rows, product)
+            kept, output = linear.exchange.all_gather_matmul(x.rows, product)
         elif ctx.scatters:
-            output = linear.exchange.scattered_product(x.rows, product)
+            output = linear.exchange.matmul_reduce_scatter(x.rows, product)
         else:
             output = product(x.rows)
         if has_backward:
@@ -369,11 +370,11 @@ class _LinearProduct(torch.autograd.Function):
                 of_parameters[1] = rows.sum(0)
 
         if ctx.scatters:
-            whole, of_input = linear.exchange.product_of_gathered(dy.rows, product)
+            whole, of_input = linear.exchange.all_gather_matmul(dy.rows, product)
             if needs_weight:
                 differentiate_parameters(linear.transposed(whole))
         elif ctx.gathers and needs_input:
-            of_input = linear.exchange.scattered_product(dy.rows, product, differentiate_parameters)
+            of_input = linear.exchange.matmul_reduce_scatter(dy.rows, product, differentiate_parameters)
         else:
             of_input, handle = product(dy.rows) if needs_input else None, None
             if of_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
@@ -386,18 +387,18 @@ class _LinearProduct(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, cut: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.cut, ctx.joined = exchange, cut, joined
-        return tuple(exchange._copied(tensors, cut, joined))
+    def forward(ctx: Any, copies: PeerCopies, split_dim: int, concat_dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.copies, ctx.split_dim, ctx.concat_dim = copies, split_dim, concat_dim
+        return tuple(copies._exchange(tensors, split_dim, concat_dim))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.exchange._copied(gradients, ctx.joined, ctx.cut)
+        return None, None, None, *ctx.copies._exchange(gradients, ctx.concat_dim, ctx.split_dim)
 
 
 def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     """Let linears that gather or scatter rows copy them, if ranks can; every rank must call. Those of experts stay."""
-    exchanges: dict[dist.ProcessGroup, Exchange | None] = {}
+    exchanges: dict[dist.ProcessGroup, PeerCopies | None] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or not module.sequence_parallel:
             continue
@@ -405,13 +406,13 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
         if stands_in is None and module.explicit_expert_comm:
             continue
         if module.tp_group not in exchanges:
-            exchanges[module.tp_group] = exchange_of(module.tp_group)
+            exchanges[module.tp_group] = create_peer_copies(module.tp_group)
         if (exchange := exchanges[module.tp_group]) is not None:
             module._forward_impl = stands_in = stands_in or SplitLinear(module, exchange)
             stands_in.exchange = exchange
 
 
-def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
+def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
     """For ranks that can write to each other's memory; each of them must call."""
     if not torch.cuda.is_available():
         return None
@@ -426,4 +427,4 @@ def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
             can = False
     answers = [can] * group.size()
     dist.all_gather_object(answers, can, group=group)
-    return Exchange(group) if all(answers) else None
+    return PeerCopies(group) if all(answers) else None

@@ -278,13 +278,13 @@ class _Turn(torch.autograd.Function):
         return mixed, None, None
 
 
-def turn(t: Tensor, angles: Tensor) -> Tensor:
+def rotate(t: Tensor, angles: Tensor) -> Tensor:
     """Heads [s, b, n, hn] turned by ``angles``: [s, 1 or b, 1, hn], fp32 radians, whose halves are equal."""
     turned: Tensor = _Turn.apply(t, angles, t.shape[2])[0]
     return turned
 
 
-def split_and_turn(
+def split_and_rotate(
     mixed: Tensor, query_angles: Tensor, key_angles: Tensor, widths: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [s, b, np, hn], keys and values [s, b, ng, hn] of the fused projection's output.
@@ -303,7 +303,7 @@ def split_and_turn(
     return split
 
 
-def turns(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``_apply_rotary_pos_emb_bshd`` by the kernel: where norms stand before the rotation, or groups are shared."""
 
     def _apply_rotary_pos_emb_bshd(t: Tensor, freqs: Tensor, *options: Any, **named: Any) -> Tensor:
@@ -311,7 +311,8 @@ def turns(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_plain, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
         if options or not (is_usual and is_plain and t.is_cuda):
             return original(t, freqs, *options, **named)
-        return turn(t, freqs) if width == t.shape[-1] else torch.cat((turn(t[..., :width], freqs), t[..., width:]), -1)
+        rotated = rotate(t[..., :width], freqs)
+        return rotated if width == t.shape[-1] else torch.cat((rotated, t[..., width:]), -1)
 
     return _apply_rotary_pos_emb_bshd
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
 from lightning_megatron.engine.fillers.experts import Dispatcher, _products
-from lightning_megatron.engine.fillers.kernels import recomputes_activation, token_losses
+from lightning_megatron.engine.fillers.kernels import recompute_activation, token_losses
 from lightning_megatron.models.gpt import mask_padded_vocab_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -72,7 +72,7 @@ def test_an_mlp_does_not_keep_its_activation(gated: bool) -> None:
     hidden = torch.randn(3, 4)
     gradients = []
     for mlp.config.recompute_granularity in (None, "selective"):
-        output, _ = recomputes_activation(MLP.forward)(mlp, hidden)
+        output, _ = recompute_activation(MLP.forward)(mlp, hidden)
         is_empty = mlp.linear_fc2.read.untyped_storage().nbytes() == 0
         assert is_empty == (mlp.config.recompute_granularity == "selective")
         gradients.append(torch.autograd.grad(output.square().sum(), list(mlp.parameters())))

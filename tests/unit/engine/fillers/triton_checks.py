@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from lightning_megatron.engine.fillers import fp8, triton_kernels
 from lightning_megatron.engine.fillers.adam import FusedAdam
 from lightning_megatron.engine.fillers.kernels import Norm
-from lightning_megatron.engine.fillers.triton_kernels import add_norm, add_to, row_sums, split_and_turn, turn
+from lightning_megatron.engine.fillers.triton_kernels import add_norm, add_to, rotate, row_sums, split_and_rotate
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -86,13 +86,13 @@ def test_the_split_rotates_queries_and_keys(
     query, key, value = mixed.split(widths, dim=3)
     query = query.reshape(*shape, groups * queries, width)
     expected = _turned(query, angles), _turned(key, angles), value
-    _assert_same(split_and_turn(mixed, angles, angles, widths), expected, [mixed])
+    _assert_same(split_and_rotate(mixed, angles, angles, widths), expected, [mixed])
 
 
 def test_heads_of_their_own_are_rotated() -> None:
     rows, angles = _random(3, 2, 5, 3 * 8), _angles(3, 1, 8)
     t = rows[..., 8:16]  # as keys lie among queries and values
-    _assert_same([turn(t, angles)], [_turned(t, angles)], [rows])
+    _assert_same([rotate(t, angles)], [_turned(t, angles)], [rows])
 
 
 # ---- sums of rows ----------------------------------------------------------------------------------------------------
