@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.files import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
-from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, with_weights
+from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, resolve_tied_output
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
@@ -107,7 +107,7 @@ class MegatronModule(pl.LightningModule):
         described = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
-            described = with_weights(described, open_weights(self.pretrained_path))
+            described = resolve_tied_output(described, open_weights(self.pretrained_path))
         self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
         self.is_variant = self.model_config != described
         if pretrained and self.is_variant:
@@ -115,7 +115,7 @@ class MegatronModule(pl.LightningModule):
                 "pretrained=True keeps positions and heads; leave out position_embedding_type and attention_head_type"
             )
         if self.adaptation is not None:
-            self.model_config = self.adaptation.of(self.model_config, model_provider)
+            self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
         named = train_step if isinstance(train_step, str) else self.model_config.architecture
         self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(named)

@@ -122,13 +122,13 @@ def _predict(
     from torch.utils.data import DataLoader
 
     from lightning_megatron.cli.doctor import check_accelerator
-    from lightning_megatron.convert.shards import Loading
+    from lightning_megatron.convert.shards import WeightLoader
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
 
     class WritingModule(MegatronModule):
         def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
-            loading = Loading(chunks, stored)
+            loading = WeightLoader(chunks, stored)
             if loading.missing:
                 names = ", ".join(map(str, sorted(loading.missing)))
                 raise CheckpointError(f"{stored.path} has no {names}, and the model needs them; use a whole one")

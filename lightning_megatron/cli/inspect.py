@@ -103,7 +103,7 @@ def _checkpoint(path: Path, as_json: bool) -> str | None:
         return None
     files = [source.path] if source.path.is_file() else [each for each in source.path.rglob("*") if each.is_file()]
     stored_bytes = sum(each.stat().st_size for each in files)
-    facts = {name: value for name, value in source.facts.items() if value not in (None, {}, [])}
+    facts = {name: value for name, value in source.metadata.items() if value not in (None, {}, [])}
     if not as_json:
         return _as_text(source, facts, f"{len(files):,}, {readable_size(stored_bytes)}")
     shown = {"kind": source.kind, "path": str(source.path), **facts, "files": len(files), "stored_bytes": stored_bytes}

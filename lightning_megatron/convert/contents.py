@@ -23,8 +23,8 @@ from lightning_megatron.hub import local_folder
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _RELEASE = "release"
-_LONGEST_TEXT = 40
-_MOST_NAMED = 5
+_MAX_TEXT = 40
+_MAX_NAMES = 5
 
 
 def iteration_folder(path: Path, iteration: int | None = None) -> Path:
@@ -42,7 +42,7 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         if not found:
             raise ConfigError(f"{reason} would do nothing: {path} has no folders {wanted}; leave it out")
     elif tracker.is_file():
-        wanted = tracker.read_text(errors="replace").strip()[:_LONGEST_TEXT]
+        wanted = tracker.read_text(errors="replace").strip()[:_MAX_TEXT]
         reason = f"{TRACKER_FILE} says {wanted!r}"
         if wanted.isascii() and wanted.isdecimal():
             wanted = f"iter_{int(wanted):07}"
@@ -52,14 +52,14 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         wanted, reason = "one iteration", f"there is no {TRACKER_FILE}"
     if wanted not in found:
         raise CheckpointError(
-            f"{path}: expected {wanted} ({reason}), got {named(found) or 'no iteration'}; give the folder of one"
+            f"{path}: expected {wanted} ({reason}), got {join_names(found) or 'no iteration'}; give the folder of one"
         )
     return path / wanted
 
 
-def named(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     """The first of the names of files, for messages."""
-    return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
+    return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
             "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
             f"of one, or an adapter ({WEIGHTS}), got "
-            f"{(named(names) or 'an empty folder') if path.is_dir() else 'a file'}; give one of these"
+            f"{(join_names(names) or 'an empty folder') if path.is_dir() else 'a file'}; give one of these"
         )
-    if source.is_whole:
+    if source.has_base_weights:
         source.describe(config)
     else:
         describe_with_base(source, config)

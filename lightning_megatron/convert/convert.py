@@ -33,10 +33,10 @@ from lightning_megatron.convert.hugging_face import (
     size_in_bytes,
     staged_directory,
 )
-from lightning_megatron.convert.megatron_lm import cut, save_megatron_lm
+from lightning_megatron.convert.megatron_lm import save_megatron_lm, split_layers
 from lightning_megatron.convert.peft import save_adapter
-from lightning_megatron.convert.registry import config_of_task, differences, family_of
-from lightning_megatron.convert.shards import TIMEOUT, Key, Loading, Source, refuse_infinite
+from lightning_megatron.convert.registry import config_for_task, differences, family_of
+from lightning_megatron.convert.shards import TIMEOUT, Key, Source, WeightLoader, check_overflow
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_all_ranks
@@ -85,10 +85,10 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
-    others = [_same_model(open_source(each, options.config), source) for each in average_with]
+    others = [_check_same_model(open_source(each, options.config), source) for each in average_with]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
-        loading = Loading(chunks, source)
+        loading = WeightLoader(chunks, source)
         _check_missing(source, options, loading.missing)
         with staged_directory(save_path) as folder, contextlib.ExitStack() as stack:
             dtype = None if options.dtype is None else _DTYPES[options.dtype]
@@ -115,7 +115,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     return source.kind
 
 
-def _same_model(source: Source, first: Source) -> Source:
+def _check_same_model(source: Source, first: Source) -> Source:
     """``source``, if its weights can be averaged with those of ``first``.
 
     Raises:
@@ -131,7 +131,7 @@ def _same_model(source: Source, first: Source) -> Source:
 
 
 @torch.no_grad()
-def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype: torch.dtype | None) -> None:
+def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], dtype: torch.dtype | None) -> None:
     """Put the mean of all checkpoints into ``chunks``: summed in fp32, in ``dtype`` or those of the first.
 
     Raises:
@@ -142,7 +142,7 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
     weights = [weight for _, weight in named]
     sums, dtypes = [weight.float() for weight in weights], [weight.dtype for weight in weights]
     for source in others:
-        loading = Loading(chunks, source)
+        loading = WeightLoader(chunks, source)
         if loading.missing != first.missing:
             raise CheckpointError(f"{source.path}: expected the tensors of the first checkpoint, got other ones")
         loading.fill(as_stored=True)
@@ -152,7 +152,7 @@ def _average(chunks: list[Any], first: Loading, others: Sequence[Source], dtype:
         for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
             mean = total / (len(others) + 1)
             weight.data = mean.to(dtype or of_first)
-            refuse_infinite(name, mean, weight)
+            check_overflow(name, mean, weight)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
                 "to=megatron-legacy: expected a model without experts, for which that format has names, got "
                 f"{model.family}; use to=megatron or to=hf"
             )
-        cut(model, layout)
+        split_layers(model, layout)
         if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
             raise ConfigError(
                 f"pp={layout.pp}: Megatron-LM cuts an encoder-decoder at other layers than torchrun's processes; "
@@ -311,7 +311,7 @@ def _save_megatron(
         runtime=runtime,
         topology=topology,
         model_description=model.to_dict(),
-        hugging_face_config=json.loads(config_of_task(source.hf_config, model).to_json_string()),
+        hugging_face_config=json.loads(config_for_task(source.hf_config, model).to_json_string()),
     )
     lightning = {"epoch": 0, "global_step": source.iteration, "state_dict": {}}
     lightning["pytorch-lightning_version"] = version("lightning")

@@ -32,9 +32,9 @@ from lightning_megatron.checkpoint.files import (
     table_reader,
 )
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, facts_of
+from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, metadata_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
-from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Place, Source, Stored, numbered
+from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Region, Source, Stored, parse_key
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
@@ -43,10 +43,10 @@ from lightning_megatron.models.config import variant_of
 COMPANIONS = "hugging_face"
 """Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
 
-_SAID_BY_THE_RUN = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
+_RUN_FIELDS = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
 """What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
-_UNFUSED = (
+_UNFUSED_NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
@@ -55,16 +55,16 @@ _UNFUSED = (
 
 def _common_state(path: Path) -> Any:
     """The same of megatron-core 0.17 on, which keeps it among the shards, as the only entry of a list."""
-    for index, place in read_table(path).storage_data.items():
+    for index, entry in read_table(path).storage_data.items():
         if index.fqn == "common_state/shard_0_1":
-            with (path / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                (common,) = read_pickle(io.BytesIO(file.read(place.length)), name=f"{path}: common_state")
+            with (path / entry.relative_path).open("rb") as file:
+                file.seek(entry.offset)
+                (common,) = read_pickle(io.BytesIO(file.read(entry.length)), name=f"{path}: common_state")
                 return common
     return {}
 
 
-_ODD = (ArithmeticError, LookupError, AttributeError, TypeError, ValueError)
+_FORMAT_ERRORS = (ArithmeticError, LookupError, AttributeError, TypeError, ValueError)
 """What is raised where a file holds something else than its writer puts there."""
 
 
@@ -91,7 +91,7 @@ class DistributedSource(Source):
                 for name, each in table.state_dict_metadata.items()
                 if isinstance(each, TensorStorageMetadata)  # else bytes: what no layout shards
             }
-        except _ODD as error:
+        except _FORMAT_ERRORS as error:
             raise CheckpointError(
                 f"checkpoint {path} has a damaged table of contents ({error!r}); use another"
             ) from None
@@ -120,9 +120,9 @@ class DistributedSource(Source):
         for entry, stored in self.weights.items():
             if NO_WEIGHTS.search(entry):
                 continue
-            key = numbered(_WRAPPERS.sub("", entry))
+            key = parse_key(_WRAPPERS.sub("", entry))
             name, layer = key.name, () if key.layer is None else (key.layer,)
-            for unfused, fused in () if name in known else _UNFUSED:
+            for unfused, fused in () if name in known else _UNFUSED_NORMS:
                 name = name.replace(unfused, fused)
             axes = (".layers." in name and not layer) + (EXPERTS in name)
             for index in itertools.product(*map(range, stored.shape[:axes])):
@@ -136,14 +136,14 @@ class DistributedSource(Source):
         self.check(found, expected)
         return {key: each.dtype for key, each in found.items()}
 
-    def read(self, place: Place) -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        name, index = self._found[place.key].place
+        name, index = self._found[region.key].location
         one = (1,) * len(index)
-        box = ChunkStorageMetadata(offsets=torch.Size((*index, *place.offset)), sizes=torch.Size((*one, *place.size)))
+        box = ChunkStorageMetadata(offsets=torch.Size((*index, *region.offset)), sizes=torch.Size((*one, *region.size)))
         target = torch.empty(box.sizes, dtype=self.stored[name].dtype)
         try:
-            items = create_read_items_for_chunk_list(name, self.stored[name].place, [box])
+            items = create_read_items_for_chunk_list(name, self.stored[name].location, [box])
             if sum(math.prod(item.lengths) for item in items) != target.numel():
                 raise ValueError("a part of it is in no file")
             self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
@@ -167,10 +167,10 @@ class StrategySource(DistributedSource):
         super().__init__(path)
         self._meta = meta = load_meta(path)
         lightning = meta["lightning"]
-        self.base, self.is_whole = meta.get("base"), meta.get("part") != "adapters"
+        self.base, self.has_base_weights = meta.get("base"), meta.get("part") != "adapters"
         self.iteration = int(lightning.get("global_step", 0))
         modules = ((name, each) for name, each in lightning.items() if isinstance(each, Mapping))
-        self.facts = {
+        self.metadata = {
             "format_version": meta["format_version"],
             "model": {name: value for name, value in meta["model_description"].items() if value is not None},
             "base": self.base,
@@ -195,7 +195,7 @@ class StrategySource(DistributedSource):
             )
         self.hf_config = config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
         model = family_of(self.hf_config.model_type).model_config(self.hf_config, stored.get("task"))
-        model = replace(model, **{name: stored[name] for name in _SAID_BY_THE_RUN if name in stored})
+        model = replace(model, **{name: stored[name] for name in _RUN_FIELDS if name in stored})
         self.model = variant_of(model, stored)
         if others := differences(stored, described := self.model.to_dict()):
             pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
@@ -220,14 +220,14 @@ class CoreSource(DistributedSource):
             raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
         self._arguments = arguments_of(common)
         self.iteration = common["iteration"] if type(common.get("iteration")) is int else 0
-        self.facts = facts_of(common)
+        self.metadata = metadata_of(common)
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
         shapes = {key: each.shape for key, each in self.find().items()}
         tp = self._arguments.get("tensor_model_parallel_size")
         tp = tp if type(tp) is int else 1
-        self.model, self.hf_config = described_by(self._arguments, shapes, tp, config, self.path)
+        self.model, self.hf_config = describe_model(self._arguments, shapes, tp, config, self.path)
 
 
 class _Planner(DefaultLoadPlanner):

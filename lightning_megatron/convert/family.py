@@ -84,7 +84,7 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
 _LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
 
 
-def linears_of(rules: Sequence[Rule]) -> dict[str, Rule]:
+def linear_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
     """The rule of the weight of each linear of attention and MLPs, not of experts, by its name in Megatron."""
     named = {rule.megatron.removesuffix(".weight"): rule for rule in rules if rule.megatron.endswith(".weight")}
     return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
@@ -96,7 +96,7 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
     A of a linear that fuses several matrices is theirs, one below the other; B is cut and ordered as its rows are, and
     those of a matrix without an adapter are zero.
     """
-    linears, made = linears_of(rules), []
+    linears, made = linear_rules(rules), []
     for name, parts in adapters.linears:
         rule = linears[name]
         modules = [f"base_model.model.{each}" for each in rule.modules]
@@ -121,7 +121,7 @@ LLAMA: Fields = {
 }
 """How Llama's mathematics differ from GPT-2's, besides rotary positions."""
 
-_SAID_ALIKE = {
+_FIELD_NAMES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size ffn_hidden_size ffn_dim d_ff",
@@ -157,9 +157,9 @@ def has_field(hf: Any, name: str) -> bool:
     return name in hf.__dataclass_fields__ or name in hf.attribute_map
 
 
-def said_by(hf: Any) -> dict[str, str]:
+def config_field_names(hf: Any) -> dict[str, str]:
     """Fields of a ``ModelConfig`` that a Hugging Face config object has under a usual name, and that name."""
-    names = {ours: [name for name in theirs.split() if has_field(hf, name)] for ours, theirs in _SAID_ALIKE.items()}
+    names = {ours: [name for name in theirs.split() if has_field(hf, name)] for ours, theirs in _FIELD_NAMES.items()}
     return {ours: found[0] for ours, found in names.items() if found}
 
 
@@ -179,7 +179,7 @@ class DecoderNames:
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three matrices, or one."""
-    is_in_megatrons_order: bool = False
+    is_megatron_order: bool = False
     """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -212,9 +212,9 @@ class Family:
     """As in ``config.json``."""
     architectures: Mapping[str, str]
     """Each task and the Hugging Face class that has its head; the first one is meant where nothing is said."""
-    always: Fields
+    defaults: Fields
     """What all models of the family have, beside defaults."""
-    own: Callable[[Any], Fields] = lambda hf_config: {}
+    custom_fields: Callable[[Any], Fields] = lambda hf_config: {}
     """What a Hugging Face config object of this type says in a way of its own."""
     names: DecoderNames = DecoderNames()
     """What the weights are called there."""
@@ -222,7 +222,7 @@ class Family:
     """How each weight of a described model is named and laid out there and here, its head's included."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
-    may_be_partial: bool = False
+    partial_rotary: bool = False
     """As for ``read_rope``."""
 
     def describe(self, hf: Any) -> ModelConfig:
@@ -231,16 +231,16 @@ class Family:
         Raises:
             ConfigError: If something in it cannot be computed.
         """
-        own = dict(self.own(hf))
+        own = dict(self.custom_fields(hf))
         if has_field(hf, "rope_parameters") and "position_embedding_type" not in own:
-            base, scaling = read_rope(hf, hf.rope_parameters, may_be_partial=self.may_be_partial)
+            base, scaling = read_rope(hf, hf.rope_parameters, partial_rotary=self.partial_rotary)
             own |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
-            if self.may_be_partial:
+            if self.partial_rotary:
                 own["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
         if has_field(hf, "layer_types") and "sliding_window" not in own:
-            own |= windows(hf)
-        fields = {"scaled_residual_init": False, "kv_channels": head_width(hf), **self.always}
-        for ours, theirs in said_by(hf).items():
+            own |= window_fields(hf)
+        fields = {"scaled_residual_init": False, "kv_channels": head_dim(hf), **self.defaults}
+        for ours, theirs in config_field_names(hf).items():
             if ours not in own:
                 fields[ours] = activation(getattr(hf, theirs)) if ours == "activation" else getattr(hf, theirs)
         return ModelConfig(family=self.model_type, **{**fields, **own})
@@ -316,7 +316,7 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def head_width(hf: Any) -> int:
+def head_dim(hf: Any) -> int:
     """Numbers of a head: what a config says, else an equal share of the hidden size.
 
     Raises:
@@ -328,7 +328,7 @@ def head_width(hf: Any) -> int:
     return int(hf.hidden_size // hf.num_attention_heads)
 
 
-def windows(hf: Any) -> dict[str, Any]:
+def window_fields(hf: Any) -> dict[str, Any]:
     """Which layers see how far back, from ``layer_types``, as fields of a ``ModelConfig``.
 
     Raises:
@@ -395,7 +395,7 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
         return {"hugging_face": tuple(hf + part for part in parts), "rows": rows if len(parts) > 1 else ()}
 
     qkv, fc1 = fused(names.qkv, (queries, keys, keys)), fused(names.fc1, (model.ffn_hidden_size,) * 2)
-    qkv["order"] = None if names.is_in_megatrons_order else order
+    qkv["order"] = None if names.is_megatron_order else order
     norms = {
         "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
         "mlp.linear_fc1.layer_norm_": (model.has_mlp_norm, names.mlp_norm),
@@ -453,7 +453,7 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
-_KNOWN = {
+_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
@@ -462,14 +462,14 @@ _KNOWN = {
 
 
 def read_rope(
-    hf: Any, rope_parameters: Mapping[str, Any] | None, *, may_be_partial: bool = False
+    hf: Any, rope_parameters: Mapping[str, Any] | None, *, partial_rotary: bool = False
 ) -> tuple[float, RopeScaling | None]:
     """Theta and the scaling of the frequencies.
 
     Args:
         hf: A Hugging Face config object, which has checked that a type's own keys are there.
         rope_parameters: Those of the config, or of one kind of its layers.
-        may_be_partial: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
+        partial_rotary: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
 
     Raises:
         ConfigError: If a key or the type is not honoured, or longrope's factors do not fit the head.
@@ -479,18 +479,18 @@ def read_rope(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _TYPES:
         raise ConfigError(f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}")
-    for name in sorted(set(rope) - _KNOWN):
+    for name in sorted(set(rope) - _KEYS):
         raise ConfigError(
-            f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KNOWN))}"
+            f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KEYS))}"
         )
     percent = rope.get("partial_rotary_factor", 1.0)
-    if percent != 1.0 and not may_be_partial:
+    if percent != 1.0 and not partial_rotary:
         raise ConfigError(
             f"partial_rotary_factor={percent} of rope_parameters is not supported; Hugging Face's model of this family "
             "rotates whole heads, use 1.0"
         )
     base = float(rope.get("rope_theta", 10000.0))
-    return base, None if kind == "default" else _scaling(hf, kind, rope, int(head_width(hf) * percent), base)
+    return base, None if kind == "default" else _scaling(hf, kind, rope, int(head_dim(hf) * percent), base)
 
 
 def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:

@@ -25,8 +25,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.convert.family import VOCABULARY, Family
-from lightning_megatron.convert.registry import config_object, config_of_task, family_of, read_json, rules_of
-from lightning_megatron.convert.shards import NO_WEIGHTS, Gathering, Key, Loading, Place, Source, Stored, progress_bar
+from lightning_megatron.convert.registry import config_for_task, config_object, family_of, read_json, rules_of
+from lightning_megatron.convert.shards import (
+    NO_WEIGHTS,
+    Key,
+    Region,
+    Source,
+    Stored,
+    WeightGatherer,
+    WeightLoader,
+    progress_bar,
+)
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -44,7 +53,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE, *_PICKLED_FILES)
 """What ``from_pretrained`` looks for first."""
 SHARD_FILE = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
-_MAPPED_BYTES = 16 << 20
+_MAX_MAPPED_BYTES = 16 << 20
 
 
 class WeightFiles:
@@ -66,12 +75,12 @@ class WeightFiles:
             CheckpointError: If the file cannot be read, or ends too early.
         """
         stored = self.tensors[name]
-        if isinstance(stored.place, torch.Tensor):
-            return stored.place[box]
+        if isinstance(stored.location, torch.Tensor):
+            return stored.location[box]
         from safetensors import safe_open
 
-        with _damage_as_errors(file := stored.place):
-            if self._opened is None or self._opened[0] != file or self._mapped > _MAPPED_BYTES:
+        with _damage_as_errors(file := stored.location):
+            if self._opened is None or self._opened[0] != file or self._mapped > _MAX_MAPPED_BYTES:
                 self._opened, self._mapped = (file, safe_open(file, framework="pt")), 0
             self._mapped += stored.num_bytes
             part: torch.Tensor = self._opened[1].get_slice(name)[box]
@@ -100,10 +109,10 @@ def open_weights(directory: str | Path) -> WeightFiles:
         CheckpointError: If there are none, one is missing, damaged or truncated, or holds more than tensors.
     """
     directory = Path(directory)
-    for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _pickled), strict=True):
+    for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _read_pickled), strict=True):
         is_one = (directory / single).is_file()
         if is_one or (directory / index).is_file():
-            files = [directory / single] if is_one else _files_of_index(directory / index)
+            files = [directory / single] if is_one else _indexed_files(directory / index)
             return WeightFiles({name: each for file in files for name, each in read(file).items()})
     raise CheckpointError(
         f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "
@@ -111,7 +120,7 @@ def open_weights(directory: str | Path) -> WeightFiles:
     )
 
 
-def _files_of_index(index: Path) -> list[Path]:
+def _indexed_files(index: Path) -> list[Path]:
     """The files that an index names, all of which must be there, and none outside its folder."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -152,7 +161,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         return {name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file) for name, each in headers.items()}
 
 
-def _pickled(file: Path) -> dict[str, Stored]:
+def _read_pickled(file: Path) -> dict[str, Stored]:
     held = read_pickle(file)
     if not isinstance(held, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
@@ -166,12 +175,12 @@ def _pickled(file: Path) -> dict[str, Stored]:
 
 def generation_config(folder: Path | None) -> list[Path]:
     """The generation config in ``folder``, if it has one."""
-    return _files(folder, (GENERATION_CONFIG_FILE,))
+    return _matching_files(folder, (GENERATION_CONFIG_FILE,))
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
     """The tokenizer's files in ``folder``, a folder of chat templates among them; none if it has no tokenizer."""
-    return _files(folder, TOKENIZER_FILES)
+    return _matching_files(folder, TOKENIZER_FILES)
 
 
 def companion_files(companions: Path | None, tokenizer: Path | None = None) -> list[Path]:
@@ -184,7 +193,7 @@ def companion_files(companions: Path | None, tokenizer: Path | None = None) -> l
     return generation_config(companions) + tokenizer_files(tokenizer or companions)
 
 
-def _files(folder: Path | None, globs: Collection[str]) -> list[Path]:
+def _matching_files(folder: Path | None, globs: Collection[str]) -> list[Path]:
     names = [] if folder is None else sorted(folder.iterdir())
     return [each for each in names if any(fnmatchcase(each.name, glob) for glob in globs)]
 
@@ -228,7 +237,7 @@ class HuggingFaceSource(Source):
         super().__init__(path)
         self._files = open_weights(path)
         self.stored = self._files.tensors
-        self.facts = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
+        self.metadata = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
         self.companions = path
 
     def describe(self, config: Path | None) -> None:
@@ -240,7 +249,7 @@ class HuggingFaceSource(Source):
             )
         self.hf_config = config_object(config or self.path)
         described = family_of(self.hf_config.model_type).model_config(self.hf_config)
-        self.model = with_weights(described, self._files)
+        self.model = resolve_tied_output(described, self._files)
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
         """See ``Source``; as transformers finds them. The first rank compares what is tied."""
@@ -257,16 +266,16 @@ class HuggingFaceSource(Source):
             shapes |= tensors
         hf_class = getattr(transformers, family.architectures[self.model.task])
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
-        actual, ties = _renamed(stored, keys, family), []
+        actual, ties = _stored_names(stored, keys, family), []
         for name, source in (hf_class._tied_weights_keys or {}).items():  # each tensor, and what it is a copy of
-            name = _in_files(name, family)
+            name = _file_name(name, family)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
                 if actual.setdefault(source, in_file) != in_file:
                     ties.append((in_file, actual[source]))
         self._stored_name = {name: actual[name] for name in keys if name in actual}
         is_headless = bool(family.names.base) and not any(name.startswith(family.names.base) for name in stored)
-        new = self._new_heads(keys) if is_headless or self.model.architecture == "bert" else set()
+        new = self._new_head_tensors(keys) if is_headless or self.model.architecture == "bert" else set()
         others, ignored = {}, []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
@@ -281,7 +290,7 @@ class HuggingFaceSource(Source):
         if dist.get_rank() == 0:
             unequal = [f"{copy!r} differs from {of!r}" for copy, of in ties if not self._files.are_equal(copy, of)]
             why = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
-            self.refuse([each + why for each in unequal])
+            self.raise_mismatches([each + why for each in unequal])
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
         for name, each in found_here.items():
@@ -289,7 +298,7 @@ class HuggingFaceSource(Source):
             self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], each.dtype), each.dtype)
         return self._dtypes
 
-    def _new_heads(self, keys: Mapping[str, Key]) -> set[str]:
+    def _new_head_tensors(self, keys: Mapping[str, Key]) -> set[str]:
         """Tensors of heads that the files lack altogether: of none of their modules is a part there."""
 
         def head_of(name: str) -> str:
@@ -299,17 +308,17 @@ class HuggingFaceSource(Source):
         missing = keys.keys() - self._stored_name.keys()
         return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in there}
 
-    def read(self, place: Place) -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        rule, start, stop = self._rules[place.key.name], place.offset[0], place.offset[0] + place.size[0]
+        rule, start, stop = self._rules[region.key.name], region.offset[0], region.offset[0] + region.size[0]
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
-        whole = torch.empty(place.size, dtype=self._dtypes[place.key])
-        for name, rows in zip(rule.names(*place.key[1:]), rule.rows or (place.shape[0],), strict=True):
+        whole = torch.empty(region.size, dtype=self._dtypes[region.key])
+        for name, rows in zip(rule.names(*region.key[1:]), rule.rows or (region.shape[0],), strict=True):
             ours = ((source >= 0) & (source < rows)).nonzero().flatten()
             if len(ours) and not name:
                 whole[_as_slice(ours)] = 0
             elif len(ours):
-                theirs, columns = source[ours], place.slices[1:]
+                theirs, columns = source[ours], region.slices[1:]
                 first = int(theirs.min())
                 span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
                 box = (columns[0], span) if rule.transposed else (span, *columns)
@@ -319,18 +328,18 @@ class HuggingFaceSource(Source):
         return whole
 
 
-def _renamed(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:
+def _stored_names(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:
     """Names as the model with its head has them -> names in the files."""
     names: dict[str, str] = {}
     for actual in stored:
-        name = _in_files(actual, family)
+        name = _file_name(actual, family)
         if name not in expected and family.names.base + name in expected:
             name = family.names.base + name
         names[name] = actual
     return names
 
 
-def _in_files(name: str, family: Family) -> str:
+def _file_name(name: str, family: Family) -> str:
     return f"{family.names.output}.weight" if name == "lm_head.weight" else name
 
 
@@ -341,7 +350,7 @@ def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     return slice(first, last + 1) if is_range else rows
 
 
-def with_weights(model: ModelConfig, files: WeightFiles) -> ModelConfig:
+def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     """``model`` with an output layer of its own, if only the files tell that it has one."""
     untied = replace(model, share_embeddings_and_output_weights=False)
     names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
@@ -371,7 +380,7 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
 
     source = call_on_all_ranks(lambda: HuggingFaceSource(Path(path)))
     source.model = model
-    loading = Loading(chunks, source)
+    loading = WeightLoader(chunks, source)
     loading.fill()
     missing = loading.missing
     head = [key for key in missing if not is_adapter(key.name)]
@@ -437,7 +446,7 @@ def save_hugging_face(
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
     largest = size_in_bytes(max_shard_size)
-    gathering = Gathering(chunks, model, lambda key: key not in without)
+    gathering = WeightGatherer(chunks, model, lambda key: key not in without)
     contents = gathering.contents()
     split = split_state_dict_into_shards_factory(
         contents,
@@ -468,7 +477,7 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Sto
     sizes: Counter[torch.dtype] = Counter()
     for each in contents.values():
         sizes[each.dtype] += math.prod(each.shape)
-    config = config_of_task(hf_config, model)
+    config = config_for_task(hf_config, model)
     if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model"):
         config.architectures = hf_config.architectures
     for name in ("auto_map", "transformers_weights"):  # names of files, which do not travel along

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.family import LAYER, POSITIONS, VOCABULARY, said_by
-from lightning_megatron.convert.registry import config_object, config_of_task, family_of, rules_of, stored_config
+from lightning_megatron.convert.family import LAYER, POSITIONS, VOCABULARY, config_field_names
+from lightning_megatron.convert.registry import config_for_task, config_object, family_of, rules_of, stored_config
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import StandIn
@@ -40,18 +40,18 @@ _PUBLISHED: Mapping[str, Any] = {
 """NVIDIA's GPT-2 345M and BERT 345M: layers, width, width of the MLP and positions; tokens without padding; and what no
 tensor shows. All of them have 16 heads."""
 _GPT2_VOCABULARY = 50257
-_LARGEST_PADDING = 128
+_MAX_PADDING = 128
 """Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
-_LONGEST = 200
+_MAX_LENGTH = 200
 """Characters of an argument that is shown, and items of a list."""
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
-_REFUSED = (
+_UNSUPPORTED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
     *("rotary_interleaved", "squared_relu", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset"),
     *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
 )
-"""Arguments that change the mathematics into one that no known family has, unless they are ``_HARMLESS``."""
-_HARMLESS = (None, False, 0, "vanilla")
+"""Arguments that change the mathematics into one that no known family has, unless they are ``_NO_EFFECT``."""
+_NO_EFFECT = (None, False, 0, "vanilla")
 
 
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     return stored if isinstance(stored, Mapping) else {}
 
 
-def own_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+def embedded_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """The ``config.json`` that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
 
     Raises:
@@ -79,29 +79,29 @@ def own_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return fields
 
 
-def facts_of(state: Mapping[Any, Any]) -> dict[str, Any]:
+def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any]:
     """What the state of a checkpoint says beside its weights, as plain data."""
     arguments = arguments_of(state)
     names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
     return {
-        **{name: _shown(state.get(name)) for name in ("checkpoint_version", "iteration")},
-        "consumed_samples": _shown(arguments.get("consumed_train_samples")) or None,
-        "args": {str(name): _shown(arguments[name]) for name in names},
-        "config": own_fields(arguments),
+        **{name: _as_plain_data(state.get(name)) for name in ("checkpoint_version", "iteration")},
+        "consumed_samples": _as_plain_data(arguments.get("consumed_train_samples")) or None,
+        "args": {str(name): _as_plain_data(arguments[name]) for name in names},
+        "config": embedded_config(arguments),
     }
 
 
-def _shown(value: Any) -> Any:
+def _as_plain_data(value: Any) -> Any:
     """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_shown(each) for each in value[:_LONGEST]]
+        return [_as_plain_data(each) for each in value[:_MAX_LENGTH]]
     plain = isinstance(value, (str, torch.dtype, Path, StandIn))
-    return str(value)[:_LONGEST].removeprefix("torch.") if plain else type(value).__name__
+    return str(value)[:_MAX_LENGTH].removeprefix("torch.") if plain else type(value).__name__
 
 
-def described_by(
+def describe_model(
     arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, config: Path | None, path: Path
 ) -> tuple[ModelConfig, Any]:
     """The model of a checkpoint of Megatron, and its Hugging Face config object.
@@ -119,11 +119,11 @@ def described_by(
     """
     if config is not None:
         hf_config = config_object(config)
-    elif (fields := own_fields(arguments)) is not None:
+    elif (fields := embedded_config(arguments)) is not None:
         hf_config = stored_config(fields, f"args.{HUGGING_FACE_CONFIG}")
     else:
         try:
-            hf_config = _Told(arguments, shapes, tp, path).config()
+            hf_config = _ConfigBuilder(arguments, shapes, tp, path).config()
         except ConfigError:
             raise
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # arguments and shapes can be anything
@@ -135,7 +135,7 @@ def described_by(
     if model.architecture == "bert":
         tasks = (model.task, *family.architectures)  # the first whose head is there
         models = [family.model_config(hf_config, task) for task in tasks]
-        model = next((each for each in models if _outside_layers(each) <= names), model)
+        model = next((each for each in models if _names_outside_layers(each) <= names), model)
     if model.architecture == "t5" and VOCABULARY[1] in names:
         model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
     return model, hf_config
@@ -144,12 +144,12 @@ def described_by(
 # ---- from arguments to a config -------------------------------------------------------------------------------------
 
 
-def _outside_layers(model: ModelConfig) -> set[str]:
+def _names_outside_layers(model: ModelConfig) -> set[str]:
     return {rule.megatron for rule in rules_of(model) if LAYER not in rule.hugging_face[0]}
 
 
-class _Told:
-    """What arguments and shapes tell; for the parameters see ``described_by``."""
+class _ConfigBuilder:
+    """What arguments and shapes tell; for the parameters see ``describe_model``."""
 
     def __init__(
         self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
@@ -166,7 +166,7 @@ class _Told:
         self.rows, self.positions = (self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS))
         num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
         (width, ffn), branches = self.shapes["mlp.linear_fc2.weight"], self.shapes["mlp.linear_fc1.weight"][0]
-        self.arguments = arguments or self.published(num_layers, width, branches)
+        self.arguments = arguments or self.published_arguments(num_layers, width, branches)
         said, heads = self.arguments.get, self.arguments["num_attention_heads"]
         head, rest = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
         if rest != 0:
@@ -180,12 +180,12 @@ class _Told:
             "num_query_groups": (self.shapes["self_attention.linear_qkv.weight"][0] // head - heads) // 2,
             **{"num_attention_heads": heads, "kv_channels": head},
             "gated_linear_unit": branches == 2 * ffn and bool(said("swiglu", True)),
-            "layernorm_epsilon": self.number("norm_epsilon", self.number("layernorm_epsilon", 1e-5)),
+            "layernorm_epsilon": self.get_float("norm_epsilon", self.get_float("layernorm_epsilon", 1e-5)),
             "add_qkv_bias": "self_attention.linear_qkv.bias" in self.shapes,
             "add_bias_linear": "mlp.linear_fc1.bias" in self.shapes,
             "share_embeddings_and_output_weights": self.architecture == "bert" or not untied,
             "position_embedding_type": positions or ("learned_absolute" if self.positions else None),
-            "rotary_percent": self.number("rotary_percent", 1.0),
+            "rotary_percent": self.get_float("rotary_percent", 1.0),
             "max_position_embeddings": self.positions or said("max_position_embeddings") or said("seq_length") or 4096,
             "num_tokentypes": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
             # Hugging Face counts the token itself, too.
@@ -193,10 +193,10 @@ class _Told:
         }
         """What the model must have, as fields of a ``ModelConfig``."""
 
-    def published(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
+    def published_arguments(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
         """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
-        is_known = any(0 <= self.rows - known < _LARGEST_PADDING * self.tp for known in vocabularies)
+        is_known = any(0 <= self.rows - known < _MAX_PADDING * self.tp for known in vocabularies)
         if not is_known or (num_layers, width, ffn, self.positions) != sizes:
             raise CheckpointError(
                 f"{self.path} has no arguments (args), and its shapes ({num_layers} layers of {width} columns, "
@@ -205,7 +205,7 @@ class _Told:
             )
         return {"num_attention_heads": 16, **arguments}
 
-    def number(self, name: str, default: float) -> float:
+    def get_float(self, name: str, default: float) -> float:
         """An argument; ``default`` if it is not given."""
         value = self.arguments.get(name)
         return default if value is None else float(value)
@@ -216,7 +216,7 @@ class _Told:
         if type(told) is int and 0 < told <= self.rows:
             return told
         is_gpt2s = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
-        if is_gpt2s and 0 <= padding < _LARGEST_PADDING * self.tp:
+        if is_gpt2s and 0 <= padding < _MAX_PADDING * self.tp:
             return _GPT2_VOCABULARY
         _log.warning(
             "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
@@ -228,15 +228,15 @@ class _Told:
 
     def config(self) -> Any:
         """The Hugging Face config object of the one family that has such fields and tensors."""
-        told = [f"{name}={self.arguments[name]}" for name in _REFUSED if self.arguments.get(name) not in _HARMLESS]
+        told = [f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _NO_EFFECT]
         if self.architecture == "t5":
             told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
         elif not told and self.architecture == "bert":
-            return self.config_of("megatron-bert")
+            return self.config_for("megatron-bert")
         if not told:
             wrong = []
             for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
-                config = self.config_of(family)
+                config = self.config_for(family)
                 model = family_of(family).model_config(config)
                 others = [f"{name}={value}" for name, value in self.fields.items() if getattr(model, name) != value]
                 names = {rule.megatron for rule in rules_of(model)}
@@ -247,7 +247,7 @@ class _Told:
             told = min(wrong, key=len)
         raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
 
-    def config_of(self, family: str) -> Any:
+    def config_for(self, family: str) -> Any:
         """What is known as a config of ``family``."""
         default, said, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
         if not fields["gated_linear_unit"]:
@@ -255,10 +255,10 @@ class _Told:
             fields["activation"] = (
                 "gelu_fast" if said("bias_gelu_fusion") else "gelu_new" if said("openai_gelu") else "gelu"
             )
-        fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.number("hidden_dropout", 0.1))
-        fields["attention_dropout"] = self.number("attention_dropout", 0.1)
-        fields["init_method_std"] = self.number("init_method_std", 0.02)
-        names, own = said_by(default), dict[str, Any](rope_parameters=self.rope())
+        fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.get_float("hidden_dropout", 0.1))
+        fields["attention_dropout"] = self.get_float("attention_dropout", 0.1)
+        fields["init_method_std"] = self.get_float("init_method_std", 0.02)
+        names, own = config_field_names(default), dict[str, Any](rope_parameters=self.rope())
         own |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
         if self.architecture == "gpt" and self.positions:
             end = min(_GPT2_VOCABULARY, fields["vocab_size"]) - 1
@@ -271,13 +271,13 @@ class _Told:
 
     def rope(self) -> dict[str, Any]:
         """Rotary positions."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.number("rotary_base", 10000.0)}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.get_float("rotary_base", 10000.0)}
         if self.arguments.get("use_rope_scaling"):
             # Megatron-Core's other numbers are those of Llama 3.1, too (common/embeddings/rotary_pos_embedding.py).
-            rope |= {"rope_type": "llama3", "factor": self.number("rope_scaling_factor", 8.0)}
+            rope |= {"rope_type": "llama3", "factor": self.get_float("rope_scaling_factor", 8.0)}
             rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         elif self.arguments.get("rotary_seq_len_interpolation_factor"):
-            rope |= {"rope_type": "linear", "factor": self.number("rotary_seq_len_interpolation_factor", 1.0)}
+            rope |= {"rope_type": "linear", "factor": self.get_float("rotary_seq_len_interpolation_factor", 1.0)}
         return rope
 
 
@@ -285,7 +285,7 @@ class _Told:
 
 _T5_SEQ_LENGTH = 512
 """That of its pre-training; relative positions have no end, and an argument must have a value."""
-_OF_THE_SAME_NAME = (
+_SHARED_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
     *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_base"),
     *("rotary_percent", "rotary_interleaved"),
@@ -296,8 +296,8 @@ _OF_THE_SAME_NAME = (
 _FALSE = ("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu", "use_distributed_optimizer")
 
 
-def _of_long_rows(model: ModelConfig) -> dict[str, Any]:
-    """Scaled rotary positions and a window of all layers, where Megatron-LM has arguments for such; see ``_Told``."""
+def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Arguments for scaled rotary embeddings and for one sliding window in all layers, if Megatron-LM has them."""
     scaling, arguments = model.rope_scaling, dict[str, Any]()
     if scaling is not None and scaling.rope_type == "linear":
         arguments["rotary_seq_len_interpolation_factor"] = scaling.factor
@@ -328,9 +328,9 @@ def megatron_arguments(
     is_fused = is_tanh and "gelu_fast" in activations and not model.gated_linear_unit
     per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
     return Namespace(
-        **{name: getattr(model, name) for name in _OF_THE_SAME_NAME},
+        **{name: getattr(model, name) for name in _SHARED_NAMES},
         **dict.fromkeys(_FALSE, False),
-        **_of_long_rows(model),
+        **_long_context_arguments(model),
         **dict.fromkeys(("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length),
         encoder_num_layers=model.num_layers,
         decoder_num_layers=model.num_decoder_layers if is_t5 else None,
@@ -358,6 +358,6 @@ def megatron_arguments(
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         tokenizer_type="GPT2BPETokenizer" if model.family == "gpt2" else "HuggingFaceTokenizer",
-        **{HUGGING_FACE_CONFIG: str(config_of_task(hf_config, model).to_json_string())},
+        **{HUGGING_FACE_CONFIG: str(config_for_task(hf_config, model).to_json_string())},
         **more,
     )

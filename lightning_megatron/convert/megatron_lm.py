@@ -50,8 +50,8 @@ import torch
 
 from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, described_by, facts_of, megatron_arguments
-from lightning_megatron.convert.shards import NO_WEIGHTS, Key, Place, Shard, Source, Stored, progress_bar, shards_of
+from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, megatron_arguments, metadata_of
+from lightning_megatron.convert.shards import NO_WEIGHTS, Key, Region, Shard, Source, Stored, progress_bar, shards_of
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
@@ -66,7 +66,7 @@ HEAD_COPY = "word_embeddings_for_head.weight"
 EMBEDDING, _OUTPUT, _OUTPUT_BIAS = (Key(name) for name in VOCABULARY)
 _HEADS = ("lm_head.", "pooler.", "binary_head.", "classification_head.", "token_head.", _OUTPUT_BIAS.name)
 """Of a BERT; which of them a model has depends on its task."""
-_MOST_NAMED = 5
+_MAX_NAMES = 5
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """The number of the last iteration that was saved, or ``release``."""
 
@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-_IN_A_STACK = {
+_LAYER_NAMES = {
     "final_layernorm.": "final_layernorm. final_norm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm. input_norm. self_attention.layernorm_qkv.layer_norm_",
     "self_attention.linear_qkv.": (
@@ -89,8 +89,8 @@ _IN_A_STACK = {
     "mlp.linear_fc2.": "mlp.dense_4h_to_h. layernorm_mlp.fc2_",
 }
 """What stands before ``weight`` and ``bias`` in Megatron-Core's name and in the legacy ones; the first is written."""
-_WITH_CROSS_ATTENTION = {
-    **_IN_A_STACK,
+_DECODER_NAMES = {
+    **_LAYER_NAMES,
     "pre_cross_attn_layernorm.": "post_attention_layernorm.",
     "cross_attention.linear_q.": "inter_attention.query.",
     "cross_attention.linear_kv.": "inter_attention.key_value.",
@@ -98,7 +98,7 @@ _WITH_CROSS_ATTENTION = {
     "mlp.linear_fc1.layer_norm_": "post_inter_attention_layernorm.",
 }
 """Of a decoder that reads an encoder's output: its MLP's norm has another name."""
-_OUTSIDE = {
+_OTHER_NAMES = {
     "lm_head.layer_norm.": "lm_head.layernorm. lm_head.norm.",
     "classification_head.dense.": "classification_head.",
     "token_head.dense.": "token_head.",
@@ -107,11 +107,11 @@ _OUTSIDE = {
 _STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d{1,9})\.)?(.+)")
 
 
-def _renamed(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
+def _translate(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
     """A tensor's name in Megatron-Core from one in a file or, to write it, the other way round."""
-    modules = _OUTSIDE if stack is None else _IN_A_STACK
+    modules = _OTHER_NAMES if stack is None else _LAYER_NAMES
     if (stack, architecture) == ("decoder", "t5"):
-        modules = _WITH_CROSS_ATTENTION
+        modules = _DECODER_NAMES
     if writes:
         names = {core: legacy.split()[0] for core, legacy in modules.items()}
     else:
@@ -127,21 +127,21 @@ def _key_of(legacy: str, architecture: Architecture) -> Key:
     name = legacy.removeprefix("language_model.")
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
-        return Key(_renamed(name, None, architecture, writes=False))
+        return Key(_translate(name, None, architecture, writes=False))
     stack = {"gpt": "decoder", "bert": "encoder"}.get(architecture) or stacked[1].replace("transformer", "encoder")
-    inside = _renamed(stacked[4], stack, architecture, writes=False)
+    inside = _translate(stacked[4], stack, architecture, writes=False)
     return Key(f"{stack}.{stacked[2] or ''}{inside}", int(stacked[3]) if stacked[3] else None)
 
 
-def written_name(key: Key, architecture: Architecture) -> str:
+def legacy_name(key: Key, architecture: Architecture) -> str:
     """The flat name under which a tensor is written; its layer is counted from 0 in the file."""
     stacked = _STACKED.fullmatch(key.name)
     if stacked is None:
         is_head = key != _OUTPUT and key.name.startswith(_HEADS) and not key.name.startswith("pooler.")
-        return _renamed(key.name, None, architecture, writes=True) if is_head else f"language_model.{key.name}"
+        return _translate(key.name, None, architecture, writes=True) if is_head else f"language_model.{key.name}"
     stack = stacked[1] if architecture == "t5" else "encoder"
     layers = "" if key.layer is None else f"layers.{key.layer}."
-    return f"language_model.{stack}.{layers}{_renamed(stacked[4], stacked[1], architecture, writes=True)}"
+    return f"language_model.{stack}.{layers}{_translate(stacked[4], stacked[1], architecture, writes=True)}"
 
 
 def split_axis(name: str) -> int | None:
@@ -155,7 +155,7 @@ def split_axis(name: str) -> int | None:
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d{0,9})")
-_OF_DAMAGED_ZIP_FILES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 """What reading them raises."""
 
 _Rank = tuple[int, int]
@@ -165,7 +165,7 @@ _Rank = tuple[int, int]
 class RankState(NamedTuple):
     """What the file of one rank holds; its tensors are mapped, not read."""
 
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """By name: ``args`` (not in the oldest ones), ``checkpoint_version``, ``iteration``, ``optimizer``, ..."""
     version: float
     """Of the checkpoint; it says how the rows of queries, keys and values are ordered."""
@@ -178,7 +178,7 @@ def rank_folder(tensor: int, stage: int, pp: int) -> str:
     return f"mp_rank_{tensor:02d}" if pp == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
 
 
-def _files_at(path: Path) -> dict[_Rank, Path]:
+def _rank_files(path: Path) -> dict[_Rank, Path]:
     """The model file of each rank in a folder, or of the one that is named; folders without one are of an optimizer."""
     if path.is_file():
         return {(0, 0): path}
@@ -190,7 +190,7 @@ def _files_at(path: Path) -> dict[_Rank, Path]:
 
 def is_legacy(path: Path) -> bool:
     """Whether ``path`` looks like a legacy checkpoint; a file may have any name."""
-    return path.suffix in (".pt", ".zip") if path.is_file() else bool(_files_at(path))
+    return path.suffix in (".pt", ".zip") if path.is_file() else bool(_rank_files(path))
 
 
 def _sizes(ranks: Collection[_Rank]) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
     """
     with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
         is_zip = path.is_file() and path.suffix == ".zip"
-        if not (files := _files_at(_unpacked(path, Path(temporary)) if is_zip else path)):
+        if not (files := _rank_files(_unpack(path, Path(temporary)) if is_zip else path)):
             raise CheckpointError(
                 f"{path} is no checkpoint of Megatron-LM: it has no folders mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
             )
@@ -222,7 +222,7 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
         return {rank: _read_rank(file) for rank, file in files.items()}
 
 
-def _unpacked(archive: Path, folder: Path) -> Path:
+def _unpack(archive: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as opened:
             for info in opened.infolist():
@@ -234,7 +234,7 @@ def _unpacked(archive: Path, folder: Path) -> Path:
                         shutil.copyfileobj(source, target, 1 << 24)
     except FileExistsError:
         raise CheckpointError(f"zip file {archive} has several checkpoints; unpack it, and give one's folder") from None
-    except _OF_DAMAGED_ZIP_FILES as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(f"zip file {archive} cannot be unpacked ({error}); fetch it again") from None
     return folder
 
@@ -248,10 +248,10 @@ def _read_rank(file: Path) -> RankState:
     state = read_pickle(file)
     state = state if isinstance(state, Mapping) else {}
     models = {int(name[1] or 0): value for key, value in state.items() if (name := _CHUNK.fullmatch(str(key)))}
-    chunks = tuple(dict(_flat(models.get(number))) for number in range(len(models)))
+    chunks = tuple(dict(_flatten(models.get(number))) for number in range(len(models)))
     version = state.get("checkpoint_version", 0)
     if not chunks or not all(chunks) or type(version) not in (int, float):
-        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MOST_NAMED]) or "nothing"
+        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MAX_NAMES]) or "nothing"
         raise CheckpointError(
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
@@ -260,10 +260,10 @@ def _read_rank(file: Path) -> RankState:
     return RankState(facts, float(version), chunks)
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _flat(each, f"{name}.{key}" if name else str(key))
+            yield from _flatten(each, f"{name}.{key}" if name else str(key))
     elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(name):
         yield name, value
 
@@ -274,7 +274,7 @@ Shards = tuple[torch.Tensor, ...]
 """Of one tensor, those of all tensor-parallel ranks."""
 
 
-def stack(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[str, Shards]]]:
+def collect_tensors(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[str, Shards]]]:
     """Find all tensors of the model, and after each the copies that later stages have.
 
     Chunk v of stage p comes after chunk v of stage p - 1, and after chunk v - 1 of the last stage. How many layers each
@@ -320,7 +320,7 @@ def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]
     return [{name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()} for chunk in state.chunks]
 
 
-def _whole(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
+def _stored_tensor(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
     """A tensor with its padding, and its copies as its place."""
     shards = copies[0][1]
     shape, axis = list(shards[0].shape), split_axis(key.name)
@@ -329,7 +329,7 @@ def _whole(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
     return Stored(tuple(shape), shards[0].dtype, copies)
 
 
-def merged(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch.Tensor:
+def merge(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch.Tensor:
     """The whole tensor, its rows in Megatron-Core's order."""
     axis = split_axis(key.name)
     if axis is None:
@@ -359,18 +359,19 @@ class MegatronLMSource(Source):
         super().__init__(path)
         ranks = read_ranks(path)
         first, (self._tp, self._pp) = ranks[0, 0], _sizes(ranks)
-        self._arguments, self._version = arguments_of(first.facts), first.version
+        self._arguments, self._version = arguments_of(first.metadata), first.version
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's own, which names none
-        self._found = {key: _whole(key, copies) for key, copies in stack(path, ranks).items()}
-        self.stored = {each.place[0][0]: each for each in self._found.values()}
-        iterations = (first.facts.get("iteration"), self._arguments.get("iteration"))
+        self._found = {key: _stored_tensor(key, copies) for key, copies in collect_tensors(path, ranks).items()}
+        self.stored = {each.location[0][0]: each for each in self._found.values()}
+        iterations = (first.metadata.get("iteration"), self._arguments.get("iteration"))
         self.iteration = next((each for each in iterations if type(each) is int and each > 0), 0)
         folders = (path, path.parent) if path.is_dir() else ()
         self.companions = next((folder for folder in folders if companion_files(folder)), None)
         layout = {"tp": self._tp, "pp": self._pp, **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {})}
-        others = [name for name in first.facts if name not in ("args", "iteration", "checkpoint_version")]
-        self.facts = {**facts_of(first.facts), "checkpoint_version": first.version, "layout": layout, "others": others}
+        state = first.metadata
+        others = [name for name in state if name not in ("args", "iteration", "checkpoint_version")]
+        self.metadata = {**metadata_of(state), "checkpoint_version": first.version, "layout": layout, "others": others}
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
@@ -381,7 +382,7 @@ class MegatronLMSource(Source):
                     "all ranks, with those that are missing"
                 )
         shapes = {key: each.shape for key, each in self._found.items()}
-        self.model, self.hf_config = described_by(self._arguments, shapes, self._tp, config, self.path)
+        self.model, self.hf_config = describe_model(self._arguments, shapes, self._tp, config, self.path)
         heads, groups, version = self.model.num_attention_heads, self.model.num_query_groups, self._version
         if version not in (0, 1, 2, 3):
             raise CheckpointError(f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3")
@@ -403,9 +404,9 @@ class MegatronLMSource(Source):
         if self.model.architecture == "bert" and superfluous:
             _log.warning("of another head in %s and left out: %s", self.path, ", ".join(map(str, superfluous)))
         for key, each in self._found.items():
-            (_, first), *copies = each.place
+            (_, first), *copies = each.location
             if key == EMBEDDING and _OUTPUT in superfluous:
-                copies += self._found[_OUTPUT].place
+                copies += self._found[_OUTPUT].location
             if not all(all(map(torch.equal, first, copy)) for _, copy in copies):
                 raise CheckpointError(
                     f"the stages of {self.path} disagree in {key}, of which both have a copy; it is damaged, or a "
@@ -413,9 +414,10 @@ class MegatronLMSource(Source):
                 )
         return {key: each.dtype for key, each in found.items()}
 
-    def read(self, place: Place) -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        return merged(place.key, self._found[place.key].place[0][1], self.model, self._version)[place.slices]
+        shards = self._found[region.key].location[0][1]
+        return merge(region.key, shards, self.model, self._version)[region.slices]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -423,7 +425,7 @@ class MegatronLMSource(Source):
 _RELEASE = "release"
 _VERSION = 3.0
 
-Cut = Mapping[str, range]
+Layers = Mapping[str, range]
 """Which layers of each stack (``encoder``, ``decoder``) a model chunk holds, counted in the whole stack."""
 
 
@@ -449,11 +451,11 @@ def save_megatron_lm(
         ConfigError: If the layers cannot be cut like this.
         CheckpointError: If a file cannot be written.
     """
-    cuts, more = cut(model, layout)
+    cuts, more = split_layers(model, layout)
     mine = shards_of(chunks, model)
     shards: dict[Key, list[Shard]] = {}
     for shard in mine:
-        shards.setdefault(shard.place.key, []).append(shard)
+        shards.setdefault(shard.region.key, []).append(shard)
     dtype = max(mine, key=lambda shard: shard.data.nbytes).data.dtype
     arguments = megatron_arguments(model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more})
     every = itertools.product(range(layout.tp), range(layout.pp))
@@ -462,8 +464,8 @@ def save_megatron_lm(
             state: dict[str, Any] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": source.iteration}
             for number in range(stage, len(cuts), layout.pp):
                 tensors: dict[str, Any] = {}
-                for name, key in _held(shards, cuts, number, model):
-                    part = _part(shards[key], model, layout.tp, tensor if rank is None else None)
+                for name, key in _in_chunk(shards, cuts, number, model):
+                    part = _tp_shard(shards[key], model, layout.tp, tensor if rank is None else None)
                     # As Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"].
                     depth = 3 if ".embedding." in name else 2 if name.startswith("language_model.") else 1
                     *outer, last = name.split(".", depth)
@@ -480,9 +482,9 @@ def save_megatron_lm(
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _part(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None) -> torch.Tensor:
+def _tp_shard(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None) -> torch.Tensor:
     """What a tensor-parallel rank holds of a tensor, in memory of its own; None if the shards are that."""
-    key = shards[0].place.key
+    key = shards[0].region.key
     axis = split_axis(key.name)
     # A gated layer has two shards: its gates and its other branch, and of each the rank has a part.
     parts = [shard.data for shard in shards]
@@ -495,7 +497,7 @@ def _part(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None
     return torch.cat([part.chunk(tp, axis)[rank] for part in parts])
 
 
-def _held(keys: Collection[Key], cuts: Sequence[Cut], number: int, model: ModelConfig) -> list[tuple[str, Key]]:
+def _in_chunk(keys: Collection[Key], cuts: Sequence[Layers], number: int, model: ModelConfig) -> list[tuple[str, Key]]:
     """The tensors of a chunk under flat legacy names; layers in their order, before their stack's final norm.
 
     Whoever reads a checkpoint takes layers from the front of a dictionary.
@@ -515,7 +517,7 @@ def _held(keys: Collection[Key], cuts: Sequence[Cut], number: int, model: ModelC
     names = []
     for key in sorted(filter(is_held, keys), key=lambda key: ".final_layernorm." in key.name):
         layer = None if key.layer is None else key.layer - own[key.name.split(".")[0]].start
-        names.append((written_name(key._replace(layer=layer), model.architecture), key))
+        names.append((legacy_name(key._replace(layer=layer), model.architecture), key))
     is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
     return [*names, (HEAD_COPY, EMBEDDING)] if is_tied and is_last and not is_first else names
 
@@ -523,7 +525,7 @@ def _held(keys: Collection[Key], cuts: Sequence[Cut], number: int, model: ModelC
 # ---- layers of stages -----------------------------------------------------------------------------------------------
 
 
-def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Cut], dict[str, int | None]]:
+def split_layers(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Layers], dict[str, int | None]]:
     """The chunks in the order of the pipeline, and the arguments by which Megatron-LM cuts so.
 
     Raises:
@@ -541,7 +543,7 @@ def cut(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Cut], dict[str
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
     ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
     names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    cuts: list[Cut] = [{"encoder": ours, "decoder": theirs} for ours, theirs in layers_per_chunk(encoder, sizes)]
+    cuts: list[Layers] = [{"encoder": ours, "decoder": theirs} for ours, theirs in layers_per_chunk(encoder, sizes)]
     return cuts, dict(zip(names, (split, *ends), strict=True))
 
 

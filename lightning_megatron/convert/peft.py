@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_megatron.convert.family import linears_of
+from lightning_megatron.convert.family import linear_rules
 from lightning_megatron.convert.hugging_face import HuggingFaceSource, WeightFiles, read_safetensors, write_weight_file
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
-from lightning_megatron.convert.shards import Gathering, Loading, Source
+from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoader
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import failures_as_errors, staged
@@ -29,13 +29,13 @@ from lightning_megatron.models.config import Adapters, ModelConfig
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEARS = "all-linear"
 
-_WITHOUT_EFFECT = {
+_KNOWN_FIELDS = {
     *("base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "auto_mapping"),
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
     *("megatron_core", "qalora_group_size"),
 }
 """Fields of a config that are read, or that say nothing about what an adapter computes."""
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
+_EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base
@@ -95,7 +95,7 @@ class Adaptation:
     """Name or folder of the model with the frozen weights, which checkpoints of weights alone name instead of holding
     them; None where they would be lost."""
 
-    def of(self, model: ModelConfig, model_provider: object) -> ModelConfig:
+    def apply_to(self, model: ModelConfig, model_provider: object) -> ModelConfig:
         """``model`` with the adapters.
 
         Raises:
@@ -132,24 +132,24 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
     Raises:
         ConfigError: If a target is no linear of its layers.
     """
-    linears = {name: rule.modules for name, rule in linears_of(rules_of(model)).items()}
+    linears = {name: rule.modules for name, rule in linear_rules(rules_of(model)).items()}
     targets = [""] if lora.targets == ALL_LINEARS else list(lora.targets)
     modules = [module for each in linears.values() for module in each]
     for target in targets:
-        if not any(_is_named(module, target) for module in modules):
+        if not any(_matches(module, target) for module in modules):
             names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
             raise ConfigError(
                 f"lora targets: expected linears of {model.family} layers, one of {names}, got {target!r}; correct it"
             )
     adapted = {
-        name: tuple(any(_is_named(module, target) for target in targets) for module in each)
+        name: tuple(any(_matches(module, target) for target in targets) for module in each)
         for name, each in linears.items()
     }
     found = tuple((name, parts) for name, parts in adapted.items() if any(parts))
     return replace(model, lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=found), lora_dropout=lora.dropout)
 
 
-def _is_named(module: str, target: str) -> bool:
+def _matches(module: str, target: str) -> bool:
     """As ``peft`` matches; nothing names everything."""
     return not target or module == target or module.endswith(f".{target}")
 
@@ -161,7 +161,7 @@ class AdapterSource(HuggingFaceSource):
     """The weights of an adapter folder."""
 
     kind = "PEFT adapter"
-    is_whole, has_adapters = False, True
+    has_base_weights, has_adapters = False, True
 
     def __init__(self, path: Path) -> None:
         """Look at its config and its weights; see ``Source``."""
@@ -173,7 +173,7 @@ class AdapterSource(HuggingFaceSource):
         self._config = read_json(path / CONFIG)
         self._files = WeightFiles(read_safetensors(path / WEIGHTS))
         self.stored = self._files.tensors
-        self.facts = {"adapter": self._config}
+        self.metadata = {"adapter": self._config}
         self.base = str(self._config.get("base_model_name_or_path"))
 
     def lora(self) -> LoRA:
@@ -183,8 +183,8 @@ class AdapterSource(HuggingFaceSource):
             CheckpointError: If it is damaged, or computes something else than plain LoRA.
         """
         for name, value in self._config.items():
-            expected = _DEFAULTS.get(name, ())
-            if value not in expected if expected else value and name not in _WITHOUT_EFFECT:
+            expected = _EXPECTED.get(name, ())
+            if value not in expected if expected else value and name not in _KNOWN_FIELDS:
                 wanted = " or ".join(map(repr, expected)) or "it unset"
                 raise CheckpointError(
                     f"adapter {self.path}: expected {wanted} for {name}, got {value!r}, which changes what it "
@@ -212,7 +212,7 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     """
     source = AdapterSource(path)
     source.model = model
-    Loading(chunks, source).fill()
+    WeightLoader(chunks, source).fill()
 
 
 def describe_with_base(adapters: Source, config: Path | None) -> None:
@@ -256,7 +256,7 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
     """
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
-    gathered = Gathering(chunks, model, lambda key: is_adapter(key.name)).tensors()
+    gathered = WeightGatherer(chunks, model, lambda key: is_adapter(key.name)).tensors()
     tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
 
     def write() -> None:
@@ -266,23 +266,23 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
                 write_weight_file(folder, WEIGHTS, tensors)
-                (folder / CONFIG).write_text(json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n")
+                (folder / CONFIG).write_text(json.dumps(_adapter_config(model, base), indent=2, sort_keys=True) + "\n")
 
     call_on_all_ranks(write)
 
 
-def _config(model: ModelConfig, base: str | None) -> dict[str, Any]:
+def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     """What ``adapter_config.json`` says; targets as short as they name no module without an adapter."""
     lora = model.lora
     assert lora is not None
     rules = rules_of(replace(model, lora=None))
-    linears = linears_of(rules)
+    linears = linear_rules(rules)
     adapted = {each for name, parts in lora.linears for each in itertools.compress(linears[name].modules, parts)}
     others = {name for rule in rules for name in rule.modules} - adapted
     targets = set()
     for words in (module.split(".") for module in adapted):
         ends = (".".join(words[-length:]) for length in range(1, len(words)))
-        targets.add(next(end for end in ends if not any(_is_named(each, end) for each in others)))
+        targets.add(next(end for end in ends if not any(_matches(each, end) for each in others)))
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),

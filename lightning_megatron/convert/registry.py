@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
-_KEYS_OF_ANY_MODEL = {
+_COMMON_KEYS = {
     "num_labels",  # kept as the length of id2label
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings"),
     *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 """Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
-_OLD_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-_OLD_KEYS = {
+_LEGACY_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+_LEGACY_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
     "qwen3_moe": {"head_dim", "max_window_layers"},  # in the published files; the model reads the first
 }
 """What transformers' classes have no field for, but the config files of (earlier) models, by ``model_type``."""
-_MOST_LAYERS = 100_000
+_MAX_LAYERS = 100_000
 
 _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
 _BIASED_HEAD = "its output layer has a bias, and the engine's has none"
@@ -56,10 +56,8 @@ REFUSED_TYPES: dict[str, str] = {
 @functools.cache
 def known_families() -> dict[str, Family]:
     """Every family by its ``model_type``, found in ``convert/families``."""
-    modules = [
-        importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)
-    ]
-    return {family.model_type: family for module in modules for family in module.FAMILIES}
+    names = (f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
+    return {family.model_type: family for name in names for family in importlib.import_module(name).FAMILIES}
 
 
 def family_of(model_type: str) -> Family:
@@ -160,8 +158,8 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
     for name, value in arguments.items():
         # Before transformers and this package make lists with an entry for each.
-        if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ConfigError(f"{name}={value} is more than {_MOST_LAYERS} layers; correct the model's config")
+        if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
+            raise ConfigError(f"{name}={value} is more than {_MAX_LAYERS} layers; correct the model's config")
     if quantization := arguments.pop("quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(
@@ -172,9 +170,9 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
         # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
         default = config_class()
         known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
-        known |= _OLD_ROPE_KEYS if "rope_parameters" in known else set()
-        known |= _OLD_KEYS.get(fields["model_type"], set())
-        known |= _KEYS_OF_ANY_MODEL
+        known |= _LEGACY_ROPE_KEYS if "rope_parameters" in known else set()
+        known |= _LEGACY_KEYS.get(fields["model_type"], set())
+        known |= _COMMON_KEYS
         for key in arguments:
             if key not in known:
                 raise ConfigError(
@@ -211,7 +209,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in one if name in other and one[name] != other[name]]
 
 
-def config_of_task(hf_config: Any, model: ModelConfig) -> Any:
+def config_for_task(hf_config: Any, model: ModelConfig) -> Any:
     """A copy of ``hf_config`` that names the class with the head of ``model``."""
     config = copy.deepcopy(hf_config)
     config.architectures = [family_of(model.family).architectures[model.task]]

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights may be stored in."""
-_MOST_NAMED = 20
-BAR_FROM_BYTES = 10**9
+_MAX_NAMED = 20
+_MIN_BAR_BYTES = 10**9
 """Smaller models are there before anyone would look at a progress bar."""
 TIMEOUT = timedelta(minutes=30)
 """For ranks that wait while another one reads or writes."""
-_NUMBERED = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
+_LAYER_NUMBER = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
 NO_WEIGHTS = re.compile(
     r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|(attn|attention)\.bias)(\.|$|/)"
 )
@@ -61,14 +61,14 @@ class Key(NamedTuple):
         return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
 
 
-def numbered(name: str) -> Key:
+def parse_key(name: str) -> Key:
     """The key of a name in which the layer's number stands: ``decoder.layers.3.mlp.linear_fc1.weight``."""
-    parts = _NUMBERED.fullmatch(name)
+    parts = _LAYER_NUMBER.fullmatch(name)
     return Key(f"{parts[1]}.{parts[3]}", int(parts[2])) if parts else Key(name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Region:
     """Where a shard stands in its tensor; small, and sent between ranks."""
 
     key: Key
@@ -80,7 +80,7 @@ class Place:
     dtype: torch.dtype
 
     @property
-    def unpadded(self) -> Place:
+    def unpadded(self) -> Region:
         """Without the rows that pad the vocabulary."""
         rows = max(0, min(self.size[0], self.shape[0] - self.offset[0]))
         return replace(self, size=(rows, *self.size[1:]))
@@ -95,28 +95,28 @@ class Place:
 class Shard:
     """A shard of this rank."""
 
-    place: Place
+    region: Region
     data: torch.Tensor
     """The parameter's own memory."""
-    is_first_copy: bool
+    is_main_replica: bool
     """Whether no other rank (or chunk) comes before this one with the same part."""
 
 
 def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
-    """This rank's shards of weights that Hugging Face has names for, in the order of ``in_order`` and of their rows.
+    """This rank's shards of weights that Hugging Face has names for, in the order of ``sorted_keys`` and of their rows.
 
     Args:
         chunks: This rank's model chunks, wrapped or not.
         model: The description that the chunks were built from.
     """
     named = {rule.megatron for rule in rules_of(model)}  # not so the bias of experts, which the engine begins with
-    found = (_shard(part, model) for _, parts in _sharded(chunks) for part in parts)
-    shards = [each for each in found if each.place.key.name in named]
-    number = {key: i for i, key in enumerate(in_order({each.place.key for each in shards}, model))}
-    return sorted(shards, key=lambda each: (number[each.place.key], each.place.offset))
+    found = (_shard(part, model) for _, parts in _sharded_parameters(chunks) for part in parts)
+    shards = [each for each in found if each.region.key.name in named]
+    number = {key: i for i, key in enumerate(sorted_keys({each.region.key for each in shards}, model))}
+    return sorted(shards, key=lambda each: (number[each.region.key], each.region.offset))
 
 
-def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
+def _sharded_parameters(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
     """Each parameter, with the one or several parts (a gated layer has two) that it is in checkpoints."""
     # Not above: whoever only looks at files needs no engine, whose import takes seconds.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -134,14 +134,14 @@ def _sharded(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[Sharded
 
 def _key(tensor: ShardedTensor) -> Key:
     stacked = [int(index) for index in tensor.global_offset[: tensor.prepend_axis_num]]
-    key = numbered(tensor.key)
+    key = parse_key(tensor.key)
     return Key(key.name, *(() if key.layer is None else (key.layer,)), *stacked)
 
 
 def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
     axes, key = tensor.prepend_axis_num, _key(tensor)
     shape = tuple(tensor.global_shape)[axes:]
-    place = Place(
+    region = Region(
         key=key,
         shape=(model.vocab_size, *shape[1:]) if key.name in VOCABULARY else shape,
         offset=tuple(tensor.global_offset)[axes:],
@@ -149,7 +149,7 @@ def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
         dtype=tensor.dtype,
     )
     replica = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)
-    return Shard(place=place, data=tensor.data.detach(), is_first_copy=not any(replica))
+    return Shard(region=region, data=tensor.data.detach(), is_main_replica=not any(replica))
 
 
 def _host_group() -> Any:
@@ -158,13 +158,13 @@ def _host_group() -> Any:
     return host_group(TIMEOUT)
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _all_gather(mine: Any) -> list[Any]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine, group=_host_group())
     return parts
 
 
-def in_order(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
+def sorted_keys(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
     """Tensors of no layer first, then each stack (T5's encoder before its decoder) layer after layer."""
     number = {rule.megatron: i for i, rule in enumerate(rules_of(model))}
 
@@ -183,7 +183,7 @@ class Stored(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: Any = None
+    location: Any = None
     """Where its numbers are, if the format says it for each tensor."""
 
     @property
@@ -206,7 +206,7 @@ class Source(ABC):
     """Its format, for messages: ``Hugging Face model directory``."""
     stored: Mapping[str, Stored]
     """Its tensors, under names of the format."""
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """What else it says of itself: plain data by name."""
     model: ModelConfig
     """What it is a checkpoint of; set by ``describe``."""
@@ -220,7 +220,7 @@ class Source(ABC):
     """Name or folder of the model that its adapters were trained beside, if it is known."""
     frozen: Source | None = None
     """Of adapters alone: the weights that they were trained beside, which are opened when they are described."""
-    is_whole: bool = True
+    has_base_weights: bool = True
     """Whether there is more than adapters."""
     has_adapters: bool = True
     """Whether checkpoints of this format hold adapters, of models that have some."""
@@ -243,7 +243,7 @@ class Source(ABC):
 
     def holds(self, key: Key) -> bool:
         """Whether such a tensor is looked for here; ``match`` is not asked for others."""
-        return self.has_adapters if is_adapter(key.name) else self.is_whole
+        return self.has_adapters if is_adapter(key.name) else self.has_base_weights
 
     @abstractmethod
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
@@ -257,11 +257,11 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def read(self, place: Place) -> torch.Tensor:
-        """The part of a tensor at ``place``, which has no padding; not to be kept, it may be the file's own memory."""
+    def read(self, region: Region) -> torch.Tensor:
+        """The part of a tensor at ``region``, which has no padding; not to be kept, it may be the file's own memory."""
 
     @property
-    def parts(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """The sources that hold the model's tensors."""
         return (self,) if self.frozen is None else (self.frozen, self)
 
@@ -273,7 +273,7 @@ class Source(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Of the largest weight."""
-        weights = self.parts[0].weights.values()
+        weights = self.sources[0].weights.values()
         return max(weights, key=lambda each: each.num_bytes, default=Stored((), torch.float32)).dtype
 
     def check(self, found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> None:
@@ -295,24 +295,24 @@ class Source(ABC):
                 problems.append(f"'{name}' has the shape {list(shape)}, not {list(wanted)}")
             elif dtype not in _FLOATS:
                 problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
-        self.refuse(problems)
+        self.raise_mismatches(problems)
 
-    def refuse(self, problems: Sequence[str]) -> None:
+    def raise_mismatches(self, problems: Sequence[str]) -> None:
         """Raise if there are problems with its tensors.
 
         Raises:
             CheckpointError: That names them.
         """
         if problems:
-            more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
             raise CheckpointError(
                 f"the weights in {self.path} are not those of this {self.model.family} model ({self.model.task}), "
-                f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {'; '.join(problems[:_MOST_NAMED])}{more}"
+                f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {'; '.join(problems[:_MAX_NAMED])}{more}"
                 ". Use the config that belongs to the weights, and all of their files, unquantized"
             )
 
 
-class Loading:
+class WeightLoader:
     """The tensors of a model, found in a checkpoint. Every rank must make one, and call the same methods.
 
     Args:
@@ -328,12 +328,13 @@ class Loading:
 
         self._chunks, self._model = list(chunks), source.model
         shapes: dict[Key, tuple[int, ...]] = {}
-        for theirs in _gathered({each.place.key: each.place.shape for each in shards_of(self._chunks, source.model)}):
-            shapes |= theirs
-        keys = in_order(shapes, source.model)
+        regions = (shard.region for shard in shards_of(self._chunks, source.model))
+        for part in _all_gather({region.key: region.shape for region in regions}):
+            shapes |= part
+        keys = sorted_keys(shapes, source.model)
 
         def match() -> dict[Key, tuple[Source, torch.dtype]]:
-            matches = ((each, each.match({k: shapes[k] for k in keys if each.holds(k)})) for each in source.parts)
+            matches = ((each, each.match({k: shapes[k] for k in keys if each.holds(k)})) for each in source.sources)
             return {key: (each, dtype) for each, dtypes in matches for key, dtype in dtypes.items()}
 
         self._found = call_on_all_ranks(match)  # the first rank looks at what is tied
@@ -355,26 +356,26 @@ class Loading:
         from lightning_megatron.engine.collectives import call_on_all_ranks
 
         if as_stored:
-            for tensor, parts in _sharded(self._chunks):
+            for tensor, parts in _sharded_parameters(self._chunks):
                 if (key := _key(parts[0])) in self._found:
                     tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
-        shards = [shard for shard in shards_of(self._chunks, self._model) if shard.place.key in self._found]
+        shards = [shard for shard in shards_of(self._chunks, self._model) if shard.region.key in self._found]
         with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
 
             def fill_all() -> None:
                 for shard in shards:
-                    place = shard.place.unpadded
-                    part, ours = self._found[place.key][0].read(place), shard.data[: place.size[0]]
-                    shard.data[place.size[0] :] = 0
+                    region = shard.region.unpadded
+                    part, ours = self._found[region.key][0].read(region), shard.data[: region.size[0]]
+                    shard.data[region.size[0] :] = 0
                     ours.copy_(part)
                     if dtype is not None:
-                        refuse_infinite(place.key, part, ours)
+                        check_overflow(region.key, part, ours)
                     bar.update(shard.data.nbytes)
 
             call_on_all_ranks(fill_all)
 
 
-def refuse_infinite(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:
+def check_overflow(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:
     """Raise if a finite number of ``given`` has become infinite in the dtype of ``rounded``."""
     # Counting costs several times what rounding does, and hardly a weight has anything to count.
     if rounded.isinf().any() and rounded.isinf().sum() > given.isinf().sum():
@@ -386,7 +387,7 @@ def refuse_infinite(name: object, given: torch.Tensor, rounded: torch.Tensor) ->
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
     """A bar on rank 0, for models that take a while, in a terminal."""
-    hidden = dist.get_rank() != 0 or total_bytes < BAR_FROM_BYTES
+    hidden = dist.get_rank() != 0 or total_bytes < _MIN_BAR_BYTES
     # None: shown only if standard error is a terminal.
     return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None)
 
@@ -394,7 +395,7 @@ def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
 
-class Gathering:
+class WeightGatherer:
     """The Hugging Face tensors of a model that is split over ranks, put together on rank 0 one after the other.
 
     Every rank must make one and iterate over ``tensors``.
@@ -402,28 +403,28 @@ class Gathering:
     Args:
         chunks: This rank's model chunks. Whatever the parameters' ``data`` holds is taken, gradients for example.
         model: The description that they were built from.
-        is_wanted: Which tensors; all by default.
+        include: Which tensors; all by default.
     """
 
     def __init__(
-        self, chunks: Iterable[Any], model: ModelConfig, is_wanted: Callable[[Key], bool] = lambda key: True
+        self, chunks: Iterable[Any], model: ModelConfig, include: Callable[[Key], bool] = lambda key: True
     ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        self._mine = [each for each in shards_of(chunks, model) if each.is_first_copy and is_wanted(each.place.key)]
-        found: dict[Key, dict[tuple[int, ...], tuple[int, int, Place]]] = {}
-        for rank, places in enumerate(_gathered([each.place for each in self._mine])):
-            for number, place in enumerate(places):
-                found.setdefault(place.key, {}).setdefault(place.offset, (rank, number, place))
-        self._parts = {key: list(found[key].values()) for key in in_order(found, model)}
+        self._mine = [each for each in shards_of(chunks, model) if each.is_main_replica and include(each.region.key)]
+        found: dict[Key, dict[tuple[int, ...], tuple[int, int, Region]]] = {}
+        for rank, regions in enumerate(_all_gather([each.region for each in self._mine])):
+            for number, region in enumerate(regions):
+                found.setdefault(region.key, {}).setdefault(region.offset, (rank, number, region))
+        self._parts = {key: list(found[key].values()) for key in sorted_keys(found, model)}
 
     def contents(self) -> dict[str, Stored]:
         """Each Hugging Face tensor, in the order of ``tensors``."""
         contents: dict[str, Stored] = {}
         for key, parts in self._parts.items():
-            place = parts[0][2]
-            tensors = self._rules[key.name].tensors(place.shape, key.layer, key.expert)
-            contents |= {name: Stored(shape, place.dtype) for name, shape in tensors.items()}
+            region = parts[0][2]
+            tensors = self._rules[key.name].tensors(region.shape, key.layer, key.expert)
+            contents |= {name: Stored(shape, region.dtype) for name, shape in tensors.items()}
         return contents
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -432,7 +433,7 @@ class Gathering:
         It may share the memory of a parameter.
         """
         for key in self._parts:
-            rule, whole = self._rules[key.name], self._whole(key)
+            rule, whole = self._rules[key.name], self._gather(key)
             names = rule.names(*key[1:])
             if whole is None:
                 yield from ((name, None) for name in names if name)
@@ -442,7 +443,7 @@ class Gathering:
                 if name:
                     yield name, (part.t() if rule.transposed else part).contiguous()
 
-    def _whole(self, key: Key) -> torch.Tensor | None:
+    def _gather(self, key: Key) -> torch.Tensor | None:
         """One of Megatron's tensors, on rank 0."""
         parts, shape = self._parts[key], self._parts[key][0][2].shape
         if dist.get_rank() != 0:
@@ -453,15 +454,15 @@ class Gathering:
                     dist.send(data, 0, group=self._group)
             return None
         if len(parts) == 1:
-            return self._received(*parts[0])[: shape[0]]
+            return self._receive(*parts[0])[: shape[0]]
         whole = torch.empty(shape, dtype=parts[0][2].dtype)
         for rank, number, each in parts:
-            whole[each.unpadded.slices] = self._received(rank, number, each)[: each.unpadded.size[0]]
+            whole[each.unpadded.slices] = self._receive(rank, number, each)[: each.unpadded.size[0]]
         return whole
 
-    def _received(self, rank: int, number: int, place: Place) -> torch.Tensor:
+    def _receive(self, rank: int, number: int, region: Region) -> torch.Tensor:
         if rank == 0:
             return self._mine[number].data.cpu()
-        buffer = torch.empty(math.prod(place.size) * place.dtype.itemsize, dtype=torch.uint8)
+        buffer = torch.empty(math.prod(region.size) * region.dtype.itemsize, dtype=torch.uint8)
         dist.recv(buffer, rank, group=self._group)
-        return buffer.view(place.dtype).view(place.size)
+        return buffer.view(region.dtype).view(region.size)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import build_on_cpu, live_engine
-from lightning_megatron.convert.shards import Key, Loading, Source, shards_of
+from lightning_megatron.convert.shards import Key, Source, WeightLoader, shards_of
 from lightning_megatron.engine.parallel import ParallelConfig
 
 
@@ -25,12 +25,12 @@ def weights_of(path: Path, config: Path | None = None) -> Weights:
     source = open_source(path, config)
     with live_engine(ParallelConfig()):
         chunks = build_on_cpu(source.model, ParallelConfig())
-        loading = Loading(chunks, source)
+        loading = WeightLoader(chunks, source)
         loading.fill(as_stored=True)
         parts: dict[Key, list[torch.Tensor]] = {}
         for shard in shards_of(chunks, source.model):
-            if shard.place.key not in loading.missing:
-                parts.setdefault(shard.place.key, []).append(shard.data[: shard.place.shape[0]])
+            if shard.region.key not in loading.missing:
+                parts.setdefault(shard.region.key, []).append(shard.data[: shard.region.shape[0]])
     return Weights(source=source, tensors={key: torch.cat(each) for key, each in parts.items()})
 
 

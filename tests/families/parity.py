@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.convert.family import LAYER, linears_of
+from lightning_megatron.convert.family import LAYER, linear_rules
 from lightning_megatron.convert.registry import model_config, rules_of
 from tests.models import VOCAB_SIZE
 from tests.parity.comparison import relative_error
@@ -167,7 +167,7 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)
-    linears = linears_of(rules_of(model_config(directory / "source")))
+    linears = linear_rules(rules_of(model_config(directory / "source")))
     ends = {name.removesuffix(".weight").split(f"{LAYER}.")[1] for r in linears.values() for name in r.hugging_face}
     config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
     get_peft_model(hf_model, config).save_pretrained(directory / "adapter")

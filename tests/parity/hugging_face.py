@@ -26,10 +26,10 @@ def tensors_of(module: Any) -> Tensors:
 
     tests/families compares them with transformers. Whatever the parameters' ``data`` holds is taken, gradients too.
     """
-    from lightning_megatron.convert.shards import Gathering
+    from lightning_megatron.convert.shards import WeightGatherer
 
     with module.megatron.engine():
-        tensors = Gathering(module.model_chunks, module.model_config).tensors()
+        tensors = WeightGatherer(module.model_chunks, module.model_config).tensors()
         return {name: tensor.detach().float().clone() for name, tensor in tensors if tensor is not None}
 
 

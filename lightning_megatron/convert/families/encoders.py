@@ -8,7 +8,7 @@ What T5's config cannot say
 Whether the output layer is the embedding. The published configs of v1.1 say ``tie_word_embeddings=False``; transformers
 5 makes that True whatever the config says, and keeps from it only that the decoder's output is not scaled. A model
 built by it from a config is tied. ``from_pretrained`` ties, too, unless the files have both ``shared.weight`` and
-``lm_head.weight`` and they differ; then it leaves them apart. The same happens here: ``hugging_face.with_weights``.
+``lm_head.weight`` and they differ; then it leaves them apart. ``hugging_face.resolve_tied_output`` does the same.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lightning_megatron.convert.family import (
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
-_WORDS = (
+_LM_HEAD = (
     ("lm_head.dense", "cls.predictions.transform.dense"),
     ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
 )
 _POOLER = ("pooler.dense", "bert.pooler.dense")
 _HEADS = {
-    "pretraining": ("PreTraining", (*_WORDS, _POOLER, ("binary_head", "cls.seq_relationship"))),
-    "masked_lm": ("MaskedLM", _WORDS),
+    "pretraining": ("PreTraining", (*_LM_HEAD, _POOLER, ("binary_head", "cls.seq_relationship"))),
+    "masked_lm": ("MaskedLM", _LM_HEAD),
     "sequence_classification": ("SequenceClassification", (_POOLER, ("classification_head.dense", "classifier"))),
     "token_classification": ("TokenClassification", (("token_head.dense", "classifier"),)),
     "question_answering": ("QuestionAnswering", (("token_head.dense", "qa_outputs"),)),
@@ -88,7 +88,7 @@ _UNLIMITED = 1 << 30
 """Tokens: distances past the last row of the table share it, so that no sequence is too long."""
 
 
-def _own(hf: Any) -> Fields:
+def _t5_fields(hf: Any) -> Fields:
     """T5's and mT5's; the latter has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
@@ -119,10 +119,10 @@ def _own(hf: Any) -> Fields:
 def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Where each weight of T5 and mT5 is."""
     embedding = linear("embedding.word_embeddings", ("shared",))
-    return embedding + _stack(model, "encoder") + _stack(model, "decoder") + output_layer(model, names.output)
+    return embedding + _t5_stack(model, "encoder") + _t5_stack(model, "decoder") + output_layer(model, names.output)
 
 
-def _stack(model: ModelConfig, stack: str) -> list[Rule]:
+def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
     ours, theirs = f"{stack}.layers.", f"{stack}.block.{LAYER}."
     heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
     mlp, up = f"layer.{1 if stack == 'encoder' else 2}.", ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
@@ -167,7 +167,7 @@ _T5 = {
 
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
-        *(model_type, {"seq2seq_lm": architecture}, _T5, _own, DecoderNames(base=""), _t5_rules),
+        *(model_type, {"seq2seq_lm": architecture}, _T5, _t5_fields, DecoderNames(base=""), _t5_rules),
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 

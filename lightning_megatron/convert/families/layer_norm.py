@@ -95,7 +95,7 @@ _BLOOM_NAMES = DecoderNames(
     final_norm="ln_f",
     layer="h.{layer}.",
     qkv=("self_attention.query_key_value",),
-    is_in_megatrons_order=True,
+    is_megatron_order=True,
     proj="self_attention.dense",
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
@@ -106,7 +106,7 @@ _GPT_NEOX_NAMES = DecoderNames(
     embedding="embed_in",
     final_norm="final_layer_norm",
     qkv=("attention.query_key_value",),
-    is_in_megatrons_order=True,
+    is_megatron_order=True,
     proj="attention.dense",
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
@@ -136,7 +136,7 @@ FAMILIES = (
     Family(
         *("gpt_bigcode", causal_lm("GPTBigCode"), {"scaled_residual_init": True}, _gpt2),
         # c_attn is in Megatron's order: all queries, the key, the value; without multi_query each head's.
-        names=replace(_GPT2_NAMES, is_transposed=False, is_in_megatrons_order=True),
+        names=replace(_GPT2_NAMES, is_transposed=False, is_megatron_order=True),
         # attention_softmax_in_fp32 and scale_attention_softmax_in_fp32 are about rounding; our softmax is in float32.
         required={"add_cross_attention": (False,)},
     ),
@@ -150,13 +150,13 @@ FAMILIES = (
     Family("falcon", causal_lm("Falcon"), {}, _falcon, _BLOOM_NAMES, _falcon_rules),
     Family(
         *("gpt_neox", causal_lm("GPTNeoX"), {}, _gpt_neox, _GPT_NEOX_NAMES),
-        may_be_partial=True,
+        partial_rotary=True,
     ),
     # Norms of queries and keys have weights for each head, in StableLM 2 12B and Command R+.
     Family(
         *("stablelm", causal_lm("StableLm"), _GATED, _gpt_neox),
         required={"qk_layernorm": (False,)},
-        may_be_partial=True,
+        partial_rotary=True,
     ),
     Family("starcoder2", causal_lm("Starcoder2"), {}, names=DecoderNames(fc1=("mlp.c_fc",), fc2="mlp.c_proj")),
     Family(

@@ -70,14 +70,14 @@ def _gemma3(hf: Any) -> Fields:
     return {**_gemma2(hf), "position_embedding_type": "rope", **rope}
 
 
-_OF_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_of_all_heads": True}
+_FULL_QK_NORM = {"qk_layernorm": True, "qk_layernorm_of_all_heads": True}
 _GLM = {**LLAMA, "rotary_interleaved": True}
 _GLM_NAMES = DecoderNames(
     fc1=("mlp.gate_up_proj",), post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
 )
 _GEMMA = {**LLAMA, "zero_centered_norms": True}
 _GEMMA2_NAMES = DecoderNames(mlp_norm="pre_feedforward_layernorm")
-_BOTH_WAYS = {"use_bidirectional_attention": (None, False)}
+_CAUSAL = {"use_bidirectional_attention": (None, False)}
 
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------
 
@@ -117,16 +117,16 @@ FAMILIES = (
     Family("qwen3", causal_lm("Qwen3"), {**LLAMA, "qk_layernorm": True}),
     Family("granite", causal_lm("Granite"), LLAMA, _granite),
     Family("smollm3", causal_lm("SmolLM3"), LLAMA, _smollm3),
-    Family("olmo2", causal_lm("Olmo2"), {**LLAMA, "pre_norms": False, "post_norms": True, **_OF_ALL_HEADS}),
+    Family("olmo2", causal_lm("Olmo2"), {**LLAMA, "pre_norms": False, "post_norms": True, **_FULL_QK_NORM}),
     Family(
         *("phi3", causal_lm("Phi3"), LLAMA, _phi3),
         names=DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",)),
-        may_be_partial=True,
+        partial_rotary=True,
     ),
-    Family("glm", causal_lm("Glm"), _GLM, _glm, _GLM_NAMES, may_be_partial=True),
-    Family("glm4", causal_lm("Glm4"), {**_GLM, "post_norms": True}, _glm, _GLM_NAMES, may_be_partial=True),
-    Family("gemma", causal_lm("Gemma"), _GEMMA, _gemma, required=_BOTH_WAYS),
-    Family("gemma2", causal_lm("Gemma2"), {**_GEMMA, "post_norms": True}, _gemma2, _GEMMA2_NAMES, required=_BOTH_WAYS),
+    Family("glm", causal_lm("Glm"), _GLM, _glm, _GLM_NAMES, partial_rotary=True),
+    Family("glm4", causal_lm("Glm4"), {**_GLM, "post_norms": True}, _glm, _GLM_NAMES, partial_rotary=True),
+    Family("gemma", causal_lm("Gemma"), _GEMMA, _gemma, required=_CAUSAL),
+    Family("gemma2", causal_lm("Gemma2"), {**_GEMMA, "post_norms": True}, _gemma2, _GEMMA2_NAMES, required=_CAUSAL),
     Family(
         *("gemma3_text", causal_lm("Gemma3"), {**_GEMMA, "post_norms": True, "qk_layernorm": True}, _gemma3),
         names=_GEMMA2_NAMES,
@@ -140,5 +140,5 @@ FAMILIES = (
     ),
     Family("qwen2_moe", causal_lm("Qwen2Moe"), LLAMA, _qwen_moe),
     Family("qwen3_moe", causal_lm("Qwen3Moe"), {**LLAMA, "qk_layernorm": True}, _qwen_moe),
-    Family("olmoe", causal_lm("Olmoe"), {**LLAMA, **_OF_ALL_HEADS}, _mixtral, required={"clip_qkv": (None,)}),
+    Family("olmoe", causal_lm("Olmoe"), {**LLAMA, **_FULL_QK_NORM}, _mixtral, required={"clip_qkv": (None,)}),
 )
