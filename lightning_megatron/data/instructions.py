@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records, without_surrogates
+from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records, replace_surrogates
 from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError
@@ -300,7 +300,7 @@ class _Reader:
         for is_chat, group in groupby(records, key=lambda record: record[2]):
             same = list(group)
             encoded = self._tokenizer(
-                [without_surrogates(text) for text, _, _ in same],
+                [replace_surrogates(text) for text, _, _ in same],
                 add_special_tokens=not is_chat,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
