@@ -1,7 +1,7 @@
-"""Errors that a user can cause, checks that word them, and how the command line tells them.
+"""Exceptions for user errors, checks that raise them, and their report on the command line.
 
 Every message has three parts: the offending value, the rule it breaks, and the fix. The command line prints such an
-error as one line and exits with code 2; everything else is a defect of ours and keeps its traceback. Only the standard
+error as one line and exits with code 2; everything else is a bug and keeps its traceback. Only the standard
 library is imported, so that help and wrong arguments answer at once.
 """
 
@@ -21,27 +21,27 @@ from typing import Any, TextIO, TypeVar
 
 
 class ConfigError(ValueError):
-    """A setting, file or combination of the user's that cannot work."""
+    """An invalid setting or file of the user, or an invalid combination of settings."""
 
 
 class DataError(ConfigError):
-    """A dataset, tokenizer or corpus that is missing, damaged, foreign or too small."""
+    """A dataset, tokenizer or corpus that is missing, damaged, incompatible or too small."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is missing, half-written, damaged, unsafe or of another model."""
+    """A checkpoint that is missing, incomplete, damaged, unsafe or of another model."""
 
 
 class NonFiniteError(ConfigError):
-    """A step whose loss or gradients are NaN or infinite; the weights are as they were before it."""
+    """NaN or infinite loss or gradients in a step; the weights are those from before the step."""
 
 
 class NumericsError(ConfigError):
-    """Numbers that are finite and wrong: a loss that spikes again and again, or copies of a weight that differ."""
+    """Finite but wrong values: a loss that spikes repeatedly, or replicas of a weight that differ."""
 
 
 _KINDS: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),  # "false" would count as true
+    "bool": (bool, "True or False"),  # the string "false" would be truthy
     "int": (Integral, "an integer"),
     "float": (Real, "a number"),
     "str": (str, "a string"),
@@ -50,12 +50,12 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 
 def require_kind(name: str, value: object, annotation: str) -> None:
-    """Raise unless ``value`` is what ``annotation`` says: YAML and forms hand over strings that look like numbers.
+    """Check the type of an option: YAML and forms pass strings that look like numbers.
 
     Args:
-        name: The setting, as the user spells it.
-        value: What it was set to.
-        annotation: ``bool``, ``int``, ``float``, ``str`` or ``timedelta``, perhaps ``| None``; others are not checked.
+        name: Name of the option, as the user spells it.
+        value: Its value.
+        annotation: ``bool``, ``int``, ``float``, ``str`` or ``timedelta``, optionally ``| None``; others are ignored.
 
     Raises:
         ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
@@ -69,28 +69,28 @@ def require_kind(name: str, value: object, annotation: str) -> None:
 
 
 def require_number(name: str, value: object, at_least: float = 0) -> None:
-    """Raise unless ``value`` is a number that is large enough.
+    """Check that an option is a number of at least ``at_least``.
 
     Args:
-        name: The setting, as the user spells it.
-        value: What it was set to.
-        at_least: The smallest number that is allowed.
+        name: Name of the option, as the user spells it.
+        value: Its value.
+        at_least: Smallest valid value.
 
     Raises:
         ConfigError: "lr=-1 must be at least 0; correct lr".
     """
     require_kind(name, value, "float")
-    if not value >= at_least:  # type: ignore[operator]  # "not >=" instead of "<": it catches NaN as well
+    if not value >= at_least:  # type: ignore[operator]  # "not >=" rather than "<", to reject NaN as well
         raise ConfigError(f"{name}={value} must be at least {at_least}; correct {name}")
 
 
 def require_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``.
+    """Check that an option is one of ``choices``.
 
     Args:
-        name: The setting, as the user spells it.
-        value: What it was set to.
-        choices: What it may be, in the order in which a message names them.
+        name: Name of the option, as the user spells it.
+        value: Its value.
+        choices: Valid values, in the order of the message.
 
     Raises:
         ConfigError: "task='cloze' is unknown; choose from perplexity, last_word".
@@ -103,10 +103,10 @@ Options = TypeVar("Options")
 
 
 def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: str) -> Options:
-    """``value``, or the options that a mapping says field by field, as hyper-parameters in checkpoints do.
+    """``value`` as an instance of ``kind``; a mapping of its fields is accepted, e.g. hyper-parameters of a checkpoint.
 
     Raises:
-        ConfigError: If it is neither, or a field is unknown.
+        ConfigError: If it is neither an instance nor a mapping, or a field is unknown.
     """
     if isinstance(value, kind):
         return value
@@ -118,16 +118,16 @@ def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: st
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of ``number`` in ascending order; they are the choices that a divisibility message offers."""
+    """All divisors of ``number`` in ascending order."""
     small = [d for d in range(1, math.isqrt(max(number, 0)) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividend: int) -> None:
-    """Raise unless ``divisor`` divides ``dividend``: the one wording of every divisibility rule.
+    """Check that ``divisor`` divides ``dividend``; the one message of every divisibility check.
 
     Args:
-        divisor_name: The setting to change, as the user spells it, e.g. ``tp``.
+        divisor_name: Name of the option to change, as the user spells it, e.g. ``tp``.
         divisor: Its value.
         dividend_name: What it must divide, e.g. ``num_attention_heads``.
         dividend: Its value.
@@ -143,7 +143,7 @@ def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividen
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Physical memory of this host in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -151,24 +151,24 @@ def host_memory() -> int:
 
 DONE, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 2, 130, 141, 143
 
-_PATIENCE_SECONDS = 6.0
-"""How long a rank other than 0 waits for local rank 0 to report the same mistake and end the job.
+_REPORT_DELAY_SECONDS = 6.0
+"""How long other local ranks wait for local rank 0 to report the same error and end the job.
 
-Longer than the 5 s after which Lightning's launcher notices a child that ended, and kills local rank 0 unheard.
+Longer than the 5 s in which Lightning's launcher notices an exited child and kills local rank 0 before it can report.
 """
-_LONGEST_LINE = 600
+_MAX_LINE_LENGTH = 600
 
 
 def user_error(error: BaseException) -> str | None:
-    """The one line that explains a mistake of the user's; None if the error is not one."""
-    # Only explicit causes: an error met while another is handled is a defect of its own.
+    """The message of a user error, in one line; None for any other error."""
+    # Explicit causes only: an error raised while another is handled is a bug of its own.
     causes = [error]
     while causes[-1].__cause__ is not None and causes[-1].__cause__ not in causes:
         causes.append(causes[-1].__cause__)
     for cause in reversed(causes):
         if isinstance(cause, ConfigError):
             return one_line(str(cause))
-    # Compared by name, because Lightning is not loaded for --help; a metric that EarlyStopping lacks has no such name.
+    # By name, because --help does not import Lightning; EarlyStopping raises RuntimeError for a missing metric.
     names = {cls.__name__ for cls in type(error).__mro__}
     if "MisconfigurationException" in names or str(error).startswith("Early stopping conditioned on metric"):
         return one_line(str(error))
@@ -176,71 +176,71 @@ def user_error(error: BaseException) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, cut off where it is far too long to read."""
+    """The text with whitespace collapsed, truncated to ``_MAX_LINE_LENGTH``."""
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+    return line if len(line) <= _MAX_LINE_LENGTH else line[: _MAX_LINE_LENGTH - 1] + "…"
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters, which a terminal obeys, and overrides of the writing direction as ``\x1b``.
+    r"""Escape control characters and Unicode direction overrides, e.g. as ``\x1b``: files could hold terminal commands.
 
     Args:
-        text: One line, some of which came from a file.
+        text: One line.
     """
-    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: ascii(found[0])[1:-1], text)
+    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text)
 
 
 def with_cli_flags(message: str, parser: argparse.ArgumentParser) -> str:
-    """The message with options named as they are typed: ``top_k=3`` becomes ``--top-k 3``.
+    """Replace Python names of options by their flags in an error message: ``top_k=3`` becomes ``--top-k 3``.
 
-    A name of one word is replaced only before ``=``: ``seed`` may be English.
+    A name of one word is replaced only before ``=``: ``seed`` may be plain English.
 
     Args:
-        message: Of an error raised by what the command calls, which knows the options by their names in Python.
-        parser: The command's; an option's ``dest`` is that name.
+        message: Message of an error raised by the functions behind the command.
+        parser: Parser of the command; the ``dest`` of an option is its Python name.
     """
-    begin = r"(?<![\w./=-])"  # not within a path or another name
+    start = r"(?<![\w./=-])"  # not within a path or another name
     for action in parser._actions:
-        name, flag = action.dest, next((each for each in action.option_strings if each.startswith("--")), "--help")
+        name, flag = action.dest, next((flag for flag in action.option_strings if flag.startswith("--")), "--help")
         if flag != "--help":
             if action.nargs == 0:
-                message = re.sub(rf"{begin}{name}=True\b", flag, message)
-            message = re.sub(rf"{begin}{name}=(?=\S)", f"{flag} ", message)
+                message = re.sub(rf"{start}{name}=True\b", flag, message)
+            message = re.sub(rf"{start}{name}=(?=\S)", f"{flag} ", message)
             if "_" in name:
-                message = re.sub(rf"{begin}{name}(?![\w/=]|\.\w)", flag, message)
+                message = re.sub(rf"{start}{name}(?![\w/=]|\.\w)", flag, message)
     return message
 
 
 def report(message: str) -> int:
     """Print ``error: <message>`` once for all local ranks, and return the exit code.
 
-    A mistake is seen by every rank alike, so local rank 0 speaks for all. Another rank stays silent while the process
-    that started it lives to say so; if nobody has ended the job by then, only this rank has met the error, and says it.
+    A user error usually occurs on every rank, so local rank 0 reports it. Other ranks wait until their parent process
+    exits or the delay has passed; if the job is still running then, only this rank has the error, and it reports it.
     """
-    rank, parent, deadline = _local_rank(), os.getppid(), time.monotonic() + _PATIENCE_SECONDS
+    rank, parent, deadline = _local_rank(), os.getppid(), time.monotonic() + _REPORT_DELAY_SECONDS
     while rank > 0 and time.monotonic() < deadline:
         if os.getppid() != parent:
             return WRONG_ARGUMENTS
         time.sleep(0.1)
-    who = f"local rank {rank}: " if rank > 0 else ""
-    print(f"error: {who}{printable(message)}", file=sys.stderr, flush=True)
+    prefix = f"local rank {rank}: " if rank > 0 else ""
+    print(f"error: {prefix}{printable(message)}", file=sys.stderr, flush=True)
     return WRONG_ARGUMENTS
 
 
 def report_interrupt() -> int:
-    """Print one line for all local ranks, which Ctrl-C reaches together, and return the exit code that shells use."""
+    """Print one line for all local ranks, as Ctrl-C reaches all of them, and return the exit code that shells use."""
     if _local_rank() == 0:
         print("interrupted", file=sys.stderr, flush=True)
     return INTERRUPTED
 
 
 def is_broken_pipe(output: TextIO) -> bool:
-    """Whether the program behind a pipe has ended, as ``head`` does; then what is still to come goes nowhere."""
+    """Whether the reader of a pipe has exited, as ``head`` does; further output is then discarded."""
     try:
-        output.flush()  # what could not be written is still there
+        output.flush()  # unwritten output is still buffered
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:  # or the interpreter would try once more at its end, and complain
-            os.dup2(nowhere.fileno(), output.fileno())
+        with open(os.devnull, "w") as devnull:  # otherwise the interpreter flushes again at exit, and reports an error
+            os.dup2(devnull.fileno(), output.fileno())
         return True
     return False
 

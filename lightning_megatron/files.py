@@ -1,4 +1,4 @@
-"""Atomically publish files and folders, lock them while they are written, and sum up what is in them.
+"""Atomic publication, locking and checksums of files and directories, on disks and object stores.
 
 Output that takes long to write is written beside its final name and published when it is complete, so that readers of
 the final name see either the old or the new content, always complete::
@@ -51,9 +51,9 @@ from typing import Any, NoReturn, cast
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 COMPLETE_MARKER = "meta.pt"
-"""On an object store, says that a folder is whole."""
+"""File that marks a directory on an object store as complete; written last, deleted first."""
 PARTIAL = ".partial"
-"""Ends the name of a folder that is being written; after an exchange, of the one that was replaced."""
+"""Suffix of a directory being written; after an exchange, of the one that was replaced."""
 
 _REPLACED = ".replaced"
 _REMOVED = ".removed"
@@ -65,34 +65,34 @@ _RENAME_EXCHANGE = 2
 
 
 def as_path(address: str | Path) -> Path:
-    """The path, or for an address with ``://`` an object with a path's methods.
+    """``Path`` of a local address, or a ``UPath`` of an address with ``://``.
 
     Raises:
-        ConfigError: If a package that is needed is not installed, or nobody knows such addresses.
+        ConfigError: If the package for that store is not installed, or the protocol is unknown.
     """
     if "://" not in str(address):
         return Path(address)
     try:
         from upath import UPath
 
-        place = UPath(str(address), use_listings_cache=False)  # other ranks write there, too
-        assert place.fs is not None  # now, and not in the midst of a run
+        path = UPath(str(address), use_listings_cache=False)  # other ranks write there, too
+        assert path.fs is not None  # created lazily: fail here rather than in the middle of a run
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{address} cannot be opened ({error}); pip install 'lightning-megatron[remote]' and the package of that "
             "store (s3fs for s3://, gcsfs for gs://), or give a path on a disk that all nodes share"
         ) from None
-    return cast(Path, place)
+    return cast(Path, path)
 
 
 def is_remote(path: Path) -> bool:
-    """Whether ``as_path`` has made it of an address."""
+    """Whether the path is on an object store."""
     return hasattr(path, "fs")
 
 
 @contextlib.contextmanager
 def synced_file(path: Path, buffering: int = -1) -> Iterator[Any]:
-    """A new file to write bytes to, which is on the disk, or in the store, when the block ends."""
+    """Open a new binary file; it is synced to disk, or uploaded to the store, when the block ends."""
     with path.open("wb") if is_remote(path) else path.open("wb", buffering) as stream:
         yield stream
         if not is_remote(path):
@@ -101,34 +101,34 @@ def synced_file(path: Path, buffering: int = -1) -> Iterator[Any]:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """The size of each file in a folder, by name; one request to a store."""
+    """Size in bytes of each file in a directory, by name; a single request to a store."""
     if not is_remote(folder):
-        return {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
+        return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     entries = cast(Any, folder).fs.ls(cast(Any, folder).path, detail=True)
-    return {each["name"].rpartition("/")[2]: each["size"] for each in entries if each["type"] == "file"}
+    return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["type"] == "file"}
 
 
 def download(address: str) -> Path:
-    """A copy on this host's disk, below its folder for temporary files, of a folder in a store; until the program ends.
+    """Download a directory from a store into a temporary directory, which lasts until the process exits.
 
     Raises:
-        ConfigError: If there is none, or it cannot be read.
+        ConfigError: If it does not exist or cannot be read.
     """
-    place: Any = as_path(address)
+    source: Any = as_path(address)
     copy = tempfile.TemporaryDirectory(prefix="lightning_megatron_")
-    _copies.append(copy)
+    _downloads.append(copy)
     try:
-        place.fs.get(place.path, f"{copy.name}/{place.name}", recursive=True)
+        source.fs.get(source.path, f"{copy.name}/{source.name}", recursive=True)
     except OSError as error:
         raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its rights") from error
-    return Path(copy.name, place.name)
+    return Path(copy.name, source.name)
 
 
-_copies: list[tempfile.TemporaryDirectory[str]] = []
+_downloads: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def delete_from_store(folder: Path) -> None:
-    """Delete a folder of a store, ``COMPLETE_MARKER`` first, so that no half of it is ever taken for a whole."""
+    """Delete a directory of a store, ``COMPLETE_MARKER`` first, so that a half-deleted one is never read."""
     (folder / COMPLETE_MARKER).unlink(missing_ok=True)
     if folder.exists():
         cast(Any, folder).fs.rm(cast(Any, folder).path, recursive=True)
@@ -147,16 +147,16 @@ def _publish_remote(partial: Path, path: Path) -> None:
 
 
 class FolderLock:
-    """Tells other programs that a folder is being written; ends with the process."""
+    """Exclusive ``flock`` on a directory being written; released when the process ends."""
 
     def __init__(self, folder: Path, error: type[ConfigError] = ConfigError) -> None:
-        """Lock ``folder``; on a file system without locks nothing happens.
+        """Lock ``folder``; does nothing on a file system without locks.
 
         Raises:
-            ConfigError: ``error``, if another program has it.
+            ConfigError: As type ``error``, if another process holds the lock.
         """
         self.descriptor: int | None = os.open(folder, os.O_RDONLY)
-        """None after ``release``, and where the file system has no locks."""
+        """Open descriptor that holds the lock; None after ``release``, and on a file system without locks."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -164,14 +164,14 @@ class FolderLock:
             raise error(
                 f"another program is writing {folder} at this moment; give every run a folder of its own"
             ) from None
-        except OSError:  # no locks here, e.g. on some network file systems
+        except OSError:  # locks are not supported, e.g. on some network file systems
             self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a forked worker may hold the descriptor as well
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a forked worker may have inherited the descriptor
             os.close(self.descriptor)
             self.descriptor = None
 
@@ -181,51 +181,51 @@ class FolderLock:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """A batch system ends jobs by SIGTERM, which would end this process without the removal of what it has begun."""
+    """Turn SIGTERM, with which batch systems end jobs, into ``SystemExit``, so that partial output is removed."""
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
+    def handler(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
 def staged(
     folder: Path, name: str, *, last: Collection[str] = (), error: type[ConfigError] = ConfigError
 ) -> Iterator[Path]:
-    """A locked, empty, hidden folder in ``folder``, whose content moves into ``folder`` when the block ends.
+    """Yield a locked, empty, hidden staging directory in ``folder``; publish its content when the block ends.
 
-    Files of the same names are replaced, folders as a whole. What a killed run has left there is removed first, and
+    Existing files and directories of the same names are replaced. Leftovers of a killed run are removed first, and
     after an exception nothing is left.
 
     Args:
-        folder: Where the content shall be in the end; made if need be.
-        name: What is written, for the name of the hidden folder: two programs cannot write the same at once.
-        last: Names that vouch for the others, as an index does: old ones leave first, new ones arrive last.
-        error: What to raise if another program is writing the same, or a disk refuses.
+        folder: Final directory of the content; created if missing.
+        name: Name of the output, from which the staging directory is named: only one process at a time can write it.
+        last: Files whose presence implies that the others are complete, e.g. an index: deleted first, published last.
+        error: Type of the exception to raise.
 
     Raises:
-        ConfigError: ``error``.
+        ConfigError: As type ``error``, if another process writes the same output, or it cannot be written.
     """
     partial = folder / f".{name}{PARTIAL}"
     try:
         lock = lock_partial(partial, error)
         try:
             yield partial
-            wait_for_deletions()  # what was replaced there must be neither met half gone nor published
+            wait_for_deletions()  # replaced output in the staging directory must be neither synced nor published
             for file in partial.rglob("*"):
                 sync(file)
-            for each in last:
-                (folder / each).unlink(missing_ok=True)
-            for written in sorted(partial.iterdir(), key=lambda file: file.name in last):
-                publish(written, folder / written.name)
+            for file_name in last:
+                (folder / file_name).unlink(missing_ok=True)
+            for file in sorted(partial.iterdir(), key=lambda file: file.name in last):
+                publish(file, folder / file.name)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
@@ -237,26 +237,26 @@ def staged(
 
 
 def lock_partial(partial: Path, error: type[ConfigError]) -> FolderLock:
-    """Make a folder to write into, lock it, and empty it of what a killed run has left there.
+    """Create a staging directory, lock it, and delete what a killed run left in it.
 
     Raises:
-        ConfigError: ``error``, if another program is writing it.
+        ConfigError: As type ``error``, if another process is writing it.
     """
     partial.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(partial, error)
-    for left in partial.iterdir():
-        _delete_at_once(left)
+    for leftover in partial.iterdir():
+        _delete_now(leftover)
     return lock
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename ``partial`` to ``path``; at every moment the old or the new one exists whole.
+    """Rename ``partial`` to ``path``; at every moment either the old or the new one exists and is complete.
 
-    If ``path`` does not exist, what an interrupted ``publish`` left beside it may be the only one, and stays until the
-    end. An old folder is deleted in the background.
+    If ``path`` does not exist, what an interrupted ``publish`` left beside it may be the only copy, and is deleted
+    last. A replaced directory is deleted in the background.
 
     Args:
-        partial: A complete folder or file on the same file system; its files have been synced.
+        partial: A complete directory or file on the same file system, with its files synced.
         path: The final name.
     """
     if is_remote(path):
@@ -270,7 +270,7 @@ def publish(partial: Path, path: Path) -> None:
         sync(path.parent)
         _delete(partial)
     else:
-        _delete_at_once(replaced)
+        _delete_now(replaced)
         path.rename(replaced)
         partial.rename(path)
     sync(path.parent)
@@ -279,7 +279,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> Path:
-    """``path``, or what it replaced if a crash fell between the two renames of a file system without exchange."""
+    """``path``, or the complete replaced or staged directory beside it if a crash interrupted a ``publish``."""
     if is_remote(path):
         partial = path.with_name(path.name + PARTIAL)
         return partial if not (path / COMPLETE_MARKER).is_file() and (partial / COMPLETE_MARKER).is_file() else path
@@ -288,9 +288,9 @@ def recover(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, a link or a file, whichever ``path`` is, and what a crash left beside it.
+    """Delete a directory, link or file, and what a crash left beside it.
 
-    It has lost its name when this returns; the files of a folder go in the background.
+    The name is gone when this returns; the files of a directory are deleted in the background.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -302,20 +302,20 @@ def remove(path: Path) -> None:
     for folder in (path, path.with_name(path.name + _REPLACED)):
         if folder.is_dir():
             _delete(folder)
-    _remove_if_left(path.with_name(path.name + PARTIAL))
+    _remove_if_abandoned(path.with_name(path.name + PARTIAL))
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Delete what killed programs left of names like ``pattern`` in ``folder``; what somebody writes stays."""
-    for left in folder.glob(f"{pattern}{_REMOVED}"):
-        shutil.rmtree(left, ignore_errors=True)
-    for left in folder.glob(f"{pattern}{PARTIAL}"):
-        _remove_if_left(left)
+    """Delete leftovers of killed processes in ``folder`` whose names match ``pattern``, unless they are locked."""
+    for leftover in folder.glob(f"{pattern}{_REMOVED}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.glob(f"{pattern}{PARTIAL}"):
+        _remove_if_abandoned(leftover)
 
 
-def _remove_if_left(partial: Path) -> None:
-    """Delete a folder that a killed program was writing; where the file system has no locks, nobody knows, it stays."""
-    # An empty one may have just been made, and is about to be locked.
+def _remove_if_abandoned(partial: Path) -> None:
+    """Delete a staging directory unless it is locked, or the file system has no locks to tell."""
+    # An empty one may have just been created, and is about to be locked.
     if partial.is_dir() and any(partial.iterdir()):
         with contextlib.suppress(ConfigError):
             lock = FolderLock(partial)
@@ -325,13 +325,13 @@ def _remove_if_left(partial: Path) -> None:
 
 
 def wait_for_deletions() -> None:
-    """Wait until the files of what was deleted are gone."""
+    """Wait for all deletions in the background."""
     while _deletions:
         _deletions.pop().result()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk."""
+    """Sync a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -344,19 +344,19 @@ _deletions: list[Future[None]] = []
 
 
 def _delete(path: Path) -> None:
-    """Delete a file; or a folder, which takes a name that nobody reads, in a thread: a second for a few gigabytes."""
+    """Delete a file, or rename a directory and delete it in a thread: that takes a second for a few gigabytes."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
     wait_for_deletions()
     removed = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(_REPLACED) + _REMOVED)
-    _delete_at_once(removed)
+    _delete_now(removed)
     path.rename(removed)
     sync(path.parent)
-    _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))  # the program's end waits for it
+    _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))  # exit waits for it
 
 
-def _delete_at_once(path: Path) -> None:
+def _delete_now(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -364,7 +364,7 @@ def _delete_at_once(path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap the names of two things in one step; False where kernel, C library or file system cannot."""
+    """Swap two names atomically; False if kernel, C library or file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -381,24 +381,24 @@ def _exchange(a: Path, b: Path) -> bool:
 CHECKSUMS = "checksums.json"
 
 SEGMENT = 64 * 2**20
-"""Bytes that one checksum covers; the last one of a file covers what is left."""
+"""Bytes covered by one checksum; the last one of a file covers the remainder."""
 
-_PIECE = 4 * 2**20
+_READ_SIZE = 4 * 2**20
 _THREADS = 4
 _ALGORITHM = "crc32"
 
 
 @dataclass(kw_only=True)
 class FileChecksums:
-    """The checksums of one file, which grow as it is written from its beginning to its end."""
+    """Checksums of one file, updated as it is written sequentially."""
 
     size: int = 0
-    """Bytes."""
+    """Bytes so far."""
     segments: list[int] = field(default_factory=list)
-    """CRC-32 of each ``SEGMENT`` bytes."""
+    """CRC-32 of each segment of ``SEGMENT`` bytes."""
 
     def update(self, data: bytes | memoryview) -> FileChecksums:
-        """Append bytes; other threads run meanwhile, since zlib lets go of the interpreter."""
+        """Append bytes; zlib releases the GIL meanwhile."""
         data = memoryview(data)
         while len(data) > 0:
             room = SEGMENT - self.size % SEGMENT
@@ -411,28 +411,27 @@ class FileChecksums:
 
 
 def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
-    """Write ``checksums.json``, and wait until it is on the disk."""
-    described = {name: asdict(files[name]) for name in sorted(files)}
+    """Write ``checksums.json`` and sync it."""
+    table = {name: asdict(files[name]) for name in sorted(files)}
     content = {
         "algorithm": _ALGORITHM,
         "segment_bytes": SEGMENT,
-        "files": described,
-        "checksum_of_files": _checksum_of_table(described),
+        "files": table,
+        "checksum_of_files": _checksum_of_table(table),
     }
     with synced_file(folder / CHECKSUMS) as stream:
         stream.write(json.dumps(content).encode())
 
 
 def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Read a share of a checkpoint's bytes and compare.
+    """Verify the checksums of a checkpoint, or of one share of its segments.
 
     Args:
         folder: The checkpoint.
-        share: ``(rank, world)``: this is share ``rank`` of ``world`` about equal ones.
+        share: ``(rank, world)``: verify share ``rank`` of ``world`` about equal ones.
 
     Raises:
-        CheckpointError: If a file is missing, has another size or other bytes than were written; the first such file
-            and its bytes are named.
+        CheckpointError: If a file is missing, or its size or a checksum differs; names the first such file and bytes.
     """
     files, sizes = _read_checksums(folder), file_sizes(folder)
     for name, checksums in files.items():
@@ -446,8 +445,8 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     rank, world = share
     mine = work[len(work) * rank // world : len(work) * (rank + 1) // world]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda place: _crc32(folder / place[0], place[1] * SEGMENT, files[place[0]].size), mine)
-        for (name, index), crc in zip(mine, found, strict=True):
+        checksums_read = pool.map(lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), mine)
+        for (name, index), crc in zip(mine, checksums_read, strict=True):
             if crc != files[name].segments[index]:
                 raise CheckpointError(
                     f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
@@ -458,11 +457,11 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
 def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
     try:
         content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
-        described = content["files"]
-        known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
-        files = {name: FileChecksums(**each) for name, each in described.items()}
+        table = content["files"]
+        is_known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        files = {name: FileChecksums(**each) for name, each in table.items()}
         sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
-        if not known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(described):
+        if not is_known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(table):
             raise ValueError("its content is not what was written")
         return files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -471,25 +470,25 @@ def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
         ) from None
 
 
-def _checksum_of_table(described: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
+def _checksum_of_table(table: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(table, sort_keys=True).encode())
 
 
 def _crc32(file: Path, start: int, size: int) -> int:
-    """Of the segment that begins at ``start``, read in pieces so that little memory is needed."""
+    """CRC-32 of the segment that begins at ``start``, read in small pieces to save memory."""
     crc, end = 0, min(start + SEGMENT, size)
     with file.open("rb") as stream:
         stream.seek(start)
-        for begin in range(start, end, _PIECE):  # of a file that has become shorter, the checksum will differ
-            crc = zlib.crc32(stream.read(min(_PIECE, end - begin)), crc)
+        for begin in range(start, end, _READ_SIZE):  # if the file was truncated, the checksum differs
+            crc = zlib.crc32(stream.read(min(_READ_SIZE, end - begin)), crc)
     return crc
 
 
 def require_file(file: Path) -> None:
-    """Raise unless the file of a checkpoint is there.
+    """Check that a file of a checkpoint exists.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If it does not.
     """
     if not file.is_file():
         raise CheckpointError(
@@ -500,22 +499,22 @@ def require_file(file: Path) -> None:
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
-_CAUSED_BY_FILES = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
-"""What torch raises on files that are missing, damaged or of another model, and on a disk that is full."""
+_FILE_ERRORS = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
+"""What torch raises for files that are missing, damaged or of another model, and for a full disk."""
 
-_LIKEWISE = {"CheckpointingException", "BotoCoreError", "HttpError"}
-"""What Megatron and clients of stores raise then; by name, since a conversion needs none of them, or none is there."""
+_FILE_ERROR_NAMES = {"CheckpointingException", "BotoCoreError", "HttpError"}
+"""The same of Megatron and store clients; by name, since they may not be installed, and conversion needs no import."""
 
-_LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 """Characters."""
 
 
 @contextlib.contextmanager
 def failures_as_errors(refusal: str) -> Iterator[None]:
-    """Raise a ``CheckpointError`` for failures that files or a disk can cause; the rest are defects, and stay.
+    """Convert exceptions caused by files or a disk to ``CheckpointError``; others are bugs and propagate.
 
     Args:
-        refusal: What did not happen; the message begins with it and goes on with the reason.
+        refusal: Beginning of the message, e.g. "PATH cannot be written"; the reason is appended.
 
     Raises:
         CheckpointError: With the reason of the first rank that failed.
@@ -523,7 +522,7 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Torch raises on all ranks what any rank has raised in a collective load.
+        # In a collective load torch raises the failures of all ranks on every rank.
         rank, (cause, _) = min(getattr(error, "failures", {0: (error, None)}).items())
         if not _is_caused_by_files(cause):
             raise
@@ -533,13 +532,13 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
 
 
 def pickle_refusal(error: pickle.UnpicklingError) -> str:
-    """What a file holds that torch refused; torch's own text advises to load it nevertheless."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f"it holds more than data ({found.group(1)})" if found else "it holds more than data, or is damaged"
+    """Why torch refused to unpickle a file; torch's own message advises to load it anyway."""
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it holds more than data ({match.group(1)})" if match else "it holds more than data, or is damaged"
 
 
 def _is_caused_by_files(error: BaseException) -> bool:
-    return isinstance(error, _CAUSED_BY_FILES) or any(base.__name__ in _LIKEWISE for base in type(error).__mro__)
+    return isinstance(error, _FILE_ERRORS) or any(base.__name__ in _FILE_ERROR_NAMES for base in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
@@ -547,17 +546,17 @@ def _reason(error: BaseException) -> str:
         return pickle_refusal(error)
     text = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, CheckpointError):
-        return text  # it has been here before
-    if len(text) > _LONGEST_REASON:  # torch lists all tensors where one is missing
-        text = text[:_LONGEST_REASON] + "..."
-    # Torch's archive writer does not say why it could not write (inline_container.cc).
+        return text  # already converted
+    if len(text) > _MAX_REASON_LENGTH:  # torch lists all tensors if one is missing
+        text = text[:_MAX_REASON_LENGTH] + "..."
+    # Torch's archive writer does not give the reason of a failed write (inline_container.cc).
     return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text
 
 
 def readable_size(num_bytes: float) -> str:
-    """A number of bytes for readers, three digits of it: ``12.3 MB``."""
+    """Human-readable size with three significant digits, e.g. ``12.3 MB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 999.5:  # which would be 1e+03 of its unit
+        if num_bytes < 999.5:  # larger ones would print as 1e+03
             break
         num_bytes, unit = num_bytes / 1000, "TB"
     return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"
