@@ -1,7 +1,7 @@
-"""Options of Accelerate, NeMo 2, Megatron-LM and transformers by our names: the table ``foreign_names.csv``.
+"""Translation of options of Accelerate, NeMo 2, Megatron-LM and transformers: the table ``foreign_names.csv``.
 
-``config --from-accelerate`` translates by it, ``docs/from_accelerate.md`` shows it, and the errors of constructors and
-commands name our option for one of theirs.
+Used by ``config --from-accelerate``, by ``docs/from_accelerate.md``, and by errors of constructors and commands, which
+suggest the equivalent option of this package.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _SECTIONS = {
     "IndexedDataModule": "data",
     "MaskingOptions": "data.masking",
 }
-"""Where LightningCLI has the options of a class."""
+"""Section of LightningCLI's configuration with the options of each class."""
 
 
 class ForeignName(NamedTuple):
     """A row of the table."""
 
     used_by: str
-    """Whose name it is, one word or several: ``config`` (a key of Accelerate's file), ``plugin``, ``nemo``, ...;
-    ``removed`` for an option that this package had."""
+    """Sources of the name, separated by spaces: ``config`` (a key of Accelerate's file), ``plugin``, ``nemo``, ...;
+    ``removed`` for a former option of this package."""
     theirs: str
     ours: str
-    """``Class(option)``, or a name without options; empty where there is nothing to set."""
+    """``Class(option)``, or another name; empty if there is no equivalent."""
     value: str
-    """How ``config --from-accelerate`` reads it; empty if it does not take it over."""
+    """How ``config --from-accelerate`` reads the value; empty if the key is ignored."""
     note: str
 
     @property
     def option(self) -> str | None:
-        """Of ``Class(option)``."""
+        """Name of the option in ``Class(option)``; None for other names."""
         return match[1] if (match := re.fullmatch(r".*\((\w+)\)", self.ours)) else None
 
     @property
-    def place(self) -> str | None:
-        """The option's name on the command line: ``trainer.strategy.tp``."""
+    def cli_name(self) -> str | None:
+        """Dotted name of the option on the command line, e.g. ``trainer.strategy.tp``."""
         section = _SECTIONS.get(self.ours.split("(")[0])
         return f"{section}.{self.option}" if section and self.option else None
 
@@ -68,32 +68,32 @@ def foreign_names() -> tuple[ForeignName, ...]:
 
 
 def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False) -> str:
-    """What to write in place of the option ``name``, which there is none of.
+    """Suggest a replacement for an unknown option.
 
     Args:
-        name: As it was written.
-        known: The options that there are, if it is known, and how each is written.
-        typed: Whether an option elsewhere is named as on the command line.
+        name: The unknown option, as the user spelled it.
+        known: Valid options, if known; a mapping gives the spelling of each.
+        typed: Whether to spell options of other classes as on the command line.
 
     Returns:
-        Empty if nothing is known.
+        The suggestion; empty if there is none.
     """
-    written = dict(known) if isinstance(known, Mapping) else {each: each for each in known}
+    spellings = dict(known) if isinstance(known, Mapping) else {option: option for option in known}
     plain = name.lstrip("-").replace("-", "_").lower()
     rows = [row for row in foreign_names() if row.theirs.lower() == plain]
-    row = next((each for each in rows if each.option in written), rows[0] if rows else None)
-    if row is None or plain in written:
-        for meant in [plain] if plain in written else difflib.get_close_matches(plain, written, 1):
-            return f"did you mean {written[meant]}?"
-        return f"choose from {', '.join(written.values())}" if written else ""
+    row = next((row for row in rows if row.option in spellings), rows[0] if rows else None)
+    if row is None or plain in spellings:
+        for match in [plain] if plain in spellings else difflib.get_close_matches(plain, spellings, 1):
+            return f"did you mean {spellings[match]}?"
+        return f"choose from {', '.join(spellings.values())}" if spellings else ""
     if not row.ours:
         return f"leave it out: {row.note}"
-    ours = f"--{row.place}" if typed and row.place else row.ours.replace(")", "=...)")
-    return f"here it is {written.get(row.option or '', ours)}{row.note and f', {row.note}'}"
+    ours = f"--{row.cli_name}" if typed and row.cli_name else row.ours.replace(")", "=...)")
+    return f"here it is {spellings.get(row.option or '', ours)}{row.note and f', {row.note}'}"
 
 
 def explains_options(cls: _Class) -> _Class:
-    """Let the constructor answer an option that it does not have, or of another kind, with ``ConfigError``."""
+    """Class decorator: raise ``ConfigError`` for options that the constructor does not have, or of a wrong type."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = {name: str(each.annotation) for name, each in list(inspect.signature(construct).parameters.items())[1:]}
 

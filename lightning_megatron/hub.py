@@ -1,8 +1,8 @@
-"""Find models and tokenizers of the Hugging Face hub in its cache, download what is missing, and upload a model.
+"""Find models and tokenizers of the Hugging Face hub in its local cache, and download missing files.
 
-A name is ``org/name`` or ``org/name@revision``. A path that exists wins over it. What is in the cache is taken without
-a request, so that all ranks see the same files; the first process of a host to miss some downloads them under a lock of
-huggingface_hub in the cache, and the others then find them: there need not be a process group.
+A name is ``org/name`` or ``org/name@revision``; an existing path takes precedence. Cached files are used without a
+request, so that all ranks see the same ones. Missing files are downloaded by the first process of a host that needs
+them, under a file lock in the cache, and are then found by the others: no process group is needed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
 )
-"""Globs of what transformers' tokenizers save. Never their code: a copy would be trusted like what it was made of."""
+"""Globs of the files that transformers' tokenizers save; never their code, as copies of it would be trusted."""
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
 _ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+")
-"""``Path`` makes one slash of two."""
-_OF_FILES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safetensors")
-"""What the name of a model does not end with, and a path does."""
+"""Address of an object store; ``Path`` collapses its two slashes."""
+_FILE_SUFFIXES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safetensors")
+"""Suffixes that tell the path of a file from the name of a model."""
 _SHARD = re.compile(r'"((?:model|pytorch_model)-[\w-]+\.(?:safetensors|bin))"')
-"""A file in an index; whoever reads a damaged one says so."""
+"""Name of a shard in an index of weights; a damaged index is reported when it is loaded."""
 _CONFIGS = ("config.json", "generation_config.json")
 WEIGHT_FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""The file with all weights, or the index of several; the second ones are taken where a model has none of the first."""
+"""File of all weights, and index of sharded ones; pickles are used only for a model without safetensors."""
 _SAFETENSORS, _PICKLES = ((single.replace(".", "*."), index) for single, index in WEIGHT_FILES)
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "additional_chat_templates/*", "config.json")
 _PATTERNS: dict[Needed, tuple[str, ...]] = {
@@ -48,35 +48,35 @@ _PATTERNS: dict[Needed, tuple[str, ...]] = {
 
 
 def local_folder(name: str | Path, needed: Needed) -> Path:
-    """The path ``name``, or the folder in the cache with what is needed of the model of that name on the hub.
+    """Resolve a path or the name of a hub model to a local path, downloading missing files to the hub's cache.
 
-    Of an address (``s3://bucket/model``), a copy that lasts as long as the program.
+    A directory on an object store (``s3://bucket/model``) is downloaded to a temporary copy.
 
     Raises:
-        ConfigError: If it is neither a path nor in the cache and cannot be downloaded; it says which file is missing.
+        ConfigError: If it is not a path, and a needed file is neither cached nor downloadable; names the file.
     """
     if (address := _ADDRESS.match(str(name))) is not None:
         return download(f"{address[1]}://{str(name)[address.end() :]}")
     path = Path(os.path.expanduser(name))
-    named = _NAME.fullmatch(str(name))
-    if named is None or path.suffix in _OF_FILES or path.exists():
+    match = _NAME.fullmatch(str(name))
+    if match is None or path.suffix in _FILE_SUFFIXES or path.exists():
         return path
     from huggingface_hub import constants
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-    repo, revision = named.groups()
-    folder = _cached(repo, revision, needed)
-    missing, reason = _missing(folder, needed), "HF_HUB_OFFLINE is set"
+    repo, revision = match.groups()
+    folder = _find_cached(repo, revision, needed)
+    missing, reason = _missing_file(folder, needed), "HF_HUB_OFFLINE is set"
     if missing is not None and not constants.HF_HUB_OFFLINE:
         locks = Path(constants.HF_HUB_CACHE, ".locks", f"models--{repo.replace('/', '--')}")
         try:
             locks.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(locks / "lightning_megatron.lock"):
-                folder = _cached(repo, revision, needed)
-                if _missing(folder, needed) is not None:
-                    folder = _downloaded(repo, revision, needed)
-            missing, reason = _missing(folder, needed), "nor did the hub give it"
-        except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
+                folder = _find_cached(repo, revision, needed)
+                if _missing_file(folder, needed) is not None:
+                    folder = _download(repo, revision, needed)
+            missing, reason = _missing_file(folder, needed), "and the hub does not have it"
+        except Exception as error:  # any type: of huggingface_hub, or of its HTTP client
             reason = first_line(error)
     if missing is not None or folder is None:
         at = f" --revision {revision}" if revision else ""
@@ -88,30 +88,30 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
     return folder
 
 
-def _cached(repo: str, revision: str | None, needed: Needed) -> Path | None:
+def _find_cached(repo: str, revision: str | None, needed: Needed) -> Path | None:
     from huggingface_hub import constants, snapshot_download
 
     try:
         patterns = list(_PATTERNS[needed])
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
-    except (OSError, ValueError) as error:  # nothing of it, or not all; or no name that the hub allows
-        # All of it is better, but some optional file may never have been fetched.
+    except (OSError, ValueError) as error:  # not or only partly cached, or an invalid name
+        # Offline, a partial snapshot may do: it may lack optional files only.
         return Path(error.snapshot_path) if constants.HF_HUB_OFFLINE and hasattr(error, "snapshot_path") else None
 
 
-def _downloaded(repo: str, revision: str | None, needed: Needed) -> Path:
-    """Shows its progress; only one process of a host is here at a time."""
+def _download(repo: str, revision: str | None, needed: Needed) -> Path:
+    """Download a snapshot, with progress bars; called under the lock."""
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed])))
-    if needed == "model" and _missing(folder, needed) == "model.safetensors":
+    if needed == "model" and _missing_file(folder, needed) == "model.safetensors":
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PICKLES)))
     return folder
 
 
-def _missing(folder: Path | None, needed: Needed) -> str | None:
-    """The first file that ``folder`` lacks; None if it has all."""
-    names = set() if folder is None else {each.name for each in folder.iterdir() if each.is_file()}
+def _missing_file(folder: Path | None, needed: Needed) -> str | None:
+    """Name of a needed file that is missing in ``folder``; None if it is complete."""
+    names = set() if folder is None else {file.name for file in folder.iterdir() if file.is_file()}
     if needed == "tokenizer":
         vocabularies = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
         return None if any(fnmatchcase(name, glob) for name in names for glob in vocabularies) else "tokenizer.json"
@@ -127,5 +127,5 @@ def _missing(folder: Path | None, needed: Needed) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """First line of an exception's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,16 +1,16 @@
-"""Memory, step time and the layouts that fit: arithmetic on a model's shape, a layout, a batch and a device.
+"""Estimates of memory and step time, and search for layouts that fit, from model config, layout, batch and device.
 
-Memory follows Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4, for what this package's layers
-keep (attention without a matrix of scores). Time is the sum of matrix products (at the rate that the power limit
-allows, below the datasheet's), attention, memory traffic of everything else, exposed communication, and the bubble of
-the schedule (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2). The constants below were fitted on
-some runs on H200s and tested on others, all listed in ``tests/unit/test_planner.py``: peak memory is within 10 %, the
-time of a step within 15 %. The runs on several GPUs, and some on one, were measured before kernels were fused around
+Activation memory follows Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4, adapted to this
+package's layers (no attention matrix is stored). Time is the sum of matrix products (at the rate that the power limit
+allows, below the datasheet's), attention, memory traffic of all other operations, exposed communication, and the
+pipeline bubble (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2). The constants below were fitted
+on some runs on H200s and tested on others, all in ``tests/unit/test_planner.py``: peak memory is within 10 %, step time
+within 15 %. The runs on several GPUs, and some on one, were measured before kernels were fused around
 matrix products and in the optimizer; the constants are a compromise between old and new runs.
 
-Other devices are scaled from an H200 by datasheet: matrix products and attention by the peak in bf16, the rest by
+Other devices are scaled from an H200 by datasheet: matrix products and attention by peak bf16 FLOP/s, the rest by
 memory and link bandwidth. A host has eight GPUs. Speeds between hosts are from datasheets and were not measured;
-messages between stages are assumed to overlap with computation.
+pipeline communication between stages is assumed to overlap with computation.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What a layout is planned for; bandwidths by datasheet."""
+    """A type of GPU, with bandwidths by datasheet."""
 
     name: str
-    """As ``torch.cuda.get_device_name`` says it."""
+    """As returned by ``torch.cuda.get_device_name``."""
     memory: float
-    """Bytes that a process can allocate."""
+    """Bytes available to a process."""
     memory_bandwidth: float
-    """Bytes/s of its own memory."""
+    """Bytes/s of device memory."""
     link_bandwidth: float
-    """Bytes/s to the other GPUs of a host, one direction."""
+    """Bytes/s per direction to other GPUs of the host."""
     network_bandwidth: float
-    """Bytes/s to other hosts, one direction; of the adapter that each GPU of a usual host has for itself."""
+    """Bytes/s per direction to other hosts; assumes one network adapter per GPU."""
 
 
 DEVICES = {
@@ -57,71 +57,71 @@ DEVICES = {
     "a100": Device("NVIDIA A100-SXM4-80GB", 79 * GIB, 2.04e12, 300e9, 25e9),
     "a100-40gb": Device("NVIDIA A100-SXM4-40GB", 39 * GIB, 1.56e12, 300e9, 25e9),
 }
-"""Devices by the word of ``plan --device``."""
+"""Device by its name for ``plan --device``."""
 
-# Fitted constants, of an H200 where they are rates.
+# Fitted constants; rates are those of an H200.
 _PRODUCTS_SHARE, _PRODUCTS_LOSS = 0.692, 100
-"""Share of the datasheet's peak that matrix products reach under the power limit, times n / (n + second), n being the
-model's width, and again with n the tokens of a microbatch."""
+"""Share of the datasheet's peak that matrix products reach under the power limit; it is multiplied by
+n / (n + ``_PRODUCTS_LOSS``) for n = hidden size, and again for n = tokens of a microbatch."""
 _ATTENTION_SHARE, _DROPPED_ATTENTION_SHARE = 0.47, 0.0031
-"""Share of the peak that attention reaches; with dropout, where FlashAttention-2 serves, for each channel of a head."""
+"""Share of the peak that attention reaches; with dropout (FlashAttention-2), the share per channel of a head."""
 _BIASED_ATTENTION_SHARE = 0.07
-"""The same for a T5's, whose bias has gradients."""
-_GLUE_TRAFFIC = 4.0
-"""Bytes that norms, activations, residuals and rotations move, forward and backward, for each byte kept."""
-_EXPERTS_PASSES, _EXPERTS_WAITS = 33, 4
-"""How often the rows that experts read are moved, forward and backward, sorting, adding up and what products of few
-rows take longer included; how much longer their all-to-alls of uneven parts take, the host's waits included."""
+"""The same for a T5, whose relative position bias has gradients."""
+_OTHER_TRAFFIC = 4.0
+"""Bytes moved by norms, activations, residuals and rotary embeddings, forward and backward, per activation byte."""
+_EXPERTS_TRAFFIC, _EXPERTS_SLOWDOWN = 33, 4
+"""Passes over the inputs of experts, forward and backward, including sorting, summation and the inefficiency of small
+products; slowdown of all-to-alls by uneven splits, including synchronization with the host."""
 _LOSS_TRAFFIC, _LOSS_BYTES = 11.0, 4.5
-"""Bytes moved, and bytes held, for each logit of the cross-entropy, its gradient included."""
+"""Bytes moved, and bytes allocated, per logit of the cross-entropy, gradient included."""
 _STEP_TRAFFIC, _GRADIENT_TRAFFIC = 34.0, 12.0
-"""Bytes that the optimizer moves for each parameter it steps, and that gradients' zeroing and adding move for each."""
+"""Bytes moved per parameter by the optimizer, and by zeroing and accumulating gradients."""
 _MEMORY_SHARE, _LINK_SHARE = 0.89, {2: 0.48}
-"""Share of the bandwidths that is reached; of links by ranks of a group, 0.66 for more than named."""
+"""Achieved share of the bandwidths; that of links by group size, 0.66 for sizes not listed."""
 _TP_EXPOSED, _TP_COPIES_EXPOSED, _DP_EXPOSED = 8, 1.5, 0.25
-"""Collectives of a layer (of 10, forward and backward), by NCCL and as copies of two GPUs, and the share of the
-gradients' that compute does not hide."""
-_RANKS_OF_A_HOST = 8
+"""Exposed collectives of a layer (of 10, forward and backward) with NCCL, and as peer copies between two GPUs; share of
+the gradient reduction that compute does not hide."""
+_RANKS_PER_HOST = 8
 _IDLE = 0.014
-"""Seconds a step in which the device waits: Trainer, data, first and last launches."""
+"""Seconds per step in which the device is idle: Trainer, data, first and last kernel launches."""
 _INTERLEAVED = 0.7e-3
-"""Seconds that each chunk of an interleaved stage adds to a microbatch: messages that are not hidden, and Python."""
+"""Seconds per microbatch and model chunk of an interleaved schedule: exposed communication, and Python."""
 _HOST, _HOST_DECODER, _HOST_TP = 3.0e-3, 1.6, 1.3
-"""Seconds in which Python launches the kernels of a layer's microbatch, forward and backward: no layer is faster. How
-much longer it takes for a decoder's layer with two attentions, and with collectives of tp."""
+"""Seconds that Python takes to launch the kernels of a layer and microbatch, forward and backward: a lower bound of its
+time; factors for a decoder layer with cross-attention, and for tensor-parallel collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a step computes and how it is split."""
+    """Model, batch and layout of a training run."""
 
     model: ModelConfig
     lengths: tuple[int, ...]
-    """Tokens of a row; of a T5 those of the encoder and of the decoder."""
+    """Tokens of a row; for a T5 those of the encoder and of the decoder."""
     world_size: int
-    """GPUs."""
+    """Number of GPUs."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 1
     """Rows of a microbatch."""
     distributed_optimizer: bool = True
-    """Whether data-parallel ranks share the optimizer's state."""
+    """Whether the optimizer's state is sharded over data-parallel ranks."""
     recompute: Literal["selective", "full"] | None = None
-    """What is computed again in the backward pass: norms and activations of MLPs, or whole layers."""
+    """What the backward pass recomputes: norms and activation functions of MLPs, or full layers."""
     precision: str = "bf16-mixed"
-    """Of the Trainer."""
+    """The Trainer's precision."""
     cuda_graphs: bool = False
-    """Whether microbatches are replayed, so that Python launches nothing."""
+    """Whether microbatches are replayed as CUDA graphs, without launches from Python."""
     layout: tuple[int, ...] = field(default=())
-    """Layers of each chunk; empty for the even one."""
+    """Number of layers of each model chunk; empty for the default of ``parallel``."""
 
     @property
     def dp(self) -> int:
-        """Copies of the model."""
+        """Number of replicas."""
         return self.parallel.data_parallel_size(self.world_size)
 
     @property
-    def bytes_per_number(self) -> int:
-        """Of weights and activations."""
+    def bytes_per_element(self) -> int:
+        """Bytes of one weight or activation."""
         return 4 if self.precision == "32-true" else 2
 
     @property
@@ -130,57 +130,57 @@ class Run:
         return self.micro_batch_size * sum(self.lengths) * self.parallel.num_microbatches * self.dp
 
     @property
-    def tokens_of_rank(self) -> float:
-        """Those of a microbatch that a rank of the cp group computes, padding included."""
+    def tokens_per_rank(self) -> float:
+        """Tokens of a microbatch per context-parallel rank, padding included."""
         return self.micro_batch_size * sum(self.lengths) / self.parallel.cp
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Layers of each chunk in the order of the pipeline."""
+        """Number of layers of each model chunk in pipeline order."""
         return self.layout or accounting.chunk_layout(self.model, self.parallel)
 
     def layers(self, pp_rank: int) -> list[int]:
-        """Those of a stage, counted from 0 in the whole model, a T5's decoder after its encoder."""
+        """Indices in the whole model of a stage's layers, a T5's decoder after its encoder."""
         ends = list(itertools.accumulate(self.chunks, initial=0))
-        mine = range(pp_rank, len(self.chunks), self.parallel.pp)
-        return [layer for chunk in mine for layer in range(ends[chunk], ends[chunk + 1])]
+        own = range(pp_rank, len(self.chunks), self.parallel.pp)
+        return [layer for chunk in own for layer in range(ends[chunk], ends[chunk + 1])]
 
     def parameters(self, pp_rank: int) -> dict[int, int]:
-        """On one rank of a stage, by how many ranks of it hold the same ones and reduce their gradients."""
+        """Number of parameters on one rank of a stage, by the size of the group that replicates them."""
         model, parallel = self.model, self.parallel
         count = accounting.rank_parameters(
             model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
         )
         experts = sum(accounting.expert_parameters(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
-        copies = self.dp * parallel.cp
-        return Counter({copies: count - experts}) + Counter({copies * parallel.tp // parallel.ep: experts})
+        replicas = self.dp * parallel.cp
+        return Counter({replicas: count - experts}) + Counter({replicas * parallel.tp // parallel.ep: experts})
 
     def trained(self, pp_rank: int) -> dict[int, float]:
-        """Those of ``parameters`` that have gradients; adapters are taken to be spread evenly."""
+        """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
         adapters = accounting.adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
         return {self.dp * self.parallel.cp: adapters} if adapters else {**self.parameters(pp_rank)}
 
     def optimizer_parameters(self, pp_rank: int) -> float:
-        """Those whose optimizer's state one rank of a stage holds."""
+        """Number of parameters whose optimizer state one rank of a stage holds."""
         return sum(n / (ranks if self.distributed_optimizer else 1) for ranks, n in self.trained(pp_rank).items())
 
     def peak_flops_per_s(self, device: Device) -> float | None:
-        """Of the matrix products of one device; None where the datasheet is silent."""
+        """Peak FLOP/s of one device for matrix products; None if the datasheet does not give it."""
         return accounting.peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
 
 
-class _Parts:
-    """What adds up from the fields of a dataclass."""
+class _Breakdown:
+    """Base of dataclasses whose fields add up to a total."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all fields."""
         return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(_Parts):
-    """Bytes of the fullest rank, by what holds them."""
+class Memory(_Breakdown):
+    """Bytes of the fullest rank, by use."""
 
     weights: float
     gradients: float
@@ -190,8 +190,8 @@ class Memory(_Parts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime(_Parts):
-    """Seconds of one optimizer step on the slowest stage, by what takes them."""
+class StepTime(_Breakdown):
+    """Seconds of one optimizer step on the slowest stage, by cause."""
 
     products: float
     attention: float
@@ -199,49 +199,49 @@ class StepTime(_Parts):
     """Norms, activations, residuals, cross-entropy."""
     optimizer: float = 0.0
     communication: float
-    """What compute does not hide."""
+    """Communication that is not overlapped with compute."""
     bubble: float = 0.0
-    """Waiting for other stages."""
+    """Waiting for other pipeline stages."""
     idle: float = 0.0
-    """Waiting for the host: data, the Trainer, and Python where kernels are shorter than their launches."""
+    """Waiting for the host: data, the Trainer, and launches from Python that take longer than their kernels."""
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def memory(run: Run) -> Memory:
-    """Peak bytes of the rank that holds most, without what CUDA and NCCL take for themselves."""
-    return max((_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda each: each.total)
+    """Peak memory of the fullest rank, without that of CUDA and NCCL themselves."""
+    return max((_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total)
 
 
 def _stage_memory(run: Run, pp_rank: int) -> Memory:
     parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
     return Memory(
-        weights=run.bytes_per_number * parameters,
+        weights=run.bytes_per_element * parameters,
         gradients=4.0 * trained,
-        # Adam's two moments, and a master copy of weights that are not fp32 themselves.
-        optimizer=(8.0 if run.bytes_per_number == 4 else 12.0) * run.optimizer_parameters(pp_rank),
-        activations=_kept_layers(run, pp_rank),
+        # Adam's two moments, and an fp32 master copy of 16-bit weights.
+        optimizer=(8.0 if run.bytes_per_element == 4 else 12.0) * run.optimizer_parameters(pp_rank),
+        activations=_activation_bytes(run, pp_rank),
         logits=_logits_bytes(run, pp_rank),
     )
 
 
-def _kept_layers(run: Run, pp_rank: int) -> float:
-    """Bytes of activations at the moment when most microbatches are under way on a stage."""
+def _activation_bytes(run: Run, pp_rank: int) -> float:
+    """Bytes of activations on a stage when most microbatches are in flight."""
     parallel, layers = run.parallel, run.layers(pp_rank)
     chunks = parallel.num_model_chunks
-    under_way = min(_warm_up(parallel, pp_rank) + 1, parallel.num_microbatches * chunks) / chunks
-    kept = sum(_layer_bytes(run, layer, remakes=run.recompute == "selective") for layer in layers)
+    in_flight = min(_warm_up(parallel, pp_rank) + 1, parallel.num_microbatches * chunks) / chunks
+    kept = sum(_layer_bytes(run, layer, recompute=run.recompute == "selective") for layer in layers)
     if run.recompute != "full":
-        return under_way * kept
-    # One layer is made again at a time, when the logits are gone.
-    inputs = run.bytes_per_number * run.tokens_of_rank * run.model.hidden_size * len(layers)
-    inputs *= under_way / (parallel.tp if parallel.uses_sequence_parallel else 1)
+        return in_flight * kept
+    # Layers are recomputed one at a time, after the logits have been freed.
+    inputs = run.bytes_per_element * run.tokens_per_rank * run.model.hidden_size * len(layers)
+    inputs *= in_flight / (parallel.tp if parallel.uses_sequence_parallel else 1)
     return inputs + max(0.0, kept / len(layers) - _logits_bytes(run, pp_rank))
 
 
 def _logits(run: Run, pp_rank: int) -> float:
-    """Those of a microbatch that a rank computes, on the last stage."""
+    """Number of logits of a microbatch on one rank; 0 except on the last stage."""
     parallel, model = run.parallel, run.model
     if pp_rank < parallel.pp - 1 or not model.has_output_layer:
         return 0.0
@@ -250,22 +250,22 @@ def _logits(run: Run, pp_rank: int) -> float:
 
 
 def _logits_bytes(run: Run, pp_rank: int) -> float:
-    """Of the logits and their gradients."""
-    return _LOSS_BYTES * run.bytes_per_number / 2 * _logits(run, pp_rank)
+    """Bytes of the logits and their gradients."""
+    return _LOSS_BYTES * run.bytes_per_element / 2 * _logits(run, pp_rank)
 
 
-def _ranks_of_a_token(run: Run) -> float:
-    """To how many ranks of its ep group a token goes, if all experts are chosen equally often."""
+def _ranks_per_token(run: Run) -> float:
+    """Expected number of ranks of its ep group to which a token is dispatched, with balanced experts."""
     assert run.model.experts is not None
     return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
 
 
-def _layer_bytes(run: Run, layer: int, *, remakes: bool = False) -> float:
-    """What a layer keeps of one microbatch; without the outputs of norms and activations if it ``remakes`` them.
+def _layer_bytes(run: Run, layer: int, *, recompute: bool = False) -> float:
+    """Bytes of activations that a layer stores for one microbatch; norms and activations excluded with ``recompute``.
 
-    For a token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), the
-    rotated queries or T5's copy 2 q, the attention's output 2 q, the MLP 4 f or gated 6 f, 2 h for each copy of it that
-    goes to an expert, and a byte for each element that may be dropped.
+    Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated
+    queries or T5's copy 2 q, attention output 2 q, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
+    to, and one byte per element with dropout.
     """
     model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
     h, f, q = model.hidden_size, model.mlp_width(layer), model.num_attention_heads * model.kv_channels
@@ -275,42 +275,42 @@ def _layer_bytes(run: Run, layer: int, *, remakes: bool = False) -> float:
     size += 2 * q * (model.position_embedding_type == "rope")
     size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
     if is_decoder:
-        norms, tokens_of_encoder = 3, run.lengths[0] / run.lengths[-1]
-        size += 4.0 * h + 4 * q + 2 * kv * tokens_of_encoder + h * (model.hidden_dropout > 0)
-    # Of the rows that experts read not what arrives from other ranks.
-    again = 2.0 * f + 2.0 * h * (topk - (_ranks_of_a_token(run) if topk and parallel.ep > 1 else 0))
-    split, stream = size - 4.0 * norms * h - remakes * again, 2.0 * norms * h * (1 if remakes else 2)
+        norms, encoder_ratio = 3, run.lengths[0] / run.lengths[-1]
+        size += 4.0 * h + 4 * q + 2 * kv * encoder_ratio + h * (model.hidden_dropout > 0)
+    # Inputs of experts that were received from other ranks are not recomputed.
+    recomputed = 2.0 * f + 2.0 * h * (topk - (_ranks_per_token(run) if topk and parallel.ep > 1 else 0))
+    split, stream = size - 4.0 * norms * h - recompute * recomputed, 2.0 * norms * h * (1 if recompute else 2)
     size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
     if parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
         size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
-    return tokens * size * run.bytes_per_number / 2 / parallel.cp
+    return tokens * size * run.bytes_per_element / 2 / parallel.cp
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 
 def step_time(run: Run, device: Device) -> StepTime:
-    """Seconds of one optimizer step of the slowest rank.
+    """Seconds of one optimizer step on the slowest rank.
 
-    The first microbatch goes through all chunks, then the slowest stage is busy with the others (1F1B); with v chunks a
-    stage the others wait only a v-th of that (interleaved).
+    The bubble is the time of one microbatch on all other stages (1F1B), divided by the number of model chunks per stage
+    (interleaved).
 
     Raises:
-        ConfigError: If the device's peak is not known.
+        ConfigError: If the device's peak is unknown.
     """
     parallel, m = run.parallel, run.parallel.num_microbatches
     stages = [_microbatch_time(run, rank, device) for rank in range(parallel.pp)]
-    slowest = max(stages, key=lambda each: each.total)
-    waiting = (sum(each.total for each in stages) - slowest.total) / parallel.num_model_chunks
+    slowest = max(stages, key=lambda stage: stage.total)
+    bubble = (sum(stage.total for stage in stages) - slowest.total) / parallel.num_model_chunks
     fullest = max(range(parallel.pp), key=lambda rank: sum(run.parameters(rank).values()))
     trained, optimizer = run.trained(fullest), run.optimizer_parameters(fullest)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    of_stage = run.dp * parallel.cp * parallel.tp
+    stage_size = run.dp * parallel.cp * parallel.tp
     reduced = sum(
-        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=of_stage // ranks) for ranks, n in trained.items()
+        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=stage_size // ranks) for ranks, n in trained.items()
     )
-    # At best it is beside the last microbatch's backward and the next step's first forward pass.
+    # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
     return StepTime(
         products=m * slowest.products,
@@ -318,55 +318,55 @@ def step_time(run: Run, device: Device) -> StepTime:
         other=m * slowest.other,
         optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC) / bandwidth,
         communication=m * slowest.communication + exposed,
-        bubble=waiting,
+        bubble=bubble,
         idle=_IDLE + m * slowest.idle,
     )
 
 
 def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
-    """Seconds that one stage takes for one microbatch, forward and backward."""
+    """Seconds of one microbatch on one stage, forward and backward."""
     model, parallel, rows = run.model, run.parallel, run.micro_batch_size
     peak = run.peak_flops_per_s(device)
     if peak is None:
         raise ConfigError(
-            f"precision={run.precision}: expected a device whose peak in it is known, got {device.name}; use another"
+            f"precision={run.precision}: expected a device with a known peak, got {device.name}; use another"
         )
     layers = run.layers(pp_rank)
     flops = [accounting.layer_flops(model, run.lengths, layer) for layer in layers]
     passes = 3.0 if model.lora is None else 2.0  # frozen weights have no gradients
-    products, scores = passes * sum(each[0] for each in flops), 3.5 * sum(each[1] for each in flops)
-    repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # of the time of what is no product
+    products, scores = passes * sum(linears for linears, _ in flops), 3.5 * sum(scores for _, scores in flops)
+    repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # share of the time outside of products
     if run.recompute == "full":
         products, scores = products * (passes + 1) / passes, scores * 4.5 / 3.5
     if pp_rank == parallel.pp - 1:
         products += passes * accounting.head_flops(model, run.lengths, model.padded_vocab_size(parallel.tp))
     rate = _PRODUCTS_SHARE * peak
-    for size in (model.hidden_size, run.tokens_of_rank):
+    for size in (model.hidden_size, run.tokens_per_rank):
         rate *= size / (size + _PRODUCTS_LOSS)
-    traffic = _GLUE_TRAFFIC * (1 + repeated) * sum(_layer_bytes(run, layer) for layer in layers)
+    traffic = _OTHER_TRAFFIC * (1 + repeated) * sum(_layer_bytes(run, layer) for layer in layers)
     shards = parallel.tp * parallel.cp
     traffic += _LOSS_TRAFFIC * _logits(run, pp_rank)
     if model.experts is not None:
-        routed = run.bytes_per_number * run.tokens_of_rank * model.experts.topk * model.hidden_size / parallel.tp
-        traffic += _EXPERTS_PASSES * routed * sum(model.has_experts(layer) for layer in layers)
+        routed = run.bytes_per_element * run.tokens_per_rank * model.experts.topk * model.hidden_size / parallel.tp
+        traffic += _EXPERTS_TRAFFIC * routed * sum(model.has_experts(layer) for layer in layers)
     share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
     if model.architecture == "t5":
         share = _BIASED_ATTENTION_SHARE
-    rows_of_hidden = run.bytes_per_number * run.tokens_of_rank / len(run.lengths) * model.hidden_size
-    message = rows_of_hidden * (parallel.tp - 1) / parallel.tp
+    hidden_bytes = run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * model.hidden_size
+    message = hidden_bytes * (parallel.tp - 1) / parallel.tp
     copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
     exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
-    sent = 0.0
-    if model.experts is not None and parallel.ep > 1:  # to the experts and back, in both passes
+    dispatch = 0.0
+    if model.experts is not None and parallel.ep > 1:  # dispatch and combine, in both passes
         split = parallel.tp if parallel.uses_sequence_parallel else 1
-        sent = 4 * _ranks_of_a_token(run) * rows_of_hidden / split * (1 - 1 / parallel.ep)
-        sent *= _EXPERTS_WAITS / _link(device, parallel.ep, stride=1)
-        sent *= sum(model.has_experts(layer) for layer in layers)
+        dispatch = 4 * _ranks_per_token(run) * hidden_bytes / split * (1 - 1 / parallel.ep)
+        dispatch *= _EXPERTS_SLOWDOWN / _link(device, parallel.ep, stride=1)
+        dispatch *= sum(model.has_experts(layer) for layer in layers)
     busy = StepTime(
         products=rows * products / shards / rate,
         attention=rows * scores / shards / (share * peak),
         other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
-        communication=sent
+        communication=dispatch
         + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
         + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
         + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
@@ -377,10 +377,10 @@ def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
 
 
 def _exchanged_bytes(run: Run, layer: int) -> float:
-    """What a rank receives in the attentions of a layer from the others of its cp group, forward and backward.
+    """Bytes that a rank receives over the cp group in the attentions of a layer, forward and backward; all exposed.
 
-    Heads for tokens: queries, keys, values and outputs, and their gradients. Or keys and values of all, and their
-    gradients in float32. Nothing of it is hidden.
+    With all-to-all: queries, keys, values, outputs and their gradients. With all-gather: keys and values of all tokens,
+    and their gradients in float32.
     """
     model, cp = run.model, run.parallel.cp
     if cp == 1:
@@ -389,40 +389,40 @@ def _exchanged_bytes(run: Run, layer: int) -> float:
     q, kv = (n * model.kv_channels for n in (model.num_attention_heads, 2 * model.num_query_groups))
     tokens = run.lengths[-1 if is_decoder else 0]
     queries, keys = 2 * q * tokens, kv * tokens
-    if is_decoder:  # and from the decoder's queries to the encoder's keys
+    if is_decoder:  # and cross-attention
         queries, keys = 2 * queries, keys + kv * run.lengths[0]
     passes = 3 if run.recompute == "full" else 2
-    moved = passes * run.bytes_per_number * (queries + keys) / cp
+    moved = passes * run.bytes_per_element * (queries + keys) / cp
     if run.parallel.comm_type_of(model) == "all_gather":
-        moved = ((passes - 1) * run.bytes_per_number + 4) * keys
+        moved = ((passes - 1) * run.bytes_per_element + 4) * keys
     return run.micro_batch_size * moved / run.parallel.tp * (cp - 1) / cp
 
 
 def _link(device: Device, ranks: int, *, stride: int) -> float:
-    """Bytes/s of a rank in a collective of so many ranks, of which neighbours are ``stride`` ranks apart.
+    """Bytes/s per rank in a collective over a group of ``ranks`` that are ``stride`` apart.
 
-    Between hosts each of a group's ranks on a host has its own network adapter, through which one ring in so many goes.
+    Between hosts the group's ranks on a host each have a network adapter, and the rings are spread over these.
     """
     within = device.link_bandwidth * _LINK_SHARE.get(ranks, 0.66)
-    if ranks * stride <= _RANKS_OF_A_HOST:
+    if ranks * stride <= _RANKS_PER_HOST:
         return within
-    return min(within, 0.66 * device.network_bandwidth * max(1, _RANKS_OF_A_HOST // stride))
+    return min(within, 0.66 * device.network_bandwidth * max(1, _RANKS_PER_HOST // stride))
 
 
-# ---- a run that begins ----------------------------------------------------------------------------------------------
+# ---- the Trainer's run ----------------------------------------------------------------------------------------------
 
 
 def make_run(
     model: ModelConfig, settings: EngineSettings, *, rows: int, lengths: tuple[int, ...], world_size: int
 ) -> Run:
-    """What a run of the Trainer computes.
+    """Build a ``Run`` from the settings of a strategy.
 
     Args:
-        model: Its shape.
-        settings: Of the strategy.
-        rows: Of a microbatch; 0 where they are not known, so that activations are left out.
-        lengths: Tokens of a row.
-        world_size: GPUs.
+        model: Model config.
+        settings: Settings of the strategy.
+        rows: Rows of a microbatch; 0 if unknown, which leaves out activations.
+        lengths: Tokens of a row; for a T5 those of the encoder and of the decoder.
+        world_size: Number of GPUs.
     """
     granularity, method = settings.recompute.granularity, settings.recompute.method
     return Run(
@@ -439,20 +439,20 @@ def make_run(
     )
 
 
-# ---- the layouts that fit -------------------------------------------------------------------------------------------
+# ---- search for layouts ---------------------------------------------------------------------------------------------
 
 _RESERVED = 0.04
-"""Share of a device's memory that a layout leaves for CUDA, NCCL and what falls between two tensors."""
-_FEWEST_TOKENS = 4096
-"""Of a row on each rank of a cp group: with fewer, splitting rows gains nothing that splitting the batch does not."""
+"""Share of a device's memory reserved for CUDA, NCCL and fragmentation."""
+_MIN_TOKENS_PER_CP_RANK = 4096
+"""Minimum tokens of a row per context-parallel rank; below it, data parallelism does as well."""
 _MAX_MICRO_BATCH_SIZE = 64
-_MOVED = 4
-"""Layers of each chunk by which the first and last stage may differ from an even share."""
+_MAX_UNEVENNESS = 4
+"""Layers per model chunk by which first and last stage may differ from an even split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout with what it is estimated to take."""
+    """A layout with its estimated memory and step time."""
 
     run: Run
     memory: Memory
@@ -460,44 +460,44 @@ class Plan:
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Padding included."""
+        """Throughput per GPU, padding included."""
         return self.run.tokens / self.time.total / self.run.world_size
 
 
 def plan(run: Run, device: Device) -> Plan:
-    """The estimates of one run."""
+    """Estimate memory and step time of a run."""
     return Plan(run=run, memory=memory(run), time=step_time(run, device))
 
 
-def _seconds(found: Plan) -> float:
-    return found.time.total
+def _seconds(plan: Plan) -> float:
+    return plan.time.total
 
 
 def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
-    """The layouts that fit, the fastest first: for each tp, pp and cp the best of all others, with vpp and without.
+    """Layouts that fit, fastest first: the best one for each tp, pp and cp, with and without vpp.
 
-    Tensor and context parallelism stay within a host of eight; the former comes with sequence parallelism wherever it
-    can, the latter is for rows of 8,192 tokens on.
+    Tensor and context parallelism stay within a host of eight GPUs. Sequence parallelism is used wherever possible with
+    the former; the latter is considered for rows of 8,192 tokens or more.
 
     Args:
-        run: The model, its rows, the precision and the GPUs; all else is what is looked for.
+        run: Model, rows, precision and number of GPUs; all other fields are searched.
         global_batch_size: Rows of a step over all GPUs.
-        device: Of which the GPUs are.
+        device: Type of the GPUs.
 
     Raises:
-        ConfigError: If none fits; it says what the smallest needs.
+        ConfigError: If no layout fits; gives the memory that the smallest needs.
     """
     best: dict[tuple[int, int, int, bool], Plan] = {}
     smallest: Plan | None = None
-    room = (1 - _RESERVED) * device.memory
-    for found in (plan(each, device) for each in _runs(run, global_batch_size)):
-        smallest, parallel = min(smallest or found, found, key=lambda each: each.memory.total), found.run.parallel
-        if found.memory.total <= room:
+    for candidate in (plan(layout, device) for layout in _candidates(run, global_batch_size)):
+        smallest = min(smallest or candidate, candidate, key=lambda plan: plan.memory.total)
+        if candidate.memory.total <= (1 - _RESERVED) * device.memory:
+            parallel = candidate.run.parallel
             key = parallel.tp, parallel.pp, parallel.cp, parallel.vpp is None
-            best[key] = min(best.get(key, found), found, key=_seconds)
+            best[key] = min(best.get(key, candidate), candidate, key=_seconds)
     if smallest is None:
         raise ConfigError(
-            f"global_batch_size={global_batch_size}: expected one that {run.world_size} GPUs can share by a layout of "
+            f"global_batch_size={global_batch_size}: expected one that {run.world_size} GPUs can share in a layout of "
             "this model, got none; choose a multiple of the number of GPUs"
         )
     if not best:
@@ -507,47 +507,47 @@ def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
             f"{how}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
-    return sorted((_balanced(each, device) for each in best.values()), key=_seconds)
+    return sorted((_balance(even, device) for even in best.values()), key=_seconds)
 
 
-def _balanced(even: Plan, device: Device) -> Plan:
-    """The same with fewer layers on the stages that have the embedding and the output layer, if that is faster."""
-    run, found, parallel = even.run, even, even.run.parallel
+def _balance(even: Plan, device: Device) -> Plan:
+    """Give the stages with the embedding and the output layer fewer layers, if that is faster."""
+    run, best, parallel = even.run, even, even.run.parallel
     layers, chunks, share = run.model.num_layers, parallel.num_model_chunks, run.model.num_layers // parallel.pp
     if parallel.pp == 1 or run.model.architecture == "t5":
         return even
-    for last in range(max(chunks, share - _MOVED * chunks), share, chunks):
-        for first in range(last, share + _MOVED * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
+    for last in range(max(chunks, share - _MAX_UNEVENNESS * chunks), share, chunks):
+        for first in range(last, share + _MAX_UNEVENNESS * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
             ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
             uneven = replace(run, parallel=replace(parallel, **ends))
-            if _is_allowed(uneven) and (moved := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
-                found = min(found, moved, key=_seconds)
-    return found
+            if _is_valid(uneven) and (other := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
+                best = min(best, other, key=_seconds)
+    return best
 
 
-def _runs(run: Run, global_batch_size: int) -> Iterator[Run]:
-    """Every layout and microbatch that the model and the batch allow."""
+def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
+    """All layouts and microbatch sizes that are valid for the model and the batch."""
     model, lengths = run.model, run.lengths
-    most, layers = max(1, min(lengths) // _FEWEST_TOKENS), model.num_layers + model.num_decoder_layers
-    within_host = [each for each in divisors(run.world_size) if each <= _RANKS_OF_A_HOST]
-    pairs = [(tp, cp) for tp in within_host for cp in within_host if cp <= most and tp * cp in within_host]
+    max_cp, layers = max(1, min(lengths) // _MIN_TOKENS_PER_CP_RANK), model.num_layers + model.num_decoder_layers
+    within_host = [size for size in divisors(run.world_size) if size <= _RANKS_PER_HOST]
+    pairs = [(tp, cp) for tp in within_host for cp in within_host if cp <= max_cp and tp * cp in within_host]
     for (tp, cp), pp in ((pair, pp) for pair in pairs for pp in divisors(run.world_size // math.prod(pair))):
         rows, rest = divmod(global_batch_size, dp := run.world_size // (tp * cp * pp))
         eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
-        for size in (each for each in divisors(rows) if each <= _MAX_MICRO_BATCH_SIZE and rest == 0):
+        for size in (n for n in divisors(rows) if n <= _MAX_MICRO_BATCH_SIZE and rest == 0):
             can_interleave = pp > 1 and rows // size % pp == 0
             vpps = (None, *(range(2, layers // pp + 1) if can_interleave else ()))
-            for vpp, ep in itertools.product(vpps, (each for each in eps if each <= _RANKS_OF_A_HOST)):
+            for vpp, ep in itertools.product(vpps, (n for n in eps if n <= _RANKS_PER_HOST)):
                 parallel = ParallelConfig(
                     tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, num_microbatches=rows // size,
                     sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in lengths),
                 )  # fmt: skip
-                found = replace(run, parallel=parallel, micro_batch_size=size)
-                if _is_allowed(found):
-                    yield from (found, replace(found, recompute="selective"), replace(found, recompute="full"))
+                valid = replace(run, parallel=parallel, micro_batch_size=size)
+                if _is_valid(valid):
+                    yield from (valid, replace(valid, recompute="selective"), replace(valid, recompute="full"))
 
 
-def _is_allowed(run: Run) -> bool:
+def _is_valid(run: Run) -> bool:
     try:
         run.parallel.check_model(run.model)
         for length in run.lengths:
@@ -558,23 +558,23 @@ def _is_allowed(run: Run) -> bool:
     return True
 
 
-# ---- the timeline of a pipeline -------------------------------------------------------------------------------------
+# ---- timeline of the pipeline ---------------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):
-    """A stage's work on one microbatch in one direction."""
+    """Forward or backward pass of one model chunk for one microbatch."""
 
     chunk: int
-    """Virtual stage, from 0."""
+    """Index of the model chunk on its stage, from 0."""
     microbatch: int
     is_forward: bool
     start: float
-    """Seconds from the beginning of the step."""
+    """Seconds from the start of the step."""
     seconds: float
 
 
 def timeline(run: Run, device: Device) -> list[list[Slot]]:
-    """When each stage works on which microbatch, by megatron-core's 1F1B or interleaved schedule.
+    """Schedule of each pipeline stage: megatron-core's 1F1B or interleaved schedule.
 
     A backward pass takes twice as long as a forward pass; the chunks of a stage share its time evenly.
     """
@@ -586,33 +586,33 @@ def timeline(run: Run, device: Device) -> list[list[Slot]]:
     while any(len(slots[rank]) < len(orders[rank]) for rank in range(pp)):
         for rank in range(pp):
             for chunk, microbatch, is_forward in orders[rank][len(slots[rank]) :]:
-                place = chunk * pp + rank  # of the chunk in the whole model
-                before = place - 1 if is_forward else place + 1
-                needed = (before, microbatch, is_forward)
-                if before == pp * chunks:  # the loss: the last chunk turns round
-                    needed = (place, microbatch, True)
-                if before >= 0 and needed not in ends:
+                position = chunk * pp + rank  # of the chunk in the whole model
+                previous = position - 1 if is_forward else position + 1
+                needed = (previous, microbatch, is_forward)
+                if previous == pp * chunks:  # the first backward pass follows the last forward pass
+                    needed = (position, microbatch, True)
+                if previous >= 0 and needed not in ends:
                     break
                 free = slots[rank][-1].start + slots[rank][-1].seconds if slots[rank] else 0.0
-                start, takes = max(free, ends.get(needed, 0.0)), seconds[rank] * (1 if is_forward else 2) / 3
-                slots[rank].append(Slot(chunk, microbatch, is_forward, start, takes))
-                ends[place, microbatch, is_forward] = start + takes
+                start, duration = max(free, ends.get(needed, 0.0)), seconds[rank] * (1 if is_forward else 2) / 3
+                slots[rank].append(Slot(chunk, microbatch, is_forward, start, duration))
+                ends[position, microbatch, is_forward] = start + duration
     return slots
 
 
 def _order(parallel: ParallelConfig, pp_rank: int) -> list[tuple[int, int, bool]]:
-    """Chunk, microbatch and direction of all that a stage does, as in megatron-core 0.16.1's schedules.py."""
+    """(chunk, microbatch, is_forward) of a stage's passes in order, as in megatron-core 0.16.1's schedules.py."""
     pp, v, m = parallel.pp, parallel.num_model_chunks, parallel.num_microbatches
     warm_up = _warm_up(parallel, pp_rank)
     forward = [(chunk, first + i) for first in range(0, m, pp) for chunk in range(v) for i in range(min(pp, m - first))]
     backward = [(v - 1 - chunk, microbatch) for chunk, microbatch in forward]
-    order = [(*each, True) for each in forward[:warm_up]]
-    for ahead, behind in zip(forward[warm_up:], backward, strict=False):
-        order += [(*ahead, True), (*behind, False)]
-    return order + [(*each, False) for each in backward[max(0, len(forward) - warm_up) :]]
+    order = [(*step, True) for step in forward[:warm_up]]
+    for next_forward, next_backward in zip(forward[warm_up:], backward, strict=False):
+        order += [(*next_forward, True), (*next_backward, False)]
+    return order + [(*step, False) for step in backward[max(0, len(forward) - warm_up) :]]
 
 
 def _warm_up(parallel: ParallelConfig, pp_rank: int) -> int:
-    """Forward passes of a stage before its first backward pass follows one, if there are so many microbatches."""
-    behind, chunks = parallel.pp - pp_rank - 1, parallel.num_model_chunks
-    return behind * 2 + (chunks - 1) * parallel.pp if chunks > 1 else behind
+    """Number of warm-up forward passes of a stage, before forward and backward passes alternate."""
+    later_stages, chunks = parallel.pp - pp_rank - 1, parallel.num_model_chunks
+    return later_stages * 2 + (chunks - 1) * parallel.pp if chunks > 1 else later_stages

@@ -340,11 +340,11 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
         elif value is not None and row.value == "launch":
             launch[key] = str(value)
         elif value is not None:
-            assert row.place is not None
+            assert row.cli_name is not None
             if row.value == "samples":
-                samples[key] = row.place
+                samples[key] = row.cli_name
             try:
-                settings[row.place] = _read(row.value, value)
+                settings[row.cli_name] = _read(row.value, value)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {key}: {error}; {row.note or 'correct it'}") from None
     processes, nodes = settings["trainer.devices"], settings["trainer.num_nodes"]
