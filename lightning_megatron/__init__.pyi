@@ -1,4 +1,4 @@
-"""The public names and their homes, once for type checkers and for ``__init__.py``, which reads them here."""
+"""The public names and their modules, for type checkers and for ``__init__.py``, which parses this file."""
 
 from lightning_megatron.callbacks import LossCurve as LossCurve
 from lightning_megatron.callbacks import PerplexityReport as PerplexityReport

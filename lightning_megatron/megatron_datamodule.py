@@ -1,4 +1,4 @@
-"""Base class of data modules: samples are read on one rank of each model copy, and resumed exactly at any layout."""
+"""Base class of data modules: one rank per replica reads samples, and runs resume exactly at any layout."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
 
-_NEEDED: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
+_SPLIT_OF_STAGE: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a data module must know of strategy, Trainer and model."""
+    """Settings of strategy, Trainer and model that a data module is checked against."""
 
     shape: BatchShape
-    """How a step is dealt; the rank in it does not matter."""
+    """Batch sizes of a step; the data-parallel rank in it is not used."""
     model: ModelConfig | None = None
     """The model; None if the module has no ``model_config``."""
     train_step: object = None
-    """Its objective, likewise."""
+    """The module's train step; None if it has none."""
     splits: tuple[SplitName, ...] = SPLIT_NAMES
-    """Those that are about to be read; others may be empty."""
+    """Splits that will be read; others may be empty."""
 
 
 class MegatronDataModule(LightningDataModule, ABC):
-    """Serves samples to the ranks that read: one for each copy of the model, which sends its batches to the others.
+    """Base data module: one rank of each replica reads samples, and broadcasts its batches to the other ranks.
 
     A batch is one optimizer step of one data-parallel rank: ``micro_batch_size * num_microbatches`` rows. Batches of
-    validation, test and prediction have a ``sample_mask`` too, 0 for the rows that fill the last one up.
+    validation, test and prediction also have a ``sample_mask``, 0 for the rows that pad the last batch.
 
     Length of training: with ``max_steps`` and no ``max_epochs`` the whole run is one Lightning epoch of ``max_steps``
-    steps, which goes over the samples as often as it takes. With ``max_epochs`` a Lightning epoch is one pass over the
+    steps, with as many passes over the samples as needed. With ``max_epochs`` a Lightning epoch is one pass over the
     training samples without the last incomplete global batch.
 
-    A checkpoint holds the number of samples consumed, so a run goes on with the next one at any tp, pp, dp,
+    A checkpoint holds the number of consumed samples, so a run resumes with the next one at any tp, pp, dp,
     ``num_microbatches`` and ``num_workers``: none is repeated or skipped within a pass.
     """
 
     shuffling: Shuffling = "every pass"
-    """Which passes over the training samples take them in another order than their own."""
+    """Which passes over the training samples are shuffled."""
     lays_out_whole_run: ClassVar[bool] = False
-    """Whether samples depend on how many a run of ``max_steps`` takes."""
+    """Whether the samples depend on their number in a run of ``max_steps``."""
 
     def __init__(
         self, *, micro_batch_size: int, num_workers: int, seed: int, rampup_batch_size: Sequence[int] | None = None
     ) -> None:
-        """Check and keep what every data module has.
+        """Check and store the options of every data module.
 
         Args:
             micro_batch_size: Samples in one microbatch of one data-parallel rank.
-            num_workers: Processes that read ahead, on each rank that reads at all.
-            seed: Of the order of samples.
-            rampup_batch_size: First global batch, increment, and samples until the batch has its full size.
+            num_workers: Worker processes that prefetch samples, on each rank that reads.
+            seed: Seed of the order of samples.
+            rampup_batch_size: First global batch size, increment, and samples until the full size is reached.
 
         Raises:
             ConfigError: If a value is out of range.
@@ -85,17 +85,17 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._train_loader: TrainLoader | None = None
         self._restored: dict[str, Any] = {}
 
-    # ---- what a kind of source provides -----------------------------------------------------------------------------
+    # ---- to override in a subclass ------------------------------------------------------------------------------
 
     def has_split(self, name: SplitName) -> bool:
-        """Whether there is a split of this name."""
+        """Whether the split exists."""
         return name in self._sources
 
     def check(self, run: Run) -> None:
-        """Check source and settings together, in one process and before any other exists.
+        """Check source and settings, in one process and before others are launched.
 
         Raises:
-            ConfigError: If settings do not fit together.
+            ConfigError: If settings are incompatible.
             DataError: If the source is missing, damaged or too small, or does not fit the model.
         """
         for name in SPLIT_NAMES:
@@ -103,27 +103,27 @@ class MegatronDataModule(LightningDataModule, ABC):
                 self.open(name, None)
 
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        """Every length of a row for ``model`` that is known in advance, by the option that sets it."""
-        given = {name: getattr(self, name, None) for name in ("seq_length", "pad_to_multiple_of")}
-        return {name: length for name, length in given.items() if length is not None}
+        """Lengths of a row for ``model`` that are known in advance, by the option that sets them."""
+        lengths = {name: getattr(self, name, None) for name in ("seq_length", "pad_to_multiple_of")}
+        return {name: length for name, length in lengths.items() if length is not None}
 
     @abstractmethod
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
-        """The samples of a split; called on the ranks that read.
+        """Open the samples of a split; called on the ranks that read.
 
         Args:
             name: The split.
-            num_samples: Samples of the whole run if they depend on that, None for one pass.
+            num_samples: Number of samples of the whole run, if they depend on it; None for one pass.
         """
 
     # ---- Lightning's hooks ------------------------------------------------------------------------------------------
 
     @override
     def setup(self, stage: str) -> None:
-        """Check on rank 0, alike for all ranks; every rank must call.
+        """Check on rank 0, and raise its error on every rank. Collective over the world.
 
         Raises:
-            ConfigError: If strategy, Trainer settings or source do not allow what is asked.
+            ConfigError: If strategy, Trainer settings or source are incompatible.
         """
         strategy = self._strategy()
         self._check_trainer(stage)
@@ -136,7 +136,7 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     @override
     def train_dataloader(self) -> TrainLoader:
-        """Batches of the training split, from the restored position on; every rank must call."""
+        """Loader of the training split, from the restored position on. Collective over the world."""
         trainer, shape = self._trainer(), self._shape()
         # ``max_epochs`` is -1 if only ``max_steps`` was given.
         counts_epochs = trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0)
@@ -145,7 +145,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             num_samples = max(1, shape.position_after(0, trainer.max_steps))
         is_reloaded = self._train_loader is not None  # reload_dataloaders_every_n_epochs
         restored, self._restored = self._restored or self.state_dict(), {}
-        # Another number of samples may be another order: the run goes on in the one that it began with.
+        # The order may depend on the number of samples: a resumed run keeps the order it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
         loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
         self._train_loader, loader.state_dict = loader, self.state_dict
@@ -153,26 +153,26 @@ class MegatronDataModule(LightningDataModule, ABC):
             loader.seek(restored["train"])
             loader.set_epoch(trainer.current_epoch)
         elif restored:
-            self._go_to(loader, restored)
+            self._restore_position(loader, restored)
         self._check_lengths_of_epochs(loader)
         self._check_validation_interval(len(loader))
         return loader
 
     @override
     def val_dataloader(self) -> PassLoader | list[PassLoader]:
-        """One pass over the validation split; no loader if there is none. Every rank must call."""
+        """Loader of one pass over the validation split; no loader if there is none. Collective over the world."""
         return self._pass_loader("valid")
 
     @override
     def test_dataloader(self) -> PassLoader | list[PassLoader]:
-        """One pass over the test split. Every rank must call."""
+        """Loader of one pass over the test split. Collective over the world."""
         return self._pass_loader("test")
 
     predict_dataloader = test_dataloader
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Position in the training samples, and which samples those are."""
+        """Position in the training samples, and the fingerprint of their order."""
         if (loader := self._train_loader) is None:
             return {}
         position, order = vars(loader.position).copy(), loader.order
@@ -180,7 +180,7 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position, if this is a training run; every rank must call."""
+        """Restore a saved position, if this is a training run. Collective over the world."""
         if "train" not in state_dict or self._trainer().state.fn != TrainerFn.FITTING:
             return
         if (loader := self._train_loader) is None:
@@ -189,28 +189,28 @@ class MegatronDataModule(LightningDataModule, ABC):
         num_samples = state_dict.get("num_samples", loader.order.requested)
         if num_samples != loader.order.requested:
             loader.order, loader.samples = self._open("train", num_samples)
-        self._go_to(loader, state_dict)
+        self._restore_position(loader, state_dict)
         self._check_lengths_of_epochs(loader)
 
-    # ---- for the Trainer's side -------------------------------------------------------------------------------------
+    # ---- called by the strategy --------------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        """What this data module's Trainer is about to do, known before any process is started."""
+        """Settings of the Trainer's current function, known before any process is launched."""
         trainer = self._trainer()
-        stage = trainer.state.fn or TrainerFn.FITTING  # a command checks before the Trainer begins
+        stage = trainer.state.fn or TrainerFn.FITTING  # the command line checks before the Trainer starts
         validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
         return Run(
             shape=self._shape(data_parallel_rank=0),
             model=self.model(),
             train_step=getattr(trainer.lightning_module, "train_step", None),
-            splits=(_NEEDED[stage.value], *(("valid",) if validates else ())),
+            splits=(_SPLIT_OF_STAGE[stage.value], *(("valid",) if validates else ())),
         )
 
     def check_run(self, strategy: MegatronStrategy) -> None:
-        """Check the samples against model and layout, before any process is started.
+        """Check the samples against model and layout, before any process is launched.
 
         Raises:
-            ConfigError: If settings do not fit together, or the data is missing, damaged or too small.
+            ConfigError: If settings are incompatible, or the data is missing, damaged or too small.
         """
         trainer = self._trainer()
         if trainer.state.fn is not None:
@@ -218,19 +218,19 @@ class MegatronDataModule(LightningDataModule, ABC):
         run, limit = self.run(), None
         for num_microbatches in run.shape.stages:
             replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
-        # Rotary positions and ALiBi go on where the table of learned ones ends.
+        # Rotary embeddings and ALiBi extend to any position; learned ones do not.
         if run.model is not None and run.model.position_embedding_type == "learned_absolute":
             limit = run.model.max_position_embeddings
         for name, length in self.lengths(run.model).items():
             strategy.parallel.check_sequence(length, limit, name=name)
         environment = strategy.cluster_environment
-        makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # which Lightning calls later
-        # Where all processes exist already, one looks at the files in setup() and tells the others what it found.
+        makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # called by Lightning later
+        # If a launcher has created all processes, setup() checks on rank 0 instead, and broadcasts the error.
         if not makes_data and (environment is None or not environment.creates_processes_externally):
             self.check(run)
 
     def model(self) -> ModelConfig | None:
-        """The model that the Trainer runs now; None without a Trainer, or if its module has no ``model_config``."""
+        """Config of the Trainer's current model; None without a Trainer, or if its module has no ``model_config``."""
         return getattr(getattr(self.trainer, "lightning_module", None), "model_config", None)
 
     def _pass_loader(self, name: SplitName) -> PassLoader | list[PassLoader]:
@@ -239,45 +239,45 @@ class MegatronDataModule(LightningDataModule, ABC):
         order, samples = self._open(name, None)
         return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
-    def _go_to(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
+    def _restore_position(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
         loader.seek(restored["train"])
         if restored.get("train_order") != loader.order.fingerprint:
             rank_zero_warn(
                 f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
-                " data, split, lengths or seed differ, and samples may come again"
+                " data, split, lengths or seed differ, and samples may repeat"
             )
 
     def _check_lengths_of_epochs(self, loader: TrainLoader) -> None:
-        """Lightning asks for the length of an epoch once, and would cut longer ones, unless it renews the loader."""
+        """Refuse epochs of different lengths: Lightning reads the length once, unless it reloads the loader."""
         trainer = self._trainer()
         is_last = 0 <= (trainer.max_epochs or -1) <= loader.position.epoch + 1
         if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_has_same_length():
             return
         raise ConfigError(
-            f"epoch {loader.position.epoch} has {len(loader)} steps and later ones have others, and Lightning takes the"
-            " first length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
+            f"epoch {loader.position.epoch} has {len(loader)} steps and later ones differ, but Lightning uses the first"
+            " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
     def _open(self, name: SplitName, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
-        """The order of samples on every rank, and these on those that read; every rank must call.
+        """Order of samples on every rank, and the samples on ranks that read. Collective over the world.
 
-        Rank 0 reads, and is the first to open them: it builds what the others find.
+        Rank 0 reads, and opens the samples first: it builds the caches that the others load.
         """
         strategy = self._strategy()
 
-        def opened(is_mine: bool) -> Samples | None:
-            return call_on_all_ranks(lambda: self.open(name, num_samples) if is_mine else None)
+        def open_if(is_reader: bool) -> Samples | None:
+            return call_on_all_ranks(lambda: self.open(name, num_samples) if is_reader else None)
 
-        samples = opened(strategy.global_rank == 0)
+        samples = open_if(strategy.global_rank == 0)
         size, fingerprint = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
-        others = opened(strategy.is_data_source and strategy.global_rank != 0)
+        own = open_if(strategy.is_data_source and strategy.global_rank != 0)
         order = PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples)
-        return order, others if samples is None else samples
+        return order, own if samples is None else samples
 
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()
-        if stage in _NEEDED and not self.has_split(_NEEDED[stage]):
-            split, call = _NEEDED[stage], TrainerFn(stage).value
+        if stage in _SPLIT_OF_STAGE and not self.has_split(_SPLIT_OF_STAGE[stage]):
+            split, call = _SPLIT_OF_STAGE[stage], TrainerFn(stage).value
             raise ConfigError(
                 f"{type(self).__name__} has no {split} split for trainer.{call}; give it data or a weight"
             )
@@ -287,7 +287,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             )
 
     def _check_validation_interval(self, num_steps: int) -> None:
-        """Lightning's own refusal is an error like any other, which ends a run with a traceback."""
+        """Raise what Lightning would refuse, as ``ConfigError`` instead of an error with a traceback."""
         trainer = self._trainer()
         interval, limit = trainer.val_check_interval, trainer.limit_train_batches
         num_steps = min(num_steps, limit) if isinstance(limit, int) else int(num_steps * limit)
@@ -299,7 +299,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             )
 
     def _shape(self, data_parallel_rank: int | None = None) -> BatchShape:
-        """How a step is dealt to a rank, this one unless one is named."""
+        """Batch sizes of a step for a data-parallel rank, by default this one."""
         strategy = self._strategy()
         return BatchShape(
             micro_batch_size=self.micro_batch_size,
@@ -316,6 +316,6 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def _strategy(self) -> Any:
         strategy: Any = self._trainer().strategy
-        if "is_data_source" not in dir(strategy):  # its value is not known before the run
+        if "is_data_source" not in dir(strategy):  # its value is unknown before the run
             raise ConfigError(f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it")
         return strategy

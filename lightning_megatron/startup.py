@@ -1,8 +1,8 @@
-"""What importing this package does to the libraries below: strategy names are registered, known warnings are hidden.
+"""Side effects of importing the package: registration of strategy names, and filters for known warnings.
 
-Lightning looks strategy names up in a registry that it fills while it is imported; it has no entry point for others. If
-Lightning is loaded already, the names are registered at once. If not, a hook waits for its import, registers then, and
-is gone. Hidden is what the libraries say on every rank of every run, and no user can act upon.
+Lightning looks up strategy names in a registry that it fills on import; it has no entry points. If Lightning is already
+imported, the names are registered at once. Otherwise an import hook registers them after Lightning's import, and then
+removes itself. Filtered are warnings that libraries repeat on every rank of every run, and that users cannot act upon.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
 STRATEGY_SIZES = (1, 2, 4, 8)
-"""The tp and pp for which there are names; any other layout is written ``MegatronStrategy(tp=..., pp=...)``."""
+"""Sizes of tp and pp with registered names; any other layout needs ``MegatronStrategy(tp=..., pp=...)``."""
 
 
 def strategy_names() -> dict[str, dict[str, int]]:
-    """Each name and the layout that it stands for: ``megatron``, ``megatron_tp2``, ``megatron_pp2``, and both sizes."""
+    """Layout of each strategy name: ``megatron``, ``megatron_tp2``, ``megatron_pp2``, ``megatron_tp2_pp2``, ..."""
     names = {"megatron": {"tp": 1, "pp": 1}}
     for size in STRATEGY_SIZES:
         names |= {f"megatron_tp{size}": {"tp": size, "pp": 1}, f"megatron_pp{size}": {"tp": 1, "pp": size}}
@@ -37,11 +37,11 @@ def strategy_names() -> dict[str, dict[str, int]]:
 
 
 def register_strategies() -> None:
-    """Make the names known to Lightning, now or as soon as it is imported."""
+    """Register the strategy names with Lightning, now or as soon as it is imported."""
     if _REGISTRY_MODULE in sys.modules:
         _register_in(sys.modules[_REGISTRY_MODULE])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterAfterImport())
 
 
 def _register_in(strategies: ModuleType) -> None:
@@ -53,19 +53,19 @@ def _register_in(strategies: ModuleType) -> None:
 
 
 def _build(tp: int, pp: int) -> MegatronStrategy:
-    """What the registry calls in place of a class, so that the engine is loaded only when a Trainer asks for it."""
+    """Build a strategy; registered in place of the class, so that the engine is imported only when used."""
     from lightning_megatron.strategy import MegatronStrategy
 
     return MegatronStrategy(tp=tp, pp=pp)
 
 
-class _AfterImport(MetaPathFinder):
-    """Notices the import of Lightning's registry and has the names registered right after it."""
+class _RegisterAfterImport(MetaPathFinder):
+    """Import hook that registers the strategy names right after the import of Lightning's registry."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Say nothing about any module but one; for that, what the other finders say, with a step after its loading."""
+        """Find the registry with the other finders, and extend its loader; None for any other module."""
         if fullname != _REGISTRY_MODULE:
             return None
         sys.meta_path.remove(self)
@@ -77,44 +77,44 @@ class _AfterImport(MetaPathFinder):
             execute(module)
             _register_in(module)
 
-        # The loader stays the original one: inspect and importlib.resources ask a module's for its source and files.
+        # The original loader is kept, because inspect and importlib.resources get sources and files from it.
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
-_REPEATED_BY_EVERY_RANK = (
-    # (message, module), both regular expressions, matched from their beginning; and why nobody needs to read it.
-    # What the engine falls back to: the start-up line names what is used instead. What its checks of the config say is
-    # about transformer_config_overrides, and stays.
+_IGNORED_WARNINGS = (
+    # (message, module), regular expressions that match from the start, and why they are ignored.
+    # Fallbacks of the engine: the start-up lines name what is used instead. Warnings of its config checks are about
+    # transformer_config_overrides, and are kept.
     ("", r"megatron\.(?!core\.(transformer\.transformer_config|model_parallel_config)$)"),
-    (r"`torch\.distributed\.\w+` is deprecated", ""),  # names that Megatron uses and torch 2.13 would rename
-    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", ""),  # the same between Lightning and torch
-    ("Please use DTensor instead", ""),  # ShardedTensor, in which Megatron's checkpoints are written
-    (r"It is recommended to use `self\.log\(", ""),  # sync_dist: our losses are the same on every rank already
-    (r"Total length of `list` across ranks is zero", ""),  # a data module without this split, as its options say
-    (r"predict returned None if it was on purpose", ""),  # ranks but one, and texts that were written at once
+    (r"`torch\.distributed\.\w+` is deprecated", ""),  # Megatron uses names that torch 2.13 deprecates
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", ""),  # Lightning does, too
+    ("Please use DTensor instead", ""),  # ShardedTensor, used by Megatron's checkpoints
+    (r"It is recommended to use `self\.log\(", ""),  # sync_dist: losses are already equal on all ranks
+    (r"Total length of `list` across ranks is zero", ""),  # a data module without this split, by its options
+    (r"predict returned None if it was on purpose", ""),  # other ranks return None, and generated text may be streamed
 )
-_RECORDS = {
+_IGNORED_RECORDS = {
     "lightning.pytorch.utilities.rank_zero": re.compile(
         "💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$"
     ),
     "megatron.core.tensor_parallel.random": re.compile("CPU RNG state changed within GPU RNG context"),
     "megatron.core.transformer.transformer_layer": re.compile("Rewrapping ModuleSpec with module"),
 }
-"""Of lightning 2.6.6 at each start: it recommends litlogger and litmodels (two), and tells that its summary of a rank's
-share is replaced by ours, of the whole model. Of Megatron on a CPU: there both states are those of one generator. Of
-Megatron 0.19 for each layer: that an MLP is described as 0.16 wants it."""
+"""Ignored log records by logger. Lightning 2.6.6 recommends litlogger and litmodels at each start, and reports that its
+summary of this rank's shard is replaced by ours of the whole model. Megatron on a CPU: both RNG states are of one
+generator. Megatron 0.19, for each layer: the MLP is specified in the form that 0.16 requires."""
 
 
 def hide_known_warnings() -> None:
-    """Drop them from now on. Filters of the user's own, and ``python -W``, keep precedence."""
-    for message, module in _REPEATED_BY_EVERY_RANK:
+    """Filter known warnings and log records; the user's own filters and ``python -W`` take precedence."""
+    for message, module in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=module, append=True)
-    for name in _RECORDS:
-        logging.getLogger(name).addFilter(_is_worth_reading)
+    for name in _IGNORED_RECORDS:
+        logging.getLogger(name).addFilter(_is_not_ignored)
 
 
-def _is_worth_reading(record: logging.LogRecord) -> bool:
-    return _RECORDS[record.name].match(str(record.msg)) is None
+def _is_not_ignored(record: logging.LogRecord) -> bool:
+    return _IGNORED_RECORDS[record.name].match(str(record.msg)) is None

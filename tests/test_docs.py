@@ -54,7 +54,7 @@ def test_every_block_is_one_that_is_run_below() -> None:
 def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs/reference.md").read_text()
     shown = re.findall(r"^::: lightning_megatron\.([\w.]+)\.(\w+)$", page, flags=re.MULTILINE)
-    assert {name: f"lightning_megatron.{module}" for module, name in shown} == lightning_megatron._HOMES
+    assert {name: f"lightning_megatron.{module}" for module, name in shown} == lightning_megatron._MODULES
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_the_run_behind_a_spike_equals_one_that_had_left_its_samples_out(
         assert "after max_rollbacks=0 rollbacks" in refusal
         if rank == 0:
             (line,) = warned
-            assert "again those of step 4, and the samples of steps 5 to 7 are left out; rollback 1 of 1" in line
+            assert "restored from step 4, and the samples of steps 5 to 7 are skipped; rollback 1 of 1" in line
 
 
 def _with_a_bit_flipped(strategy: dict[str, Any], flips: list[tuple[int, str]]) -> list[str]:

@@ -107,7 +107,7 @@ CALLBACKS: dict[str, Any] = {
     "EMAWeightAveraging copies the module.*remove it": callbacks.EMAWeightAveraging(),
     "ModelPruning masks whole weights.*remove it": callbacks.ModelPruning("l1_unstructured", amount=0.5),
     "Unfreezing adds parameters to the optimizer.*requires_grad_": Unfreezing(),
-    r"SpikeGuard has no checkpoint to go back to; add ModelCheckpoint\(every_n_train_steps=": SpikeGuard(),
+    r"SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint\(every_n_train_steps=": SpikeGuard(),
 }
 
 
