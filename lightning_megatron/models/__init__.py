@@ -1,1 +1,1 @@
-"""Models: their description in Megatron's words and the builders that turn it into layers."""
+"""Model configs, the translation to Megatron's config, and the model chunks of GPT, BERT and T5."""

@@ -1,12 +1,12 @@
-"""One pipeline chunk of a BERT: embeddings with token types, pre-norm encoder layers, and the head of a task.
+"""Model chunk of BERT: embeddings with token types, pre-norm encoder layers, and a task head.
 
-Megatron-Core's own ``BertModel`` (megatron-core 0.16.1, models/bert/bert_model.py) asks for the first stage without its
-virtual stage, gathers the whole sequence for one token, normalizes its head with a norm that refuses sequence
-parallelism, and knows no head but that of pretraining; so only its parts are used.
+Only parts of Megatron-Core's ``BertModel`` are used (megatron-core 0.16.1, models/bert/bert_model.py): it looks up the
+first pipeline stage without the virtual stage, gathers the full sequence for one token, has a norm in its head that
+refuses sequence parallelism, and supports no head but that of pretraining.
 
-With sequence parallelism a rank has a part of the sequence. A head that reads every token works on that part, so that
-the gradients of its weights are sums over the ranks (``sequence_parallel``); a head that reads the first token reads it
-on all ranks alike.
+With sequence parallelism a rank has a shard of the sequence. A head that reads every token runs on the shard, and the
+gradients of its weights are summed over the tp group (``sequence_parallel``); a head that reads the first token gets
+the same input on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_megatron.models.transformer_config import ACTIVATIONS
 
 
 class BertChunk(Chunk):
-    """A stage of a BERT for ``model.task``; weights have Megatron-Core's names where it has any."""
+    """Model chunk of a BERT for ``model.task``; weights have Megatron-Core's names, where they exist there."""
 
     stack_name = "encoder"
 
@@ -35,7 +35,7 @@ class BertChunk(Chunk):
         """Create this rank's layers; arguments are those of ``Chunk``."""
         super().__init__(model, config, vp_stage)
         if self.pre_process and model.pad_token_id >= 0:
-            self.embedding.word_embeddings.register_forward_hook(_freeze_lookups_of(model.pad_token_id))
+            self.embedding.word_embeddings.register_forward_hook(_padding_idx_hook(model.pad_token_id))
         self.encoder = self.create_layers()
         if self.post_process:
             self._create_head(model)
@@ -63,21 +63,21 @@ class BertChunk(Chunk):
         tokentype_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Any:
-        """Run this stage; all tensor- and context-parallel ranks must call.
+        """Run this chunk. Collective over the tp and cp groups.
 
         Args:
             input_ids: [b, s] int64.
-            position_ids: [b, s] int64; None counts 0, 1, 2, ...
-            attention_mask: [b, s] int64, the number of the segment that a token belongs to, 0 for padding; or
-                [b, 1, 1 or s, s] bool, True where a token (third axis) must not see another (fourth axis).
+            position_ids: [b, s] int64; None for 0, 1, 2, ...
+            attention_mask: [b, s] int64, segment number of each token, 0 for padding; or [b, 1, 1 or s, s] bool, True
+                where a query (third axis) must not attend to a key (fourth axis).
             tokentype_ids: [b, s] int64; None for 0 everywhere.
-            labels: [b, s] int64, for models that predict tokens: the loss of each is returned instead of logits.
+            labels: [b, s] int64, for masked language modeling: return per-token losses instead of logits.
 
         Returns:
-            Hidden states [s/cp or s/cp/tp, b, h] before the last stage. There, by task: ``pretraining`` and
-            ``masked_lm`` the pair of each token's loss [b, s] fp32 (or logits [b, s, v/tp]) and the logits of the
-            sentence order [b, 2] (None for ``masked_lm``); ``sequence_classification`` logits [b, num_labels]; the
-            others logits [b, s, num_labels].
+            Before the last chunk hidden states [s/cp or s/cp/tp, b, h]. On the last, by task: ``pretraining`` and
+            ``masked_lm`` a pair of per-token losses [b, s] fp32 (or logits [b, s, v/tp]) and logits of the sentence
+            order [b, 2] (None for ``masked_lm``); ``sequence_classification`` logits [b, num_labels]; other tasks
+            logits [b, s, num_labels].
         """
         embedded = None
         if self.pre_process:
@@ -93,27 +93,27 @@ class BertChunk(Chunk):
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
         task = self.description.task
         if task == "sequence_classification":
-            return self._of_first_token(self.classification_head(self.pooler(hidden)))
+            return self._broadcast_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            return self.all_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
-        order = self._of_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
+            return self.gather_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
+        order = self._broadcast_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
         return self.predictions(self.lm_head(hidden), labels), order
 
-    def _of_first_token(self, found: Tensor) -> Tensor:
-        """[b, n], which a rank of the cp group has computed from its first token: that from the row's, on all."""
-        return found if self.context is None else self.context.broadcast_first_token(found)
+    def _broadcast_first_token(self, output: Tensor) -> Tensor:
+        """Return on every rank of the cp group the output [b, n] of the rank that has the first token of the rows."""
+        return output if self.context is None else self.context.broadcast_first_token(output)
 
 
-def _freeze_lookups_of(token: int) -> Any:
-    """A hook that keeps a token's embedding from learning where it is looked up, as ``nn.Embedding(padding_idx)`` does.
+def _padding_idx_hook(token: int) -> Any:
+    """Create a forward hook that zeroes the gradient of a token's look-ups, as ``nn.Embedding(padding_idx)`` does.
 
-    A tied output layer still moves it, as it does in Hugging Face.
+    Its row of a tied output layer still gets a gradient, as in Hugging Face.
     """
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if output.requires_grad:
-            frozen = (args[0] == token)[..., None]
-            output.register_hook(lambda gradient: gradient.masked_fill(frozen, 0.0))
+            is_padding = (args[0] == token)[..., None]
+            output.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
 
     return hook
 
@@ -121,30 +121,30 @@ def _freeze_lookups_of(token: int) -> Any:
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
-def _whole_sequence(part: Tensor) -> Tensor:
-    """[s/tp, ...] of every tensor-parallel rank -> [s, ...]; every rank of the tp group must call.
+def _gather_sequence(shard: Tensor) -> Tensor:
+    """All-gather shards [s/tp, ...] of the sequence to [s, ...]. Collective over the tp group.
 
-    All ranks compute the same with it, so the gradient of a rank's part is in each of them: it is taken, not summed.
+    All ranks compute the same with it, so the backward pass takes a shard's gradient from its own rank, without a sum.
     """
-    whole: Tensor = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False)
-    return whole
+    gathered: Tensor = gather_from_sequence_parallel_region(shard, tensor_parallel_output_grad=False)
+    return gathered
 
 
-def _linear(rows: int, columns: int, config: TransformerConfig, *, sees_part_of_sequence: bool) -> torch.nn.Linear:
+def _linear(rows: int, columns: int, config: TransformerConfig, *, on_sequence_shard: bool) -> torch.nn.Linear:
     linear = torch.nn.Linear(rows, columns, dtype=config.params_dtype)
     for parameter in linear.parameters():
-        # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
-        parameter.sequence_parallel = config.sequence_parallel and sees_part_of_sequence  # type: ignore[attr-defined]
+        # distributed/finalize_model_grads.py sums these gradients over TP, as each rank saw a shard of the sequence.
+        parameter.sequence_parallel = config.sequence_parallel and on_sequence_shard  # type: ignore[attr-defined]
     return linear
 
 
 class MaskedLMHead(torch.nn.Module):
-    """What comes between the last layer and the logits of a masked language model: dense, activation, norm."""
+    """Transform of a masked language model between last layer and output layer: linear, activation, norm."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        """Create the weights, not yet filled."""
+        """Create uninitialized weights."""
         super().__init__()
-        self.dense = _linear(model.hidden_size, model.hidden_size, config, sees_part_of_sequence=True)
+        self.dense = _linear(model.hidden_size, model.hidden_size, config, on_sequence_shard=True)
         self.layer_norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         self.activation = ACTIVATIONS[model.activation]
 
@@ -155,43 +155,43 @@ class MaskedLMHead(torch.nn.Module):
 
 
 class Pooler(torch.nn.Module):
-    """A summary of each row: dense and tanh on its first token."""
+    """Pooled representation of each row: linear and tanh on its first token."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        """Create the weights, not yet filled."""
+        """Create uninitialized weights."""
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
-        self.dense = _linear(model.hidden_size, model.hidden_size, config, sees_part_of_sequence=False)
+        self.dense = _linear(model.hidden_size, model.hidden_size, config, on_sequence_shard=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s or s/tp, b, h] -> [b, h], the same on all tensor-parallel ranks, which must all call."""
+        """[s or s/tp, b, h] -> [b, h], the same on every rank of the tp group. Collective over it."""
         first = hidden[:1]
         if self.sequence_parallel:
-            # Only the first row of each rank travels; that of rank 0 is the first of the sequence.
-            first = _whole_sequence(first.contiguous())
+            # Gathers only the first token of each shard; that of rank 0 is the first of the sequence.
+            first = _gather_sequence(first.contiguous())
         return torch.tanh(self.dense(first[0]))
 
 
 class Classifier(MegatronModule):
-    """Logits of the classes (or values of a regression) of a row, from its summary, or of each token.
+    """Classification head: logits (or regression values) of a row from its pooled representation, or of each token.
 
-    For questions: how well an answer may start or end at a token.
+    For question answering, the two logits of a token score it as start and as end of the answer.
     """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        """Create the weights, not yet filled."""
+        """Create uninitialized weights."""
         super().__init__(config=config)
-        # Hugging Face's head for questions has no dropout.
+        # Hugging Face's head for question answering has no dropout.
         self.dropout = torch.nn.Dropout(0.0 if model.task == "question_answering" else model.classifier_dropout)
-        of_tokens = model.task != "sequence_classification"
-        self.dense = _linear(model.hidden_size, model.num_labels, config, sees_part_of_sequence=of_tokens)
-        self.is_split: bool = config.sequence_parallel and of_tokens
+        per_token = model.task != "sequence_classification"
+        self.dense = _linear(model.hidden_size, model.num_labels, config, on_sequence_shard=per_token)
+        self.is_sharded: bool = config.sequence_parallel and per_token
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., h] -> [..., num_labels], from [s/tp, b, h] [s, b, num_labels]; all tensor-parallel ranks must call."""
+        """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
         drops = self.training and self.dropout.p > 0.0
-        # Ranks with other tokens must draw other masks; those with the same summary of a row must drop the same of it.
-        with get_cuda_rng_tracker().fork() if self.is_split and drops else contextlib.nullcontext():
+        # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
+        with get_cuda_rng_tracker().fork() if self.is_sharded and drops else contextlib.nullcontext():
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
-        return _whole_sequence(logits) if self.is_split else logits
+        return _gather_sequence(logits) if self.is_sharded else logits

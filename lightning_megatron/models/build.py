@@ -1,8 +1,8 @@
 """Build a model: this rank's chunks and their initial weights.
 
-Initial weights are the same on every layout, from one seed: each is drawn whole, from a generator seeded with the run's
-seed and the weight's global name, and every rank keeps its slice. So tp, pp, vpp and dp change nothing: a run can be
-compared with one rank from its first step.
+Initial weights depend on the seed only, not on the layout: every rank samples the full weight from a generator seeded
+with the run's seed and the weight's global name, and keeps its shard. A run with any tp, pp, vpp and dp can be compared
+with a single-rank run from the first step.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lightning_megatron.models.lora import add_adapters
 from lightning_megatron.models.t5 import t5_chunks
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
-_VOCAB_ROWS = ("word_embeddings.weight", "output_layer.weight")
+_VOCAB_WEIGHTS = ("word_embeddings.weight", "output_layer.weight")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
-    """This rank's model chunks (one per virtual stage), on ``settings.device``, weights not yet filled.
+    """Create this rank's model chunks (one per virtual stage) on ``settings.device``, with uninitialized weights.
 
-    Every rank must call, after the process groups exist.
+    Every rank must call it, once the process groups exist.
 
     Raises:
-        ConfigError: If the model cannot be split as ``settings.parallel`` says.
+        ConfigError: If the model does not support ``settings``.
     """
     if model.architecture == "t5":
-        chunk_of = t5_chunks(model, settings)
+        create_chunk = t5_chunks(model, settings)
     else:
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
-        chunk_of = partial(chunk_class, model, transformer_config(model, settings))
+        create_chunk = partial(chunk_class, model, transformer_config(model, settings))
     stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    chunks = torch.nn.ModuleList([chunk_of(stage).to(settings.device) for stage in stages])
+    chunks = torch.nn.ModuleList([create_chunk(stage).to(settings.device) for stage in stages])
     for chunk in chunks:
         add_adapters(chunk, model)
     return chunks
@@ -52,25 +52,25 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
 def initialize_weights(
     chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int, only: Collection[str] | None = None
 ) -> None:
-    """Fill the matrices with normal numbers and the biases with zeros; norms keep their ones.
+    """Initialize matrices from a normal distribution and biases with zeros; norms keep their ones.
 
-    Of adapters A is uniform in +-1 / sqrt(in), as torch's linears and ``peft``'s begin, and B zero.
+    LoRA's A is uniform in +-1 / sqrt(in), as in ``torch.nn.Linear`` and ``peft``, and B is zero.
 
     Args:
         chunks: This rank's unwrapped model chunks.
-        model: The description that they were built from.
+        model: Config that they were built from.
         seed: The run's seed.
-        only: Megatron's keys of the weights to fill, those that no file had; None for all.
+        only: Checkpoint keys of the weights to initialize, those missing in the loaded files; None for all.
     """
     for chunk in chunks:
         state = chunk.sharded_state_dict()  # type: ignore[operator]
         apply_factories(state)
         for shard in nested_values(state):
             if isinstance(shard, ShardedTensor) and (only is None or shard.key in only):
-                _fill(shard, model, seed)
+                _initialize(shard, model, seed)
 
 
-def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
+def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     layer_axes = shard.prepend_axis_num
     global_shape = list(shard.global_shape)[layer_axes:]
     if len(global_shape) < 2:
@@ -80,49 +80,49 @@ def _fill(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
             shard.data.fill_(model.init_method_std)  # initializer_factor scales norms, too
         return
     layer = tuple(shard.global_offset)[:layer_axes]
-    if shard.key.endswith(_VOCAB_ROWS):
-        # Drawn without its padding, which depends on tp.
+    if shard.key.endswith(_VOCAB_WEIGHTS):
+        # Sampled without vocabulary padding, which depends on tp.
         global_shape[0] = model.vocab_size
     std = model.init_method_std
     if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.num_layers)
     digest = hashlib.sha256(f"{seed}/{shard.key}/{layer}".encode()).digest()
     generator = torch.Generator(device=shard.data.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    whole = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
+    full = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
-        whole.uniform_(-bound, bound, generator=generator)
+        full.uniform_(-bound, bound, generator=generator)
     else:
-        whole.normal_(0.0, std, generator=generator)
+        full.normal_(0.0, std, generator=generator)
         if model.architecture == "t5":
-            whole *= torch.as_tensor(_t5_scale(shard.key, model), device=whole.device)
-    part = whole[shard.global_slice()[layer_axes:]]
-    shard.data.zero_()[tuple(map(slice, part.shape))] = part  # rows past it pad the vocabulary
+            full *= torch.as_tensor(_t5_std(shard.key, model), device=full.device)
+    values = full[shard.global_slice()[layer_axes:]]
+    shard.data.zero_()[tuple(map(slice, values.shape))] = values  # the remaining rows are vocabulary padding
 
 
-def _t5_scale(key: str, model: ModelConfig) -> float | torch.Tensor:
-    """Standard deviation of a matrix, in units of ``initializer_factor``: scores are not scaled.
+def _t5_std(key: str, model: ModelConfig) -> float | torch.Tensor:
+    """Standard deviation of a T5 matrix, in units of ``initializer_factor``.
 
     Source: transformers 5.23, models/t5/modeling_t5.py, ``_init_weights`` (after mesh-tensorflow): everything is
     multiplied by ``initializer_factor``, which is ``ModelConfig.init_method_std`` here.
 
     Args:
-        key: Its name in Megatron's checkpoints.
-        model: The description.
+        key: The matrix's name in Megatron's checkpoints.
+        model: The model's config.
 
     Returns:
-        A number; for queries, keys and values in one matrix [rows, 1], fp32, on the CPU.
+        A scalar; for the fused QKV matrix one value per row, [rows, 1], fp32, on the CPU.
     """
-    into_hidden: float = model.hidden_size**-0.5
-    # Scores are multiplied by 1, so queries start smaller instead.
-    of_queries: float = (model.hidden_size * model.kv_channels) ** -0.5
+    default: float = model.hidden_size**-0.5
+    # T5's softmax scale is 1; the std of queries is smaller instead.
+    query: float = (model.hidden_size * model.kv_channels) ** -0.5
     if key.endswith("linear_qkv.weight"):
-        of_head = torch.tensor([of_queries, into_hidden, into_hidden]).repeat_interleave(model.kv_channels)
-        return of_head.repeat(model.num_attention_heads)[:, None]
-    scales = {
-        "linear_q.weight": of_queries,
+        head = torch.tensor([query, default, default]).repeat_interleave(model.kv_channels)
+        return head.repeat(model.num_attention_heads)[:, None]
+    stds = {
+        "linear_q.weight": query,
         "linear_proj.weight": float((model.num_attention_heads * model.kv_channels) ** -0.5),
         "linear_fc2.weight": float(model.ffn_hidden_size**-0.5),
-        **dict.fromkeys(_VOCAB_ROWS, 1.0),
+        **dict.fromkeys(_VOCAB_WEIGHTS, 1.0),
     }
-    return next((scale for name, scale in scales.items() if key.endswith(name)), into_hidden)
+    return next((std for name, std in stds.items() if key.endswith(name)), default)

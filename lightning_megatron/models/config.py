@@ -1,4 +1,4 @@
-"""Description of a model in Megatron's words, independent of any layout."""
+"""Model config in Megatron's vocabulary, independent of the parallel layout."""
 
 from __future__ import annotations
 
@@ -20,80 +20,80 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are changed for contexts longer than those of the first training.
+    """Scaling of rotary frequencies for contexts longer than in pretraining.
 
-    The fields are those of Hugging Face's ``rope_parameters``; ``models/rotary.py`` names each method's source.
+    The fields are those of Hugging Face's ``rope_parameters``; see ``models/rotary.py``.
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "longrope", "llama3"] = "llama3"
-    """Which method."""
+    """Scaling method."""
     factor: float = 8.0
-    """How much longer the context is than the original."""
+    """Ratio of the extended context length to the original one."""
     original_max_position_embeddings: int = 8192
-    """Context length of the first training, in tokens."""
+    """Context length in pretraining, in tokens."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than ``original_max_position / low_freq_factor`` are divided by ``factor``."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than ``original_max_position / high_freq_factor`` are kept."""
     attention_factor: float = 1.0
-    """yarn, longrope: what sines and cosines are multiplied by (derived from ``factor`` where the config is silent)."""
+    """yarn, longrope: multiplier of sines and cosines (derived from ``factor`` if the config does not set it)."""
     beta_fast: float = 32.0
-    """yarn: pairs that turn more often than this over the original context are kept."""
+    """yarn: pairs with more rotations than this over the original context keep their frequency."""
     beta_slow: float = 1.0
-    """yarn: pairs that turn less often than this over the original context are divided by ``factor``."""
+    """yarn: pairs with fewer rotations than this over the original context have it divided by ``factor``."""
     truncate: bool = True
-    """yarn: whether the borders of the blend are rounded to whole pairs."""
+    """yarn: whether the bounds of the interpolation range are rounded to whole pairs."""
     short_factor: tuple[float, ...] = ()
-    """longrope: divisor of each pair's frequency for sequences within the original context."""
+    """longrope: divisor of each pair's frequency for sequences up to the original context length."""
     long_factor: tuple[float, ...] = ()
-    """longrope: the same for longer sequences."""
+    """longrope: divisor of each pair's frequency for longer sequences."""
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies are others in longer sequences."""
+        """Whether the frequencies depend on the sequence length."""
         return self.rope_type in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters (LoRA) beside frozen linears, in the engine's words; users write ``LoRA``."""
+    """LoRA adapters of frozen linear layers, by Megatron's module names; the user-facing class is ``LoRA``."""
 
     rank: int
-    """Width r between the two matrices of an adapter."""
+    """Rank r of an adapter."""
     alpha: float
-    """What adapters give is multiplied by alpha / r."""
+    """Adapter outputs are scaled by alpha / r."""
     linears: tuple[tuple[str, tuple[bool, ...]], ...]
-    """Each adapted linear, as checkpoints name it without a layer's number, and which of the matrices that it fuses
-    (queries, keys, values; gate, up) have an adapter; one entry for a linear that fuses none."""
+    """Each adapted linear, by its checkpoint name without the layer number, and which of its fused matrices (queries,
+    keys, values; gate, up) have an adapter; one entry for a linear that fuses none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts: a router sends each token to the best few of many MLPs (Shazeer et al. 2017, 1701.06538).
+    """Mixture of experts (MoE): a router sends each token to its top-k experts (Shazeer et al. 2017, arXiv 1701.06538).
 
-    No token is dropped. The router's logits and probabilities are fp32.
+    No token is dropped. Router logits and probabilities are fp32.
     """
 
     num_experts: int
-    """MLPs of a layer."""
+    """Experts per layer."""
     topk: int
-    """How many of them a token goes through."""
+    """Experts per token."""
     ffn_hidden_size: int
-    """Width of each one."""
+    """Width of one expert's MLP."""
     shared_ffn_hidden_size: int = 0
-    """Width of an MLP that all tokens go through, too, times a sigmoid of its own gate (Qwen 2); 0 for none."""
+    """Width of the shared expert, applied to every token and scaled by its sigmoid gate (Qwen 2); 0 for none."""
     normalizes_topk: bool = True
-    """Whether the probabilities of a token's experts are divided by their sum."""
+    """Whether a token's top-k probabilities are divided by their sum."""
     dense_layers: tuple[int, ...] = ()
-    """Layers (from 0) that have an ordinary MLP instead."""
+    """Layers (from 0) with a dense MLP instead of experts."""
     load_balancing_loss_coef: float = 0.0
-    """What the auxiliary loss is multiplied by before it is added; see ``engine/fillers/experts.py``."""
+    """Coefficient of the auxiliary load-balancing loss; see ``engine/fillers/experts.py``."""
 
     def __post_init__(self) -> None:
-        """Check the numbers against each other.
+        """Check the fields against each other.
 
         Raises:
-            ConfigError: If a size is not positive, or a token shall go through more experts than there are.
+            ConfigError: If a size is not positive, or ``topk`` does not fit the other fields.
         """
         for name in ("num_experts", "topk", "ffn_hidden_size"):
             require_number(name, getattr(self, name), at_least=1)
@@ -111,149 +111,150 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape and the mathematics of a GPT, BERT or T5; the same for every parallel layout."""
+    """Architecture and hyperparameters of a GPT, BERT or T5 model, the same for every parallel layout."""
 
     family: str
-    """Hugging Face ``model_type`` that this model was described by, e.g. ``gpt2``."""
+    """Hugging Face ``model_type``, e.g. ``gpt2``."""
     architecture: Architecture = "gpt"
-    """Decoder only, encoder only, or encoder and decoder."""
+    """Decoder-only, encoder-only, or encoder-decoder."""
     task: str = "causal_lm"
-    """What the head is for; one of the keys of the family's ``architectures``."""
+    """Task of the head; a key of the family's ``architectures``."""
     num_layers: int
-    """Transformer layers; for T5 those of the encoder."""
+    """Transformer layers; T5: encoder layers."""
     num_decoder_layers: int = 0
-    """T5: layers of the decoder."""
+    """T5: decoder layers."""
     hidden_size: int
-    """Width h of the residual stream."""
+    """Hidden size h."""
     ffn_hidden_size: int
-    """Width of the MLP (of one of the two branches if gated)."""
+    """Intermediate size of the MLP (of each branch if gated)."""
     num_attention_heads: int
     """Query heads."""
     num_query_groups: int
     """Key/value heads: equal to ``num_attention_heads`` for MHA, fewer for GQA, 1 for MQA."""
     kv_channels: int
-    """Width of one head."""
+    """Head dimension."""
     vocab_size: int
-    """True vocabulary, without padding."""
+    """Vocabulary size without padding."""
     max_position_embeddings: int
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of every norm."""
+    """Type of all norms."""
     layernorm_epsilon: float = 1e-5
-    """Added to the variance."""
+    """Epsilon added to the variance in norms."""
     activation: Activation = "gelu"
-    """Non-linearity of the MLP."""
+    """Activation function of the MLP."""
     gated_linear_unit: bool = False
     """Whether the MLP multiplies a gate branch with an up branch (SwiGLU if ``activation`` is silu)."""
     add_bias_linear: bool = True
-    """Biases of the MLP, and of the attention's output projection unless ``add_attention_output_bias`` is set."""
+    """Whether the MLP has biases, and the attention output projection unless ``add_attention_output_bias`` is set."""
     add_qkv_bias: bool = True
-    """Biases of the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     add_attention_output_bias: bool | None = None
-    """Bias of the attention's output projection; None: as ``add_bias_linear``."""
+    """Whether the attention output projection has a bias; None: use ``add_bias_linear``."""
     norm_bias: bool = True
-    """Whether LayerNorms have a bias (not Cohere's)."""
+    """Whether LayerNorms have a bias (False for Cohere)."""
     zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight (Gemma)."""
     pre_norms: bool = True
-    """Whether attention and MLP read a normalized input (not OLMo 2's)."""
+    """Whether the inputs of attention and MLP are normalized (False for OLMo 2)."""
     post_norms: bool = False
-    """Whether what attention and MLP return is normalized before it is added (Gemma 2, OLMo 2, GLM-4)."""
+    """Whether the outputs of attention and MLP are normalized before the residual addition (Gemma 2, OLMo 2, GLM-4)."""
     qk_layernorm: bool = False
-    """Whether each head's queries and keys are normalized before positions enter (Qwen 3)."""
+    """Whether each head's queries and keys are normalized before the rotary embedding (Qwen 3)."""
     qk_layernorm_of_all_heads: bool = False
-    """For ``qk_layernorm``: whether all heads are normalized as one (OLMo 2), not each alone."""
+    """For ``qk_layernorm``: whether one norm spans all heads (OLMo 2), instead of each head."""
     embedding_layernorm: bool = False
     """Whether the embeddings are normalized (Bloom)."""
     parallel_attention: bool = False
-    """Whether attention and MLP both read the layer's input and are added to it together (Falcon)."""
+    """Whether attention and MLP both read the layer's input, with one residual addition for both (Falcon)."""
     parallel_attention_norms: Literal[1, 2] = 1
-    """For ``parallel_attention``: whether both read the same normalized input, or each has a norm of its own."""
+    """For ``parallel_attention``: 1 if attention and MLP share an input norm, 2 if each has its own."""
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How positions enter."""
+    """Type of position embedding."""
     rotary_base: float = 10000.0
     """Theta of rotary embeddings."""
     rotary_base_of_windows: float | None = None
-    """Theta in layers with a sliding window, whose frequencies are not scaled; None: as in the others (Gemma 3)."""
+    """Theta in sliding-window layers, whose frequencies are not scaled (Gemma 3); None: use ``rotary_base``."""
     rotary_percent: float = 1.0
-    """Share of each head, from its first number on, that is rotated (GPT-NeoX)."""
+    """Fraction of each head's dimensions, counted from the first, that is rotated (GPT-NeoX)."""
     rotary_interleaved: bool = False
-    """Whether neighbours are the pairs that turn (Cohere, GLM-4), not the halves of what is rotated."""
+    """Whether rotated pairs are adjacent dimensions (Cohere, GLM-4), instead of one from each half."""
     no_rope_layers: tuple[int, ...] = ()
-    """Layers (from 0) that rotate nothing (SmolLM 3)."""
+    """Layers (from 0) without rotary embedding (SmolLM 3)."""
     position_offset: int = 0
-    """Learned positions: rows before that of position 0; if any, positions count tokens, not padding (OPT)."""
+    """Learned positions: table rows before that of position 0; if not 0, default positions skip padding (OPT)."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies; None leaves them."""
+    """Scaling of the rotary frequencies; None for none."""
     alibi_scaled: bool = False
     """ALiBi: whether the bias is scaled with the scores and rounded to bf16 (Falcon), or neither (Bloom)."""
     relative_attention_num_buckets: int = 32
-    """T5: rows of the table of relative positions."""
+    """T5: buckets of relative positions, the rows of the bias table."""
     relative_attention_max_distance: int = 128
-    """T5: distances from here on share one row."""
+    """T5: longer distances share one bucket."""
     softmax_scale: float | None = None
-    """What scores are multiplied by; None for 1 / sqrt(kv_channels)."""
+    """Multiplier of attention scores; None for 1 / sqrt(kv_channels)."""
     attention_softcap: float | None = None
-    """Scores x become cap * tanh(x / cap) before masks (Gemma 2); None leaves them."""
+    """Attention scores x become cap * tanh(x / cap) before masking (Gemma 2); None for no cap."""
     logits_softcap: float | None = None
-    """The same for logits (Gemma 2)."""
+    """Logits x become cap * tanh(x / cap) (Gemma 2); None for no cap."""
     embedding_multiplier: float = 1.0
-    """What embeddings are multiplied by (Gemma, Granite)."""
+    """Multiplier of the embeddings (Gemma, Granite)."""
     residual_multiplier: float = 1.0
-    """What the outputs of attention and MLP are multiplied by before they are added (Granite)."""
+    """Multiplier of attention and MLP outputs before the residual addition (Granite)."""
     logits_multiplier: float = 1.0
-    """What logits are multiplied by, before their cap (Granite, Cohere)."""
+    """Multiplier of logits, before ``logits_softcap`` (Granite, Cohere)."""
     sliding_window: int | None = None
-    """How many tokens back, itself included, a token sees; None for all."""
+    """Number of tokens, itself included, that a token attends to; None for all previous ones."""
     sliding_window_layers: tuple[int, ...] | None = None
-    """Layers (from 0) with the window; None for all."""
+    """Layers (from 0) with the sliding window; None for all."""
     experts: Experts | None = None
-    """GPT: the experts in place of MLPs; None for none."""
+    """GPT: mixture of experts; None for dense MLPs."""
     num_tokentypes: int = 0
-    """BERT: kinds of segments; 0 for no such embedding."""
+    """BERT: number of token types; 0 for no token type embedding."""
     num_labels: int = 2
-    """Classification: width of the head."""
+    """Classification: output size of the head."""
     problem_type: ProblemType | None = None
-    """Sequence classification: which loss; None: as Hugging Face tells it from ``num_labels`` and the labels' dtype."""
+    """Sequence classification: selects the loss; None: infer it from ``num_labels`` and the labels' dtype, as Hugging
+    Face does."""
     scale_decoder_outputs: bool = False
     """T5: whether the decoder's output is multiplied by 1 / sqrt(hidden_size) before the head."""
     decoder_start_token_id: int = 0
-    """T5: the token that stands before the first target."""
+    """T5: first token of the decoder's input."""
     pad_token_id: int = 0
-    """T5: what stands for ignored labels in the decoder's input. BERT: the token whose embedding does not learn where
-    it is looked up, as in Hugging Face; -1 for none."""
+    """T5: padding token, which replaces ignored labels in the decoder's input. BERT: token whose embedding gets no
+    gradient from look-ups, as in Hugging Face; -1 for none."""
     share_embeddings_and_output_weights: bool = True
-    """Whether the output layer uses the input embedding."""
+    """Whether input embedding and output layer are tied."""
     embedding_dropout: float = 0.0
-    """Probability after the embeddings."""
+    """Dropout probability after the embeddings."""
     hidden_dropout: float = 0.0
-    """Probability after each attention and MLP block."""
+    """Dropout probability after each attention and MLP block."""
     attention_output_dropout: float | None = None
-    """Probability after each attention block; None: ``hidden_dropout`` (Falcon uses that of the attention weights)."""
+    """Dropout probability after each attention block; None: use ``hidden_dropout`` (Falcon: ``attention_dropout``)."""
     attention_dropout: float = 0.0
-    """Probability on the attention weights."""
+    """Dropout probability of the attention weights."""
     activation_dropout: float = 0.0
-    """Probability inside the MLP, after its non-linearity (T5)."""
+    """Dropout probability inside the MLP, after its activation (T5)."""
     classifier_dropout: float = 0.0
-    """Probability before a classification head."""
+    """Dropout probability before a classification head."""
     init_method_std: float = 0.02
-    """Standard deviation of the random initial weights."""
+    """Standard deviation of the initial weights."""
     scaled_residual_init: bool = True
-    """Whether matrices that write into the residual stream start sqrt(2 * num_layers) times smaller (GPT-2)."""
+    """Whether the output projections of attention and MLP have a std smaller by sqrt(2 * num_layers) (GPT-2)."""
     make_vocab_size_divisible_by: int = 128
     """The padded vocabulary is a multiple of this times tp."""
     lora: Adapters | None = None
-    """What is trained instead of the weights, which are frozen; None: the weights."""
+    """LoRA adapters, trained with all other weights frozen; None to train the weights themselves."""
     lora_dropout: float = 0.0
-    """Probability on what adapters read."""
+    """Dropout probability of the adapters' inputs."""
 
     def __post_init__(self) -> None:
-        """Check the rules that hold in any layout.
+        """Check the constraints that hold in any layout.
 
         Raises:
-            ConfigError: If a size is not positive, a probability is none, or the heads do not fit together.
+            ConfigError: If a size is not positive, a probability is out of range, or the heads do not fit together.
         """
-        if isinstance(self.lora, Mapping):  # of a checkpoint
+        if isinstance(self.lora, Mapping):  # from a checkpoint
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
             object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size")
@@ -271,7 +272,7 @@ class ModelConfig:
         if self.position_embedding_type == "rope" and (self.rotary_width % 2 != 0 or self.rotary_width < 2):
             raise ConfigError(
                 f"kv_channels={self.kv_channels} x rotary_percent={self.rotary_percent} = {self.rotary_width} is odd "
-                "or 0, and rotary positions turn pairs of numbers; use an even width"
+                "or 0, and rotary positions rotate pairs of dimensions; use an even width"
             )
         for name in ("attention_softcap", "logits_softcap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
@@ -279,16 +280,16 @@ class ModelConfig:
 
     @property
     def rotary_width(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def has_mlp_norm(self) -> bool:
-        """Whether the MLP's input is normalized for it alone."""
+        """Whether the MLP has an input norm of its own."""
         return self.pre_norms and not (self.parallel_attention and self.parallel_attention_norms == 1)
 
     def has_window(self, layer: int) -> bool:
-        """Whether a layer (from 0) sees ``sliding_window`` tokens only."""
+        """Whether a layer (from 0) has sliding-window attention."""
         return self.sliding_window is not None and layer in (self.sliding_window_layers or (layer,))
 
     def has_experts(self, layer: int) -> bool:
@@ -296,7 +297,7 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def mlp_width(self, layer: int) -> int:
-        """How many numbers a token has inside the MLP of a layer (from 0), or inside all of its experts there."""
+        """Intermediate size of a layer's (from 0) MLP, or of all experts that a token goes through in it."""
         if self.experts is None or not self.has_experts(layer):
             return self.ffn_hidden_size
         return self.experts.topk * self.experts.ffn_hidden_size + self.experts.shared_ffn_hidden_size
@@ -308,29 +309,29 @@ class ModelConfig:
 
     @cached_property
     def has_position_table(self) -> bool:
-        """Whether positions are rows of an embedding, so that rows cannot be longer than it."""
+        """Whether positions are learned embeddings, which limit the sequence length."""
         return self.position_embedding_type == "learned_absolute" and self.architecture != "t5"
 
     @property
     def has_output_layer(self) -> bool:
-        """Whether the model predicts tokens; a BERT may have another head instead."""
+        """Whether the model has a vocabulary output layer; a BERT may have another head instead."""
         return self.architecture != "bert" or self.task in ("pretraining", "masked_lm")
 
     @property
     def has_pooler(self) -> bool:
-        """Whether a BERT's head reads a summary of the whole row."""
+        """Whether a BERT has a pooler."""
         return self.architecture == "bert" and self.task in ("pretraining", "sequence_classification")
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding over all ranks: the smallest multiple of ``make_vocab_size_divisible_by * tp``.
+        """Vocabulary size padded to a multiple of ``make_vocab_size_divisible_by * tp``.
 
-        The engine splits the embedding evenly over tp; rows past ``vocab_size`` never win and never get a gradient.
+        The embedding is sharded evenly over tp; the logits of padding are -inf, and its rows never get a gradient.
         """
         multiple = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for checkpoints and error messages."""
+        """Convert to plain data, for checkpoints and error messages."""
         return asdict(self)
 
 
@@ -340,16 +341,16 @@ _POSITIONS: dict[str, PositionEmbedding] = {"absolute": "learned_absolute", "rot
 def with_variant(
     model: ModelConfig, position_embedding_type: str | None, attention_head_type: str | None
 ) -> ModelConfig:
-    """``model`` with other positions and heads, as no Hugging Face config describes them.
+    """Replace position embedding and attention heads of ``model`` by variants that its Hugging Face config cannot set.
 
     Args:
         model: A GPT.
         position_embedding_type: ``absolute`` (learned), ``rotary`` or ``alibi``; None keeps the model's.
-        attention_head_type: ``multihead`` (each query head has a key and value of its own) or ``multiquery`` (all share
-            one); None keeps the model's.
+        attention_head_type: ``multihead`` (one key/value head per query head) or ``multiquery`` (one for all query
+            heads); None keeps the model's.
 
     Raises:
-        ConfigError: If a name is unknown, the model is no GPT, or its heads cannot be rotated.
+        ConfigError: If a name is unknown, the model is no GPT, or the head dimension does not allow rotary positions.
     """
     if position_embedding_type is None and attention_head_type is None:
         return model
@@ -361,7 +362,6 @@ def with_variant(
     if position_embedding_type is not None:
         require_choice("position_embedding_type", position_embedding_type, _POSITIONS)
         positions = _POSITIONS[position_embedding_type]
-        # The scaling of rotary frequencies is nobody else's.
         scaling = model.rope_scaling if positions == "rope" else None
         model = replace(model, position_embedding_type=positions, rope_scaling=scaling)
     if attention_head_type is not None:
@@ -372,14 +372,14 @@ def with_variant(
 
 
 def variant_of(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
-    """``model`` as the variant that a checkpoint says it holds.
+    """Apply the position embedding and attention heads of a checkpoint to ``model``.
 
     Args:
-        model: As its Hugging Face config describes it.
+        model: Built from a Hugging Face config.
         stored: A saved ``ModelConfig.to_dict()``, or Megatron-LM's arguments, which use the same names.
     """
     if model.architecture != "gpt":
         return model
-    positions = next((ours for ours, name in _POSITIONS.items() if name == stored.get("position_embedding_type")), None)
+    positions = next((key for key, name in _POSITIONS.items() if name == stored.get("position_embedding_type")), None)
     heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(stored.get("num_query_groups", 0))
     return with_variant(model, positions, heads)

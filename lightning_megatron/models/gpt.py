@@ -1,8 +1,8 @@
-"""One pipeline chunk of a model: what all have (``Chunk``), and that of a GPT.
+"""Model chunks: ``Chunk``, the base class of all architectures, and ``GPTChunk``.
 
-GPT, BERT and T5 stand on Megatron-Core's ``LanguageModule``, which ties embeddings over pipeline stages, and its
-``TransformerBlock``, not on its whole models: those of megatron-core 0.16.1 have no pipeline (T5), refuse
-sequence parallelism in the head (BERT), or ignore positions (GPT), and ``GPTModel`` is deprecated upstream.
+GPT, BERT and T5 are built on Megatron-Core's ``LanguageModule``, which ties embeddings over pipeline stages, and its
+``TransformerBlock``, not on its complete models: those of megatron-core 0.16.1 have no pipeline parallelism (T5),
+refuse sequence parallelism in the head (BERT), or ignore positions (GPT), and ``GPTModel`` is deprecated upstream.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from lightning_megatron.engine.fillers.context import ContextParallel
 from lightning_megatron.engine.fillers.kernels import Norm, soft_capped
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import LayerStack, block_spec
-from lightning_megatron.models.rotary import angles_at, inverse_frequencies
+from lightning_megatron.models.rotary import inverse_frequencies, rotary_angles
 
 
 class Chunk(LanguageModule):
-    """What Megatron's schedule, gradient reduction and checkpoints expect of a chunk, whatever its layers are.
+    """Base class of a model chunk: the interface that Megatron's schedule, gradient reduction and checkpoints expect.
 
     Attributes:
-        pre_process: Whether the embedding is here.
-        post_process: Whether the output layer (or another head) is here.
-        context: Which tokens of a row this rank computes, None at cp=1; a chunk is called with whole rows, and returns
-            them.
-        share_embeddings_and_output_weights: Whether the output layer is the embedding; on the last of several stages it
-            is a copy, whose gradient Megatron's ``finalize_model_grads`` adds to that of the first stage.
+        pre_process: Whether this chunk has the embedding.
+        post_process: Whether this chunk has the output layer (or another head).
+        context: Splits rows over the cp group; None at cp=1. Inputs and outputs of a chunk are full rows.
+        share_embeddings_and_output_weights: Whether embedding and output layer are tied; the last of several stages has
+            a copy of the embedding, and Megatron's ``finalize_model_grads`` sums the gradients of both.
     """
 
     stack_name: ClassVar[str] = "decoder"
-    """Of the attribute that holds the layers; the names of weights begin with it."""
+    """Name of the attribute with the layers, and prefix of their weights' names."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
-        """Create the embedding, if it is here.
+        """Create the embedding, if this chunk has it.
 
         Args:
-            model: The description.
-            config: The same in the engine's words.
-            vp_stage: Which virtual stage; None if there is only one.
+            model: The model's config.
+            config: Megatron's config of it.
+            vp_stage: Virtual pipeline stage; None without virtual stages.
         """
         super().__init__(config=config)
         self.description = model
@@ -70,13 +69,13 @@ class Chunk(LanguageModule):
             self.embedding.embedding_dropout.p = model.embedding_dropout
 
     def create_layers(self) -> LayerStack:
-        """This chunk's share of an even cut of the layers and, on the last stage, the final norm."""
+        """Create this chunk's layers and, on the last stage, the final norm."""
         spec = block_spec(self.description, self.config, self.vp_stage)
         ends = {"pre_process": self.pre_process, "post_process": self.post_process}
         return LayerStack(self.config, spec, vp_stage=self.vp_stage, **ends)
 
     def create_output_layer(self, *, bias: bool = False) -> None:
-        """Create the layer that makes logits, if it is here, and tie it to the embedding if it is that."""
+        """Create the output layer, if this chunk has it, and set up tied embeddings."""
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
                 self.description.hidden_size,
@@ -91,70 +90,70 @@ class Chunk(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def predictions(self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None) -> Tensor:
-        """Logits [b, s, v/tp or v], or with ``labels`` [b, s] the loss of each, [b, s] fp32.
+        """Compute logits [b, s, v/tp or v], or with ``labels`` [b, s] per-token losses, [b, s] fp32.
 
         Args:
-            hidden: [s or s/tp, b, h]; here and in what follows s is the tokens of this rank of the cp group.
-            labels: int64, of the whole rows; None for logits.
-            runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
+            hidden: [s/cp or s/cp/tp, b, h].
+            labels: int64; None for logits.
+            runtime_gather_output: Whether to all-gather logits over the tp group.
         """
         if self.description.logits_multiplier != 1.0:
-            hidden = hidden * self.description.logits_multiplier  # h numbers a token, not v
+            hidden = hidden * self.description.logits_multiplier  # on h values per token instead of v
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=tied, runtime_gather_output=runtime_gather_output)
         if self.description.logits_softcap is not None:
             logits = soft_capped(logits, self.description.logits_softcap)
-        is_whole = logits.shape[-1] == self._padded_vocab_size
-        mask_padded_vocab_(logits, self.description.vocab_size, 0 if is_whole else self.pg_collection.tp.rank())
+        is_gathered = logits.shape[-1] == self._padded_vocab_size
+        mask_padded_vocab_(logits, self.description.vocab_size, 0 if is_gathered else self.pg_collection.tp.rank())
         if labels is None:
-            return self.all_tokens(logits.transpose(0, 1).contiguous())
-        return self.all_tokens(self.compute_language_model_loss(self.own_tokens(labels), logits))
+            return self.gather_tokens(logits.transpose(0, 1).contiguous())
+        return self.gather_tokens(self.compute_language_model_loss(self.own_tokens(labels), logits))
 
-    def own_tokens(self, whole: Tensor) -> Tensor:
-        """[b, s] -> [b, s/cp]: what is of the tokens that this rank computes."""
-        return whole if self.context is None else self.context.own_tokens(whole)
+    def own_tokens(self, rows: Tensor) -> Tensor:
+        """Return this rank's context-parallel shard: [b, s] -> [b, s/cp]."""
+        return rows if self.context is None else self.context.own_tokens(rows)
 
-    def all_tokens(self, own: Tensor) -> Tensor:
-        """[b, s/cp, ...] -> [b, s, ...]; every rank of the cp group must call."""
-        return own if self.context is None else self.context.gather_tokens(own)
+    def gather_tokens(self, shard: Tensor) -> Tensor:
+        """All-gather context-parallel shards: [b, s/cp, ...] -> [b, s, ...]. Collective over the cp group."""
+        return shard if self.context is None else self.context.gather_tokens(shard)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Take what the stage before sent: [s or s/tp, b, h]; Megatron's schedules call it."""
+        """Set the previous stage's output, [s/cp or s/cp/tp, b, h]; called by Megatron's schedules."""
         stack = getattr(self, self.stack_name)
         stack.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Where this rank's weights lie in the whole model, by Megatron's checkpoint names."""
+        """Return the sharded state dict, by Megatron's checkpoint names."""
         state: dict[str, Any]
         if self.has_output_layer:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        else:  # megatron-core 0.16.1, language_module.py: a last stage without an output layer is a KeyError
+        else:  # megatron-core 0.16.1, language_module.py raises a KeyError on a last stage without an output layer
             state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return state
 
 
 class GPTChunk(Chunk):
-    """A stage of a GPT; weights have the names of Megatron-Core's ``GPTModel``.
+    """Model chunk of a GPT; weights have the names of Megatron-Core's ``GPTModel``.
 
-    Positions may be left out (0, 1, 2, ...) and count in rotary models too; rotary frequencies are scaled in every way
-    that Hugging Face knows; embeddings may be normalized.
+    Unlike ``GPTModel``: positions are optional (default 0, 1, 2, ...) and respected by rotary models; all of Hugging
+    Face's rotary scalings are supported; embeddings may be normalized.
     """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
         """Create this rank's layers; arguments are those of ``Chunk``."""
         super().__init__(model, config, vp_stage)
         self.rotary_length: int | None = None
-        """Tokens of the longest row, where a call shows only some rows of a batch; None: as the positions say."""
-        # Rounded to the weights' dtype, as Gemma was trained.
+        """Length of the longest row, for calls with only some rows of a batch; None: take it from the positions."""
+        # Rounded to the weights' dtype, as in Gemma's training.
         self._multiplier: float = torch.tensor(model.embedding_multiplier, dtype=config.params_dtype).item()
         if self.pre_process and model.embedding_layernorm:
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
             self._depends_on_length = model.rope_scaling is not None and model.rope_scaling.depends_on_length
             self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
-            """By the tokens of the longest row; none is ever dropped: a recorded graph reads it where it lies."""
+            """By length of the longest row. Entries are never dropped: captured CUDA graphs read their memory."""
         self.decoder = self.create_layers()
         self.create_output_layer()
 
@@ -167,20 +166,20 @@ class GPTChunk(Chunk):
         *,
         runtime_gather_output: bool | None = None,
     ) -> Tensor:
-        """Run this stage; all tensor- and context-parallel ranks must call.
+        """Run this chunk. Collective over the tp and cp groups.
 
         Args:
             input_ids: [b, s] int64.
-            position_ids: [b, s] int64; None counts 0, 1, 2, ...
-            attention_mask: [b, s], the number of the segment that a token belongs to, 0 for padding; None for one.
+            position_ids: [b, s] int64; None for 0, 1, 2, ...
+            attention_mask: [b, s], segment number of each token, 0 for padding; None for a single segment.
             labels: [b, s] int64; None for logits.
-            runtime_gather_output: Whether logits are gathered over the tensor-parallel ranks.
+            runtime_gather_output: Whether to all-gather logits over the tp group.
 
         Returns:
-            Before the last stage hidden states, [s/cp or s/cp/tp, b, h]; there the loss of each label, [b, s] fp32, or
-            logits, [b, s, v/tp or v].
+            On the last chunk per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v]; before it hidden states,
+            [s/cp or s/cp/tp, b, h].
         """
-        embedded = self._embedded(input_ids, position_ids, attention_mask) if self.pre_process else None
+        embedded = self._embed(input_ids, position_ids, attention_mask) if self.pre_process else None
         angles = None
         if self.description.position_embedding_type == "rope":
             angles = self._angles(input_ids, position_ids)
@@ -188,26 +187,26 @@ class GPTChunk(Chunk):
             hidden_states=embedded,
             attention_mask=attention_mask,
             rotary_pos_emb=angles,
-            padding_mask=self._padding(attention_mask),
+            padding_mask=self._padding_mask(attention_mask),
         )
         return self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
 
-    def _embedded(self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None) -> Tensor:
+    def _embed(self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None) -> Tensor:
         model = self.description
         if position_ids is None and model.position_offset and segments is not None:
             is_token = (segments != 0).long()
-            position_ids = is_token.cumsum(-1) * is_token - 1  # OPT has a row for padding, before that of position 0
+            position_ids = is_token.cumsum(-1) * is_token - 1  # padding: -1, whose row precedes position 0's in OPT
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         positions = self.own_tokens(position_ids + model.position_offset)
         embedded: Tensor = self.embedding(self.own_tokens(input_ids), positions)
         if model.embedding_layernorm:
-            # Under sequence parallelism on this rank's part; the gradients of the norm are summed over TP like others.
+            # Sequence parallelism: on this rank's shard; gradients are summed over TP, as for all norms.
             embedded = self.embedding.norm(embedded).to(embedded.dtype)
         return embedded if self._multiplier == 1.0 else embedded * self._multiplier
 
-    def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
-        """[b, s/cp or s/cp/tp], bool: the tokens of this rank that experts need not share out evenly; None for none."""
+    def _padding_mask(self, attention_mask: Tensor | None) -> Tensor | None:
+        """[b, s/cp or s/cp/tp], bool: this rank's padding, which load balancing of experts ignores; None for none."""
         if attention_mask is None or self.description.experts is None or not self.training:
             return None
         padding = self.own_tokens(attention_mask == 0)
@@ -216,48 +215,48 @@ class GPTChunk(Chunk):
         return padding
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """How far each pair of a head turns: [s/cp, 1 or b, 1, rotary_width], or for two thetas both in turn."""
-        longest: int | None = None
+        """Rotary angles, [s/cp, 1 or b, 1, rotary_width], or twice the width for two thetas."""
+        length: int | None = None
         if self._depends_on_length:
-            longest = input_ids.shape[1] if position_ids is None else self.rotary_length
-            if position_ids is not None and longest is None:
-                # Hugging Face's measure of a sequence's length; it makes the host wait, in these two scalings only.
-                longest = int(position_ids.max()) + 1
-        if longest not in self._frequencies:
-            self._frequencies[longest] = self._frequencies_at(longest)
+            length = input_ids.shape[1] if position_ids is None else self.rotary_length
+            if position_ids is not None and length is None:
+                # Sequence length as in Hugging Face; synchronizes host and device, only for these scalings.
+                length = int(position_ids.max()) + 1
+        if length not in self._frequencies:
+            self._frequencies[length] = self._frequencies_at(length)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         positions = self.own_tokens(position_ids)
-        return angles_at(positions, self._frequencies[longest], interleaved=self.description.rotary_interleaved)
+        return rotary_angles(positions, self._frequencies[length], interleaved=self.description.rotary_interleaved)
 
-    def _frequencies_at(self, longest: int | None) -> Tensor:
+    def _frequencies_at(self, length: int | None) -> Tensor:
         model = self.description
-        # The engine knows only the constants of Llama 3.1; the config may say others.
-        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, longest)
+        # Megatron-Core supports only the constants of Llama 3.1.
+        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, length)
         if model.rotary_base_of_windows is not None:
-            of_windows = inverse_frequencies(model.rotary_width, model.rotary_base_of_windows, None)
-            frequencies = torch.stack((frequencies, of_windows))
+            window_frequencies = inverse_frequencies(model.rotary_width, model.rotary_base_of_windows, None)
+            frequencies = torch.stack((frequencies, window_frequencies))
         return frequencies.to(torch.cuda.current_device())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As ``Chunk``'s, without the output layer's (empty) extra state, which Megatron's GPTs do not have either."""
+        """Return ``Chunk``'s state dict without the output layer's (empty) extra state, as Megatron's ``GPTModel``."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)
         return state
 
 
 def mask_padded_vocab_(logits: Tensor, vocab_size: int, tp_rank: int) -> Tensor:
-    """Set the logits of padding rows to -inf in place: they never win and their gradient is exactly 0.
+    """Set logits of vocabulary padding to -inf in place, so that their probabilities and gradients are exactly 0.
 
-    Only the padded columns are touched, and autograd does not see it: nothing saves the logits, and the gradient of a
-    softmax is 0 where the logit is -inf. With much padding a whole shard can be hidden; another rank has the maximum.
+    Only the padded columns are written, and autograd does not record it: no operation saves the logits, and the
+    gradient of a softmax is 0 where the logit is -inf. An entire shard may be padding; the maximum is on another rank.
 
     Args:
-        logits: [..., v/tp], the shard of rank ``tp_rank``; gathered logits are the shard of rank 0.
-        vocab_size: Vocabulary without padding.
-        tp_rank: Which shard this is.
+        logits: [..., v/tp], the shard of rank ``tp_rank``; for gathered logits [..., v], ``tp_rank`` is 0.
+        vocab_size: Vocabulary size without padding.
+        tp_rank: Rank in the tp group.
 
     Returns:
         ``logits``.

@@ -1,4 +1,4 @@
-"""The layers of GPT, BERT and T5: which module stands in which slot of a Megatron layer, and those of one chunk."""
+"""Transformer layers of GPT, BERT and T5: Megatron module specs, layer variants, and the layer stack of a chunk."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Transformer Engine fuses norms into the linear that follows; Megatron's checkpoints carry its names."""
+"""Checkpoint names of norms: those of Transformer Engine, which fuses a norm into the linear after it."""
 
 _MASK_TYPES = {
     "gpt": AttnMaskType.causal,
     "bert": AttnMaskType.padding,
-    "t5": AttnMaskType.no_mask,  # padding and causality are in the bias already
+    "t5": AttnMaskType.no_mask,  # the bias contains padding and causal masks
 }
 
 
 def layer_spec(
     model: ModelConfig, config: TransformerConfig, number: int = 0, *, has_cross_attention: bool = False
 ) -> ModuleSpec:
-    """One layer: self-attention, in T5's decoder cross-attention, then (or beside it) the MLP.
+    """Spec of one layer: self-attention, cross-attention in T5's decoder, and MLP.
 
     Args:
-        model: The description.
-        config: The same in the engine's words.
-        number: Which layer of the whole model, from 0; some families have layers of two kinds.
+        model: The model's config.
+        config: Megatron's config of it.
+        number: Global layer number, from 0; some families have two types of layers.
         has_cross_attention: Whether the layer attends to an encoder, too.
     """
     cross = ModuleSpec(
@@ -77,26 +77,26 @@ def layer_spec(
         ),
     )
     fc2 = _output_linear(model, has_bias=model.add_bias_linear, input_dropout=model.activation_dropout)
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=fc2))
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2))
     names = dict(CHECKPOINT_NAMES)
     if model.has_experts(number):
-        del names["pre_mlp_layernorm."]  # no linear that it could be fused into
+        del names["pre_mlp_layernorm."]  # not followed by a linear to fuse it into
         mlp = _experts(model)
-    addition = {"multiplier": model.residual_multiplier}
+    residual = {"multiplier": model.residual_multiplier}
     return ModuleSpec(
         module=_layer_class(model),
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_spec(model) if model.pre_norms else IdentityOp,
             self_attention=_self_attention(model, config, number),
             self_attn_bda=ModuleSpec(
-                BiasDropoutAdd, params={"probability": model.attention_output_dropout, **addition}
+                BiasDropoutAdd, params={"probability": model.attention_output_dropout, **residual}
             ),
             pre_cross_attn_layernorm=Norm if has_cross_attention else IdentityOp,
             cross_attention=cross if has_cross_attention else IdentityOp,
             cross_attn_bda=BiasDropoutAdd if has_cross_attention else IdentityFuncOp,
             pre_mlp_layernorm=norm_spec(model) if model.has_mlp_norm else IdentityOp,
             mlp=mlp,
-            mlp_bda=ModuleSpec(BiasDropoutAdd, params=addition),
+            mlp_bda=ModuleSpec(BiasDropoutAdd, params=residual),
             sharded_state_dict_keys_map=names,
         ),
     )
@@ -110,7 +110,7 @@ def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
 
 def _experts(model: ModelConfig) -> ModuleSpec:
     assert model.experts is not None
-    linears = MLPSubmodules(linear_fc1=_LinearWithBiasInProduct, linear_fc2=RowParallelLinear)
+    linears = MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if model.experts.shared_ffn_hidden_size else None
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
@@ -118,7 +118,7 @@ def _experts(model: ModelConfig) -> ModuleSpec:
 
 
 def norm_spec(model: ModelConfig) -> ModuleSpec:
-    """A norm over the hidden states."""
+    """Spec of a norm over the hidden states."""
     return ModuleSpec(module=Norm, params={"has_bias": model.norm_bias})
 
 
@@ -128,8 +128,8 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
     width = 0 if layer in model.no_rope_layers else model.rotary_width
     if is_rotary and (model.rotary_base_of_windows is not None or factor != 1.0 and width < model.kv_channels):
-        module = PartlyRotatedAttention
-        params |= {"width": width, "is_second_kind": model.has_window(layer), "factor": factor}
+        module = PartialRotaryAttention
+        params |= {"width": width, "uses_second_angles": model.has_window(layer), "factor": factor}
     q_norm, k_norm = (
         ModuleSpec(module=NormOfAllHeads, params={"num_heads": heads})
         if model.qk_layernorm_of_all_heads
@@ -155,7 +155,7 @@ def _output_linear(model: ModelConfig, *, has_bias: bool, input_dropout: float =
 
 
 def _linear_qkv(has_bias: bool, *args: Any, **kwargs: Any) -> ColumnParallelLinear:
-    # megatron-core 0.16.1, transformer/attention.py: add_bias_linear also gives the projection of q, k, v a bias.
+    # megatron-core 0.16.1, transformer/attention.py: add_bias_linear adds a bias to the QKV projection, too.
     return ColumnParallelLinear(*args, **{**kwargs, "bias": has_bias})
 
 
@@ -174,7 +174,7 @@ def _core_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
 def block_spec(
     model: ModelConfig, config: TransformerConfig, vp_stage: int | None, *, has_cross_attention: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk, as many as ``config`` cuts for it; arguments are those of ``layer_spec``."""
+    """Specs of the layers that ``config`` assigns to one chunk; arguments as for ``layer_spec``."""
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
     layers = [layer_spec(model, config, number, has_cross_attention=has_cross_attention) for number in numbers]
@@ -182,11 +182,11 @@ def block_spec(
 
 
 class LayerStack(TransformerBlock):
-    """The layers of one chunk and, where the last one is, the norm behind it."""
+    """The layers of one chunk and, after the last layer of the model, the final norm."""
 
     @override
     def _build_layers(self) -> None:
-        """As Megatron-Core; and each addition learns which norm reads its sum."""
+        """Build the layers, and tell each residual addition which norm reads its sum, so that both can be fused."""
         super()._build_layers()
         recompute = self.config.recompute_granularity
         if recompute == "selective" and self.config.recompute_modules != ["core_attn"]:
@@ -198,19 +198,19 @@ class LayerStack(TransformerBlock):
                 if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
                     after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
                 after_attention.norm = _norm_or_none(layer.pre_mlp_layernorm)
-            if recompute != "full":  # a layer that is recomputed alone must not leave a norm to the next one
+            if recompute != "full":  # a layer that is recomputed must not compute the norm of the next one
                 layer.mlp_bda.norm = _norm_or_none(next_norm)
 
     @override
     def _get_layer(self, layer_number: int) -> Any:
-        """A layer; behind the last one, to which a recomputed group reaches in megatron-core 0.16.1, what does nothing.
+        """Return a layer, or the identity past the last one, where megatron-core 0.16.1 extends the last group.
 
-        Later versions end the last group where the layers end (transformer/transformer_block.py).
+        Later versions end the last recomputed group with the last layer (transformer/transformer_block.py).
         """
-        return self.layers[layer_number] if layer_number < len(self.layers) else _passed_on
+        return self.layers[layer_number] if layer_number < len(self.layers) else _identity_layer
 
 
-def _passed_on(hidden_states: Tensor, context: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
+def _identity_layer(hidden_states: Tensor, context: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
     return hidden_states, context
 
 
@@ -218,121 +218,121 @@ def _norm_or_none(slot: Any) -> Norm | None:
     return slot if isinstance(slot, Norm) else None
 
 
-class _LinearWithBiasInProduct(ColumnParallelLinear):
-    """The MLP's first matrix: its bias in the product and GELU's own kernels are faster than a fused bias-GELU."""
+class _MLPInputLinear(ColumnParallelLinear):
+    """First linear of an MLP. It adds its bias itself: with PyTorch's GELU this is faster than a fused bias-GELU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "skip_bias_add": False})
 
 
 class OutputLinear(RowParallelLinear):
-    """The last matrix of attention or MLP, whose output, [s or s/tp, b, h], may be normalized before it is added.
+    """Output projection of attention or MLP, [s or s/tp, b, h], with an optional norm of its output.
 
-    Before that of an MLP T5 drops activations.
+    T5 applies dropout to the input of the MLP's projection.
     """
 
     def __init__(self, *args: Any, has_bias: bool, has_norm: bool, input_dropout: float, **kwargs: Any) -> None:
-        """Take Megatron's arguments, and for ``ModuleSpec.params`` what differs between attention and MLP.
+        """Create the linear; ``ModuleSpec.params`` has the arguments that differ between attention and MLP.
 
         Args:
             args: Megatron's.
-            has_bias: Whatever ``add_bias_linear`` says: the engine has one switch for attention and MLP.
-            has_norm: Whether ``post_layernorm`` follows, a name of Megatron-Bridge's Gemma.
-            input_dropout: Probability on the input.
+            has_bias: Overrides ``add_bias_linear``, Megatron's one switch for attention and MLP.
+            has_norm: Whether to normalize the output; ``post_layernorm`` is its name in Megatron-Bridge's Gemma.
+            input_dropout: Dropout probability of the input.
             kwargs: Megatron's.
         """
         super().__init__(*args, **{**kwargs, "bias": has_bias})
         if has_norm:
             self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
-            self.register_forward_hook(_normalized)  # behind the adapters', which are part of the linear
+            self.register_forward_hook(_normalize_output)  # after the adapters' hook, which is part of the linear
         self.input_dropout = input_dropout
-        # Each rank has other columns. With sequence parallelism the whole layer already runs in the fork.
+        # Each rank has different columns. With sequence parallelism the entire layer already runs in the RNG fork.
         self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
         if input_dropout > 0.0:
-            self.register_forward_pre_hook(self._dropped)  # not in forward: adapters read what the matrix reads
+            self.register_forward_pre_hook(self._drop_input)  # not in forward: adapters read the same input
 
-    def _dropped(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """Of the input, [s, b, ffn/tp]."""
+    def _drop_input(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Apply dropout to the input, [s, b, ffn/tp]."""
         if not self.training:
             return inputs
         with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
             return (F.dropout(inputs[0], self.input_dropout),)
 
 
-def _normalized(linear: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+def _normalize_output(linear: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
     x, bias = output
     return linear.post_layernorm(x if bias is None else x + bias), None
 
 
-class PartlyRotatedAttention(SelfAttention):
-    """Self-attention whose rotary positions are not those of all layers, or do not reach all numbers of a head.
+class PartialRotaryAttention(SelfAttention):
+    """Self-attention with rotary embedding that differs between layers or covers only part of a head.
 
-    Gemma 3 has two thetas. Phi-4-mini turns three quarters of a head by LongRoPE, whose factor before sines and cosines
-    the scale of the scores has (``rotary.rope_softmax_scale``): what is not turned is divided by it, all of a head in
-    SmolLM 3's layers without positions.
+    Gemma 3 has two thetas. Phi-4-mini rotates three quarters of a head with LongRoPE, whose attention factor is part of
+    the softmax scale (``rotary.rope_softmax_scale``): the dimensions that are not rotated, all of a head in SmolLM 3's
+    layers without rotary embedding, are divided by it.
     """
 
-    def __init__(self, *args: Any, width: int, is_second_kind: bool, factor: float, **kwargs: Any) -> None:
-        """Take Megatron's arguments, and three for ``ModuleSpec.params``.
+    def __init__(self, *args: Any, width: int, uses_second_angles: bool, factor: float, **kwargs: Any) -> None:
+        """Create the attention; ``ModuleSpec.params`` has the arguments that are not Megatron's.
 
         Args:
             args: Megatron's.
-            width: Numbers of a head that are rotated; 0 in a layer without positions.
-            is_second_kind: Whether this layer takes the second of two kinds of angles, if there are two.
-            factor: What sines and cosines are multiplied by.
+            width: Rotated dimensions of a head; 0 in a layer without rotary embedding.
+            uses_second_angles: Whether to use the second set of angles, if there are two.
+            factor: Attention factor, the multiplier of sines and cosines.
             kwargs: Megatron's.
         """
         super().__init__(*args, **kwargs)
         self.rotary_width, self.factor = width, factor
-        self.is_second_kind = is_second_kind
+        self.uses_second_angles = uses_second_angles
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's; ``rotary_pos_emb``: angles, [s, 1 or b, 1, rotary_width], or twice as many of two kinds."""
+        """Call Megatron's; ``rotary_pos_emb``: angles [s, 1 or b, 1, rotary_width], or twice the width for two sets."""
         if rotary_pos_emb is not None and rotary_pos_emb.shape[-1] > self.rotary_width:
-            rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.is_second_kind]
+            rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.uses_second_angles]
         output: tuple[Tensor, Tensor | None] = super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         return output
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's; queries and keys [s, b, n/tp, hn]."""
-        found = super().get_query_key_value_tensors(*args, **kwargs)
+        """Return Megatron's, with ``factor`` undone in queries and keys, [s, b, n/tp, hn], where not rotated."""
+        tensors = super().get_query_key_value_tensors(*args, **kwargs)
         if self.factor == 1.0 or self.rotary_width == self.hidden_size_per_attention_head:
-            return found
-        query, key, *others = found
-        return (*(self._with_smaller_rest(x) for x in (query, key)), *others)
+            return tensors
+        query, key, *rest = tensors
+        return (*(self._unscale_unrotated(x) for x in (query, key)), *rest)
 
-    def _with_smaller_rest(self, x: Tensor) -> Tensor:
+    def _unscale_unrotated(self, x: Tensor) -> Tensor:
         return torch.cat((x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1)
 
 
 class BiasedTransformerLayer(TransformerLayer):
-    """A layer that gets in place of a mask what is added to its scores, hidden keys included.
+    """A layer whose attention mask is an additive bias of the scores, which includes masked keys.
 
-    The recomputation of megatron-core (0.16.1 to 0.19) hands masks on as arguments, but has a bias in a closure: the
-    graph of one that learns would be walked once per group of layers, freed by the first.
+    Recomputation in megatron-core (0.16.1 to 0.19) passes masks as arguments but captures a bias in a closure: with a
+    learned bias, each group of layers would run backward through the same graph, which the first one frees.
     """
 
     @override
-    def forward(self, *args: Any, attention_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's; ``attention_mask``: [b or 1, np, sq, sk], added to the scores."""
-        output: tuple[Tensor, Tensor | None] = super().forward(*args, **{**others, "attention_bias": attention_mask})
+    def forward(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Call Megatron's; ``attention_mask``: [b or 1, np, sq, sk], added to the scores."""
+        output: tuple[Tensor, Tensor | None] = super().forward(*args, **{**kwargs, "attention_bias": attention_mask})
         return output
 
 
 class ParallelTransformerLayer(TransformerLayer):
-    """A decoder layer whose attention and MLP read the same input and are added to it together, with one dropout.
+    """A decoder layer whose attention and MLP run in parallel, with one residual addition and dropout for both.
 
     Wang and Komatsuzaki 2021, GPT-J; Almazrouei et al. 2023, Falcon (arXiv 2311.16867): ``x + attention(norm(x)) +
-    mlp(norm(x))``. megatron-core 0.16.1 knows only one after the other.
+    mlp(norm(x))``. megatron-core 0.16.1 supports only sequential blocks.
 
-    With ``pre_mlp_layernorm`` left out the MLP reads what ``input_layernorm`` gives to the attention (Falcon 7B); else
-    each block has a norm of its own (Falcon 40B).
+    Without ``pre_mlp_layernorm`` attention and MLP share ``input_layernorm`` (Falcon 7B); otherwise each has its own
+    norm (Falcon 40B).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what Megatron-Core passes to its own layer."""
+        """Create the layer; arguments are Megatron-Core's."""
         super().__init__(*args, **kwargs)
-        self.recompute_pre_mlp_layernorm = False  # ``forward`` sees to both norms, not what the engine does after it
+        self.recompute_pre_mlp_layernorm = False  # ``forward`` recomputes both norms itself
 
     @override
     def forward(
@@ -342,38 +342,38 @@ class ParallelTransformerLayer(TransformerLayer):
         context: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
         attention_bias: Tensor | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
+        """Run the layer.
 
         Args:
             hidden_states: [s, b, h]; under sequence parallelism [s/tp, b, h].
-            attention_mask: As the core attention takes it.
-            context: Passed through.
+            attention_mask: Passed to the core attention.
+            context: Returned unchanged.
             rotary_pos_emb: Angles, [s, 1 or b, 1, kv_channels].
             attention_bias: Added to the scores.
-            others: What Megatron-Core passes for inference and for layers of other kinds; None in training.
+            kwargs: Megatron-Core's arguments for inference and for other types of layers; None in training.
 
         Returns:
-            Of ``hidden_states``' shape, and ``context``.
+            Hidden states of the same shape, and ``context``.
         """
         attention_norm, mlp_norm = RecomputedOutput(), RecomputedOutput()
         attention_input = attention_norm.checkpoint(self.input_layernorm, hidden_states)
-        attended, attention_output_bias = self.self_attention(
+        attention_output, proj_bias = self.self_attention(
             attention_input,
             attention_mask=attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             attention_bias=attention_bias,
-            inference_context=others.get("inference_context"),
-            packed_seq_params=others.get("packed_seq_params"),
+            inference_context=kwargs.get("inference_context"),
+            packed_seq_params=kwargs.get("packed_seq_params"),
         )
         shares_norm = isinstance(self.pre_mlp_layernorm, IdentityOp)
-        transformed, mlp_output_bias = self.mlp(
+        mlp_output, mlp_bias = self.mlp(
             attention_input if shares_norm else mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
         )
-        biases = [bias for bias in (attention_output_bias, mlp_output_bias) if bias is not None]
-        summed = (attended + transformed, sum(biases[1:], start=biases[0]) if biases else None)
+        biases = [bias for bias in (proj_bias, mlp_bias) if bias is not None]
+        output = (attention_output + mlp_output, sum(biases[1:], start=biases[0]) if biases else None)
         if self.recompute_input_layernorm:
             for norm in (attention_norm,) if shares_norm else (attention_norm, mlp_norm):
-                norm.discard_output_and_register_recompute(summed[0])
-        return self._forward_post_mlp(summed, hidden_states), context
+                norm.discard_output_and_register_recompute(output[0])
+        return self._forward_post_mlp(output, hidden_states), context

@@ -1,4 +1,4 @@
-"""Frequencies and angles of rotary position embeddings, with the scalings of Hugging Face; pure functions."""
+"""Rotary position embeddings: frequencies, Hugging Face's scalings of them, and angles. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_megatron.models.config import RopeScaling
 def inverse_frequencies(
     width: int, base: float, scaling: RopeScaling | None, seq_length: int | None = None
 ) -> torch.Tensor:
-    """Angles per position of the pairs that turn of one head: [width / 2], float32, radians, on the CPU.
+    """Rotary frequencies of a head's pairs: [width / 2], float32, radians per position, on the CPU.
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), eq. 15.
 
     Args:
-        width: Numbers of a head that are rotated.
+        width: Rotated dimensions of a head.
         base: Theta.
-        scaling: How the frequencies are changed; None leaves them.
-        seq_length: Tokens of the longest row, on which ``dynamic`` and ``longrope`` depend; None for no more than the
-            original context. What an earlier, longer sequence does to Hugging Face's ``dynamic`` is not repeated.
+        scaling: Scaling of the frequencies; None for none.
+        seq_length: Length of the longest row, for ``dynamic`` and ``longrope``; None for at most the original context.
+            Unlike Hugging Face's ``dynamic``, earlier, longer sequences have no effect.
     """
     if scaling is None:
         wavelengths: torch.Tensor = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
@@ -36,16 +36,19 @@ def inverse_frequencies(
 def scaled_frequencies(
     rope: Mapping[str, Any], width: int, base: float, original: int, seq_length: int | None = None
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies, as ``inverse_frequencies``, and what sines and cosines are multiplied by, by transformers.
+    """Scaled frequencies, as ``inverse_frequencies``, and attention factor, computed by transformers.
 
     Args:
         rope: ``rope_parameters`` of a config, with a factor.
-        width: Numbers of a head that are rotated.
+        width: Rotated dimensions of a head.
         base: Theta.
-        original: Context of the first training, in tokens.
-        seq_length: As there.
+        original: Context length in pretraining, in tokens.
+        seq_length: As for ``inverse_frequencies``.
+
+    Returns:
+        The frequencies, and the multiplier of sines and cosines.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes long, and only scaled models need it
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow import, only for scaled models
 
     fields = {**rope, "rope_theta": base, "partial_rotary_factor": 1.0, "original_max_position_embeddings": original}
     config: Any = SimpleNamespace(
@@ -59,14 +62,15 @@ def scaled_frequencies(
 
 
 def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: RopeScaling | None) -> float | None:
-    """What scores are multiplied by so that sines and cosines need not be: yarn's and longrope's attention factor.
+    """Softmax scale that includes the attention factor of yarn and longrope, instead of sines and cosines.
 
-    The factor stands before the sines and cosines of queries and keys alike, so its square stands before the scores.
+    The factor multiplies sines and cosines of both queries and keys, so its square multiplies the scores. Dimensions
+    that are not rotated must be divided by the factor, in queries and keys.
 
     Args:
-        softmax_scale: Without the factor; None for 1 / sqrt(kv_channels).
-        kv_channels: Width of a head; what is not rotated must be divided by the factor, in queries and keys alike.
-        scaling: Where the factor is; None for none.
+        softmax_scale: Scale without the factor; None for 1 / sqrt(kv_channels).
+        kv_channels: Head dimension.
+        scaling: Has the factor; None for none.
 
     Returns:
         The scale; None for 1 / sqrt(kv_channels).
@@ -76,19 +80,18 @@ def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: R
     return (1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale) * scaling.attention_factor**2
 
 
-def angles_at(positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """How far each pair of a head turns at each token's position, in Megatron's order.
+def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotary angles of each dimension at each token's position, in Megatron's order.
 
     Args:
         positions: [b, s], integers.
-        frequencies: [rotary_width / 2], or for each of two kinds of layers [2, rotary_width / 2], float32, radians per
+        frequencies: [rotary_width / 2], or for two types of layers [2, rotary_width / 2], float32, radians per
             position.
-        interleaved: Whether neighbours are pairs.
+        interleaved: Whether rotated pairs are adjacent dimensions, instead of one from each half.
 
     Returns:
-        [s, b, 1, (2 *) rotary_width], float32: the pairs' first halves, then their second halves, or pair by pair;
-        those of the second kind of layers behind the others.
+        [s, b, 1, rotary_width], float32; for two types of layers the angles of both in turn, twice the width.
     """
     angles = positions.t()[:, :, None, None].float() * frequencies
-    turned = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
-    return turned.flatten(2)[:, :, None]
+    doubled = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return doubled.flatten(2)[:, :, None]

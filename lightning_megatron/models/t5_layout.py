@@ -1,7 +1,7 @@
-"""Layers of an encoder-decoder per pipeline chunk; pure arithmetic on one joint stack.
+"""Pipeline layout of an encoder-decoder: layers per model chunk of one joint stack. Pure functions.
 
-The layers of the encoder and then those of the decoder are one sequence, which is cut anywhere: a chunk may hold layers
-of both, and the encoder need not end where a stage ends.
+The encoder's layers followed by the decoder's form one stack, which can be split anywhere: a chunk may hold layers of
+both, and the encoder need not end at a stage boundary.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ from lightning_megatron.models.config import ModelConfig
 
 ENCODER_COST = 2
 DECODER_COST = 3
-"""Cross-attention makes a decoder layer of T5 about 1.5 times as large as one of the encoder."""
+"""Relative costs of T5 layers: with cross-attention a decoder layer is about 1.5 times as large."""
 
 OVERRIDE = "pipeline_model_parallel_layout"
-"""Field of Megatron's ``TransformerConfig`` that says a cut by hand; the engine knows no encoder layers in it."""
+"""Field of Megatron's ``TransformerConfig`` that sets the layout; Megatron-Core supports no encoder layers in it."""
 
 
 def layers_per_chunk(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
-    """Which layers of the encoder and of the decoder each chunk of ``layout`` holds, in the order of the pipeline.
-
-    The numbers count from 0 in the whole encoder, and in the whole decoder.
-    """
-    split, borders = num_encoder_layers, itertools.accumulate(layout, initial=0)
+    """Encoder layers and decoder layers of each chunk of ``layout``, in pipeline order, each stack numbered from 0."""
+    split, bounds = num_encoder_layers, itertools.accumulate(layout, initial=0)
     return [
         (range(min(start, split), min(end, split)), range(max(start, split) - split, max(end, split) - split))
-        for start, end in itertools.pairwise(borders)
+        for start, end in itertools.pairwise(bounds)
     ]
 
 
-def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = None) -> tuple[int, ...]:
-    """Layers of the joint stack in each chunk.
+def t5_layout(model: ModelConfig, parallel: ParallelConfig, override: object = None) -> tuple[int, ...]:
+    """Number of layers of the joint stack in each chunk, as set by ``override`` or balanced.
 
     Raises:
-        ConfigError: If what is given by hand does not fit.
+        ConfigError: If ``override`` does not fit the model and ``parallel``.
     """
     encoder, decoder, num_chunks = model.num_layers, model.num_decoder_layers, parallel.pp * parallel.num_model_chunks
-    if by_hand is None:
+    if override is None:
         return balanced_layout(encoder, decoder, num_chunks)
-    layout = parse_layout(by_hand)
+    layout = parse_layout(override)
     if len(layout) != num_chunks or sum(layout) != encoder + decoder:
         raise ConfigError(
             f"{OVERRIDE}={list(layout)}: expected a number for each of the {num_chunks} chunks (pp x vpp), in the "
@@ -61,16 +58,16 @@ def t5_layout(model: ModelConfig, parallel: ParallelConfig, by_hand: object = No
 
 @functools.cache
 def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Layers per chunk such that the slowest chunk is as fast as possible, and the others are as equal as possible.
+    """Layers per chunk that minimize the cost of the slowest chunk, then the sum of squared costs.
 
     Args:
-        num_encoder_layers: Layers of the encoder.
-        num_decoder_layers: Layers of the decoder.
-        num_chunks: Into how many parts; no more than layers, so that none is empty.
+        num_encoder_layers: Encoder layers.
+        num_decoder_layers: Decoder layers.
+        num_chunks: Number of chunks; at most the number of layers, so that none is empty.
     """
     costs = [ENCODER_COST] * num_encoder_layers + [DECODER_COST] * num_decoder_layers
     total = list(itertools.accumulate(costs, initial=0))
-    # best[n]: the first n layers in as many chunks as rounds were made: slowest, sum of squares, layers per chunk.
+    # best[n] after k rounds, the first n layers in k chunks: cost of the slowest, sum of squares, layers per chunk.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(num_chunks):
         best = {
@@ -85,24 +82,24 @@ def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks
     return best[len(costs)][2]
 
 
-def parse_layout(given: object) -> tuple[int, ...]:
-    """Layers per chunk as a user writes them.
+def parse_layout(layout: object) -> tuple[int, ...]:
+    """Parse a user's number of layers per chunk.
 
     Args:
-        given: Numbers, ``[2, 5]``, or Megatron's notation, ``Et*2|t*5L``, in which ``t`` is a layer of either stack.
+        layout: Integers, ``[2, 5]``, or Megatron's notation, ``Et*2|t*5L``, in which ``t`` is a layer of either stack.
 
     Raises:
         ConfigError: If it is neither.
     """
     try:
-        if isinstance(given, str):
+        if isinstance(layout, str):
             from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-            chunks = PipelineParallelLayerLayout.parse_str_to_list(given)
+            chunks = PipelineParallelLayerLayout.parse_str_to_list(layout)
             return tuple(sum(layer.name == "decoder" for layer in chunk) for chunk in chunks)
-        return tuple(map(operator.index, given))  # type: ignore[call-overload]  # else a TypeError
+        return tuple(map(operator.index, layout))  # type: ignore[call-overload]  # else a TypeError
     except (AssertionError, TypeError) as error:
         raise ConfigError(
-            f"{OVERRIDE}={given!r} does not say how many layers each chunk holds ({error}); give numbers, e.g. [2, 5], "
-            "or Megatron's notation, e.g. 'Et*2|t*5L'"
+            f"{OVERRIDE}={layout!r} does not say how many layers each chunk holds ({error}); give numbers, e.g. [2, 5],"
+            " or Megatron's notation, e.g. 'Et*2|t*5L'"
         ) from None
