@@ -45,7 +45,7 @@ from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
 from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
 from lightning_megatron.megatron_datamodule import MegatronDataModule
-from lightning_megatron.restarts import BEGAN, is_of_this_run
+from lightning_megatron.restarts import FIRST_START, is_of_this_run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -506,7 +506,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     saves_on_failure = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
     if ckpt_path is None and fitting and saves_on_failure:
         ckpt_path = "last"
-    if fitting and BEGAN in os.environ and (own := find_last(trainer)) is not None and is_of_this_run(own.time):
+    if fitting and FIRST_START in os.environ and (own := find_last(trainer)) is not None and is_of_this_run(own.time):
         return str(own.path)
     in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
     requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
@@ -578,7 +578,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 
 def _is_of_this_job(path: Path) -> bool:
     """Whether SLURM's requeue signal has caused the checkpoint, or an earlier start of a run that was started again."""
-    return path.match(_REQUEUED) or (BEGAN in os.environ and is_of_this_run(files.find_newest(path).time))
+    return path.match(_REQUEUED) or (FIRST_START in os.environ and is_of_this_run(files.find_newest(path).time))
 
 
 def _folders_of(keeper: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:

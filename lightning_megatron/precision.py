@@ -1,4 +1,4 @@
-"""Lightning's precision plugin: ``Trainer(precision=...)`` as dtypes of the engine, which casts and scales itself."""
+"""Precision plugin: maps ``Trainer(precision=...)`` to dtypes of Megatron's engine, which casts and scales itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMS_DTYPES: dict[str, torch.dtype] = {
 
 
 class MegatronPrecision(Precision):
-    """Number formats of the Megatron engine, usually adopted from ``Trainer(precision=...)``.
+    """Mixed-precision modes of Megatron's engine, usually adopted from ``Trainer(precision=...)``.
 
     ========== ======================== =============== ============
     precision  weights and activations  master weights  main gradients
@@ -34,28 +34,28 @@ class MegatronPrecision(Precision):
     16-mixed   fp16, dynamic loss scale fp32            fp32
     ========== ======================== =============== ============
 
-    Casting, loss scaling and clipping happen in the engine. Give the plugin explicitly only where Lightning would
-    change the name first: ``16-mixed`` on a CPU.
+    Casting, loss scaling and gradient clipping happen in the engine. Pass the plugin explicitly only where Lightning
+    would replace the precision: ``16-mixed`` on a CPU.
 
     Args:
         precision: One of the names above.
 
     Raises:
-        ConfigError: If the engine has no such mode.
+        ConfigError: If ``precision`` is none of them.
     """
 
     def __init__(self, precision: PrecisionName = "32-true") -> None:  # noqa: D107 (described on the class)
         require_choice("precision", precision, _PARAMS_DTYPES)
         self.params_dtype = _PARAMS_DTYPES[precision]
-        """Of weights and activations; master weights, main gradients and moments are fp32 in every mode."""
+        """Dtype of weights and activations; master weights, main gradients and moments are fp32 in every mode."""
         self.precision = precision
 
     @classmethod
     def adopt(cls, plugin: Precision | None) -> MegatronPrecision:
-        """The engine's plugin for what Lightning made of ``Trainer(precision=...)``.
+        """Convert the plugin that Lightning made from ``Trainer(precision=...)``.
 
         Raises:
-            ConfigError: If the engine has no such mode, or the plugin does more than name one.
+            ConfigError: If the engine has no such precision, or the plugin is not one of Lightning's own.
         """
         if plugin is None or isinstance(plugin, cls):
             return plugin or cls()
@@ -65,22 +65,22 @@ class MegatronPrecision(Precision):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: Megatron's schedule has run the backward pass of every microbatch."""
+        """Do nothing: Megatron's schedule has run the backward pass of every microbatch."""
 
     @override
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Have the optimizer clip by the norm over all shards, inside its step; a local norm would be wrong."""
+        """Set the norm by which the optimizer clips inside its step, over all shards; a local norm would be wrong."""
         check_clipping(clip_val, gradient_clip_algorithm)
         optimizer.clip_grad = float(clip_val)  # type: ignore[attr-defined]
 
 
 def check_clipping(clip_val: float | None, algorithm: str | None) -> None:
-    """Refuse what Megatron cannot clip by.
+    """Check that Megatron supports this gradient clipping.
 
     Raises:
-        ConfigError: If the value is no bound, or not one of the norm.
+        ConfigError: If the value is not a number of at least 0, or the algorithm is not ``norm``.
     """
     require_number("gradient_clip_val", clip_val or 0)
     if clip_val and algorithm not in (None, "norm"):

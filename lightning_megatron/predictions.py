@@ -1,4 +1,4 @@
-"""Predictions of all data-parallel copies of the model, gathered in the order of the dataset."""
+"""``gather_predictions``: predictions of all data-parallel replicas, in dataset order."""
 
 from __future__ import annotations
 
@@ -25,126 +25,128 @@ if TYPE_CHECKING:
 
 
 def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -> list[Any]:
-    """One prediction for each sample of the dataset, in its order, on every rank; every rank must call.
+    """All-gather what ``Trainer.predict`` returned: one prediction per sample, in dataset order, on every rank.
 
-    ``Trainer.predict`` gives each copy of the model what it predicted of its own samples, batch by batch::
+    Collective over the world. ``Trainer.predict`` returns, on each data-parallel replica, the predictions of that
+    replica's samples, batch by batch::
 
         predictions = trainer.predict(module, loader)
         texts_or_logits = gather_predictions(trainer, predictions)  # texts_or_logits[7] belongs to dataset[7]
 
-    Any number of samples and copies, several lengths of rows and a smaller last batch are all right (of an ordinary
-    DataLoader Lightning wants at least one sample for each copy). Each rank holds the predictions of all copies
-    afterwards: for what does not fit into memory write each batch in a ``BasePredictionWriter``, and call
+    Any number of samples and replicas, rows of different lengths and a smaller last batch are supported (with an
+    ordinary DataLoader Lightning requires at least one sample per replica). Each rank then holds the predictions of all
+    replicas: if these do not fit into memory, write each batch in a ``BasePredictionWriter``, and call
     ``trainer.predict(return_predictions=False)``.
 
     Args:
-        trainer: The one that predicted, with a map-style DataLoader or a ``MegatronDataModule``.
-        predictions: What its ``predict`` returned here: for each batch a tensor [rows, ...], or a dict, tuple or list
-            of some. With several loaders, a list of these for each.
+        trainer: The Trainer that predicted, with a map-style DataLoader or a ``MegatronDataModule``.
+        predictions: What ``trainer.predict`` returned on this rank: for each batch a tensor [rows, ...], or a dict,
+            tuple or list of tensors. With several loaders, one such list per loader.
 
     Returns:
-        A list with an entry for each sample that was predicted: of a tensor [rows, ...] one row [...], on the CPU; of a
-        dict a dict of such. None where the batches were None, as those of earlier pipeline stages are with
-        ``return_logits="last_stage"``. With several loaders a list of lists.
+        A list with one entry per predicted sample: a row [...] of a tensor [rows, ...], on the CPU; a dict of rows of a
+        dict. None where the batches were None, as on earlier pipeline stages with ``return_logits="last_stage"``. With
+        several loaders a list of lists.
 
     Raises:
-        ConfigError: Before the process groups exist; if there are no predictions, nobody knows which samples the
-            batches were of, or a prediction has other rows than its batch; on all ranks, if a sample was predicted
-            twice.
+        ConfigError: Before the process groups exist; if there are no predictions, the loader does not tell the samples
+            of its batches, or a prediction has another number of rows than its batch; on all ranks, if a sample was
+            predicted twice.
     """
     if trainer.predict_dataloaders is None:
-        raise ConfigError("this Trainer has predicted nothing yet; call its predict first")
+        raise ConfigError("this Trainer has predicted nothing yet; call trainer.predict first")
     if predictions is None:
-        raise ConfigError("predictions=None: expected those of Trainer.predict(return_predictions=True)")
+        raise ConfigError("predictions=None: expected the result of Trainer.predict(return_predictions=True)")
     strategy: Any = trainer.strategy
     loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
     if len(loaders) > 1:
-        return [_gathered(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
-    return _gathered(loaders[0], predictions, strategy)
+        return [_gather(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
+    return _gather(loaders[0], predictions, strategy)
 
 
-def _gathered(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
+def _gather(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
+    """All-gather the predictions of one loader, in dataset order. Collective over the world."""
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset")
-    # As the rank knows them that has read them: the loaders of others may have shuffled otherwise, unused.
-    dealt = [list(loader.batch_indices())]
+    # From the rank that read the batches: the other ranks' loaders were not used, and may have shuffled differently.
+    indices = [list(loader.batch_indices())]
     topology = strategy.topology
-    dist.broadcast_object_list(dealt, topology.mp_source, group=topology.mp_header_group)
+    dist.broadcast_object_list(indices, topology.mp_source, group=topology.mp_header_group)
 
-    def checked() -> list[tuple[Any, list[_Sample | None]]]:
-        pairs = zip(predictions, dealt[0], strict=False)
-        return [_with_samples(loader, prediction, samples) for prediction, samples in pairs]
+    def match_batches() -> list[tuple[Any, list[_Sample | None]]]:
+        pairs = zip(predictions, indices[0], strict=False)
+        return [_match_samples(loader, prediction, batch) for prediction, batch in pairs]
 
-    own, group = call_on_all_ranks(checked), data_parallel_group()
-    of_copies: list[Any] = [own] * dist.get_world_size(group)
-    if len(of_copies) > 1:
-        dist.all_gather_object(of_copies, own, group=group)
-    found: dict[_Sample, Any] = {}
-    for prediction, samples in chain.from_iterable(of_copies):
+    own, group = call_on_all_ranks(match_batches), data_parallel_group()
+    replicas: list[Any] = [own] * dist.get_world_size(group)
+    if len(replicas) > 1:
+        dist.all_gather_object(replicas, own, group=group)
+    rows: dict[_Sample, Any] = {}
+    for prediction, samples in chain.from_iterable(replicas):
         for row, sample in enumerate(samples):
-            if sample in found:
+            if sample in rows:
                 raise ConfigError(f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False")
             if sample is not None:
-                found[sample] = pytree.tree_map(lambda leaf, row=row: None if leaf is None else leaf[row], prediction)
-    return [found[sample] for sample in sorted(found)]
+                rows[sample] = pytree.tree_map(lambda leaf, row=row: None if leaf is None else leaf[row], prediction)
+    return [rows[sample] for sample in sorted(rows)]
 
 
 _Sample: TypeAlias = tuple[int, int]
-"""Number in the dataset; and, where an item of the dataset is a whole batch, number in that."""
+"""Index in the dataset, and row within the dataset item where an item is a whole batch (else 0)."""
 
 
-def _with_samples(
-    loader: EvaluationLoader | PassLoader, prediction: Any, dealt: Sequence[int]
+def _match_samples(
+    loader: EvaluationLoader | PassLoader, prediction: Any, indices: Sequence[int]
 ) -> tuple[Any, list[_Sample | None]]:
-    """A batch's prediction on the host, and the sample of each row; None for rows that fill the batch up, if there."""
+    """Copy a batch's prediction to the CPU, and find the sample of each row; None for padding rows among them."""
     leaves, structure = pytree.tree_flatten(prediction)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them")
-    # A view would travel with all that it is a view of.
+    # Pickling a view would send its whole storage.
     leaves = [None if leaf is None else leaf.detach().cpu().clone() for leaf in leaves]
     lengths = {len(leaf) if leaf.dim() else -1 for leaf in leaves if leaf is not None}
-    real = [sample for sample in dealt if sample != PADDING_ROW]
+    real = [index for index in indices if index != PADDING_ROW]
     samples: list[_Sample | None]
     if isinstance(loader, EvaluationLoader) and loader.loader.batch_sampler is None and real:
         samples = [(real[0], row) for row in range(max(lengths, default=1))]
     elif lengths <= {len(real)}:
-        samples = [(sample, 0) for sample in real]
-    elif lengths == {len(dealt)}:
-        samples = [None if sample == PADDING_ROW else (sample, 0) for sample in dealt]
+        samples = [(index, 0) for index in real]
+    elif lengths == {len(indices)}:
+        samples = [None if index == PADDING_ROW else (index, 0) for index in indices]
     else:
         raise ConfigError(
-            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return one each"
+            f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return one row per sample"
         )
     return pytree.tree_unflatten(leaves, structure), samples
 
 
-# ---- a sample for each copy ------------------------------------------------------------------------------------------
+# ---- at least one sample per replica ---------------------------------------------------------------------------------
 
 
 def check_predict_size(loader: object) -> None:
-    """Refuse a loader of ``Trainer.predict`` on the ranks that have a sample of it, when others have none.
+    """Refuse, on the ranks that have samples, a loader of ``Trainer.predict`` of which other ranks have none.
 
     Raises:
-        ConfigError: If the copies of the model are more than its samples (or batches, where a sample is a whole one).
+        ConfigError: If there are fewer samples than data-parallel replicas (batches, if an item is a whole batch).
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader if batches is None else batches, "sampler", None)
     if isinstance(sampler, UnrepeatedDistributedSampler) and 0 < sampler.total_size < sampler.num_replicas:
-        raise ConfigError(_TOO_FEW)
+        raise ConfigError(_TOO_FEW_SAMPLES)
 
 
-def told_predict_size(error: AssertionError) -> ConfigError | None:
-    """The same error on the ranks that have no sample, where Lightning's sampler fails while it is made.
+def predict_size_error(error: AssertionError) -> ConfigError | None:
+    """The error of ``check_predict_size`` on ranks without samples, where constructing Lightning's sampler fails.
 
-    lightning 2.6.6, overrides/distributed.py:UnrepeatedDistributedSampler asserts it without words, before a hook sees
-    the loader. None for any other error.
+    lightning 2.6.6, overrides/distributed.py:UnrepeatedDistributedSampler asserts without a message, before any hook
+    sees the loader. None for any other error.
     """
     file = traceback.extract_tb(error.__traceback__)[-1].filename
-    return ConfigError(_TOO_FEW) if file == inspect.getfile(UnrepeatedDistributedSampler) else None
+    return ConfigError(_TOO_FEW_SAMPLES) if file == inspect.getfile(UnrepeatedDistributedSampler) else None
 
 
-_TOO_FEW = (
-    "predict has fewer samples than there are copies of the model (dp), and each needs at least one; use fewer devices "
-    "or a larger tp or pp, or serve the samples with DatasetDataModule(test=...), which takes any number"
+_TOO_FEW_SAMPLES = (
+    "predict has fewer samples than data-parallel replicas (dp), and each needs at least one; use fewer devices or a "
+    "larger tp or pp, or serve the samples with DatasetDataModule(test=...), which takes any number"
 )

@@ -47,7 +47,7 @@ from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.launch import check_trainer, check_world_size, connect_ranks, die_with_launcher, elastic_layout
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
-from lightning_megatron.predictions import check_predict_size, told_predict_size
+from lightning_megatron.predictions import check_predict_size, predict_size_error
 from lightning_megatron.restarts import LAUNCHER
 
 if TYPE_CHECKING:
@@ -604,8 +604,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             for local_rank, process in enumerate(self.procs, 1):
                 if (code := process.poll() or 0) < 0:  # the error of a lost connection does not say whose
                     print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-            if isinstance(error, AssertionError) and (told := told_predict_size(error)) is not None:
-                raise told from None
+            if isinstance(error, AssertionError) and (size_error := predict_size_error(error)) is not None:
+                raise size_error from None
             raise
         ScriptLauncher._has_failed = False
         return result

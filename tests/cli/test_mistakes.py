@@ -104,7 +104,7 @@ MISTAKES = {
     f"{_FIT} --ckpt_path best": "expected a ModelCheckpoint of this Trainer that has saved, got none",
     # and what does not go together.
     f"{_FIT} --trainer.strategy ddp": "MegatronModule runs on DDPStrategy; use MegatronStrategy(...)",
-    f"{_FIT} --trainer.accumulate_grad_batches 2": "accumulate_grad_batches=2 does not work, a batch is a whole step",
+    f"{_FIT} --trainer.accumulate_grad_batches 2": "accumulate_grad_batches=2: expected 1, since a batch is a whole",
     f"{_FIT} --trainer.val_check_interval 0": "val_check_interval=0: expected steps or a share of an epoch",
     f"{_FIT} --trainer.check_val_every_n_epoch 0": "check_val_every_n_epoch=0: expected epochs; use limit_val_batches",
     "test --config config.yaml": "IndexedDataModule has no test split for trainer.test; give it data or a weight",

@@ -202,11 +202,11 @@ class _Stream(IterableDataset[Batch]):
 
 
 REFUSED = (
-    *("predict has fewer samples than there are copies",) * 2,
+    *("predict has fewer samples than data-parallel replicas",) * 2,
     "input_ids has 41 tokens per row to read, max_position_embeddings=40; cut them",
     "a DataLoader does not tell its samples",
     "this Trainer has predicted nothing yet",
-    "predictions=None: expected those of Trainer.predict",
+    "predictions=None: expected the result of Trainer.predict",
     "a prediction has [1] rows, and its batch has 2 samples",
     "rank 1 gathers torch.float32 of the shape [rows, 4] and rank 0",
 )

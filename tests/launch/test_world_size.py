@@ -23,7 +23,7 @@ from tests.ranks import RankError, run_ranks
 @pytest.mark.parametrize(("started", "devices"), [(3, 2), (2, 4)])
 def test_as_many_processes_as_the_run_has(started: int, devices: int) -> None:
     (said,) = set(run_ranks(_refusal, started, devices))
-    assert f"{started} processes were started, and the run has {devices} (devices={devices} x" in said
+    assert f"processes: expected {devices} (devices={devices} x num_nodes=1), got {started}; start" in said
     assert f"--nproc-per-node {devices}" in said
 
 
@@ -116,7 +116,7 @@ def test_a_run_resumed_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path:
 
 def test_what_fewer_nodes_cannot_share_is_refused() -> None:
     uneven = replace(CASE, layout=Layout(dp=3, num_microbatches=1))
-    with pytest.raises(RankError, match="2 of num_nodes=3 are there, so dp=2 instead of 3: expected copies"):
+    with pytest.raises(RankError, match="2 of num_nodes=3 were started, so dp=2 instead of 3: expected replicas"):
         run_ranks(_losses, 2, "loader", uneven)
     wide = replace(CASE, layout=Layout(dp=2, tp=2))
     with pytest.raises(RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"):

@@ -73,7 +73,7 @@ def _asked(folder: str) -> dict[str, Any]:
 
     module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
     text = module.generate(TOKENS)
-    assert "one of 1 already, and the run has 2" in told(check_world_size, LightningEnvironment(), 2, 1)
+    assert "expected 2 ranks for the run, got 1" in told(check_world_size, LightningEnvironment(), 2, 1)
     return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
 
 
