@@ -67,7 +67,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ("detect_anomaly=True: expected False.*on_nan=", Run(trainer={"detect_anomaly": True})),
         ("val_check_interval=a time: expected steps", Run(trainer={"val_check_interval": {"minutes": 5}})),
         ("checkpoint plugin AsyncCheckpointIO: expected none", Run(trainer={"plugins": [AsyncCheckpointIO()]})),
-        ("expected what can begin anew.* got a generator", Run(loader=_once, trainer={"max_steps": 5})),
+        ("expected a loader for several passes.* got a generator", Run(loader=_once, trainer={"max_steps": 5})),
     ),
     2: (
         ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
