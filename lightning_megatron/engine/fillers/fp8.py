@@ -130,8 +130,10 @@ class Fp8Linear(SplitLinear):
     @override
     def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
         def write(rows: Tensor, out: Tensor) -> Tensor:
-            # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are.
-            where, fast = None if out.data_ptr() % 256 else out, FAST_BACKWARD or rows.dtype is E4M3
+            # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are, and of this dtype
+            # (gradients may be in bf16).
+            fits, fast = out.dtype is dtype and not out.data_ptr() % 256, FAST_BACKWARD or rows.dtype is E4M3
+            where = out if fits else None
             product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=where)
             product = product if where is out else out.copy_(product)
             return product if bias is None else product.add_(bias)

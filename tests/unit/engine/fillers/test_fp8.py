@@ -77,7 +77,9 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight.bfloat16(), inputs.bfloat16(), gradients.bfloat16()
 
 
-def _run_linear(kind: str, sequence_parallel: bool, is_aligned: bool = True) -> dict[str, Any]:
+def _run_linear(
+    kind: str, sequence_parallel: bool, is_aligned: bool = True, main_grad: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """On each rank: two microbatches of a step through one linear, this rank's parts of all results."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -117,8 +119,8 @@ def _run_linear(kind: str, sequence_parallel: bool, is_aligned: bool = True) -> 
         with torch.no_grad():
             linear.weight.copy_(weight.chunk(tp, 0 if kind == "column" else 1)[rank])
         # What the step before has left, where the first microbatch writes.
-        buffer = torch.full((2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0)
-        first = -buffer.data_ptr() % 256 // 4 + (not is_aligned)
+        buffer = torch.full((2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0, dtype=main_grad)
+        first = -buffer.data_ptr() % 256 // buffer.itemsize + (not is_aligned)
         linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(linear.weight)
         linear._forward_impl = taken = fp8.Fp8Linear(linear)
         found: dict[str, Any] = {"y": [], "dx": []}
@@ -185,6 +187,8 @@ def test_a_gradient_buffer_that_cublas_cannot_write_to_is_added_to() -> None:
     (aligned,) = run_ranks(_run_linear, 1, "column", False)
     (not_aligned,) = run_ranks(_run_linear, 1, "column", False, False)
     assert relative_error(not_aligned["dw"], aligned["dw"]) < EXACT
+    (in_bf16,) = run_ranks(_run_linear, 1, "column", False, True, torch.bfloat16)  # grad_reduce_in_fp32=False
+    assert relative_error(in_bf16["dw"].float(), aligned["dw"]) < ROUNDED
 
 
 # ---- what can be combined --------------------------------------------------------------------------------------------
