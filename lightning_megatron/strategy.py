@@ -1,4 +1,4 @@
-"""``MegatronStrategy``: Lightning's hooks, in calling order, on Megatron-Core; and the launcher of its ranks."""
+"""``MegatronStrategy``: Lightning's hooks on Megatron-Core, in calling order; and the launcher of its ranks."""
 
 from __future__ import annotations
 
@@ -57,60 +57,60 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_UNTIL_REAPED = 0.2
-"""Seconds after which a killed process, whose connections are closed at once, can be waited for."""
+_REAP_SECONDS = 0.2
+"""Seconds until a killed process, whose connections close at once, can be waited for."""
 
 
 @explains_options
 class MegatronStrategy(DDPStrategy):
-    """Trains one model with Megatron-Core's tensor, pipeline, sequence and data parallelism.
+    """Trains one model with Megatron-Core's tensor, pipeline, context, expert, sequence and data parallelism.
 
     One batch of the DataLoader is one optimizer step of one data-parallel rank: ``micro_batch_size x num_microbatches``
-    rows. Losses and metrics are the same on every rank. Runs on GPUs (NCCL) and on CPUs (gloo) alike.
+    rows. Losses and metrics are the same on every rank. Runs on GPUs (NCCL) and on CPUs (gloo).
 
     Args:
-        tp: Tensor parallel size; divides the attention heads and the MLP.
-        pp: Pipeline parallel size; divides the layers.
+        tp: Tensor parallel size: ranks that split the attention heads and the MLP of each layer.
+        pp: Pipeline parallel size: stages that split the layers.
         vpp: Model chunks per pipeline stage (interleaved schedule); needs ``num_microbatches`` to be a multiple of pp.
-        cp: Context parallel size: ranks that split each sequence; twice it divides the sequence's length.
-        sequence_parallel: Split activations along the sequence between the tp ranks; saves memory at no cost.
-        num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier. Where torchrun or a
-            scheduler starts fewer nodes than ``num_nodes``, each copy of the model takes as many more of them.
+        cp: Context parallel size: ranks that split each sequence, whose length must be a multiple of 2 x cp.
+        sequence_parallel: Split activations along the sequence over the tp ranks; saves memory at no cost.
+        num_microbatches: Microbatches per optimizer step; more of them keep a pipeline busier. If torchrun or a
+            scheduler starts fewer nodes than ``num_nodes``, each data-parallel replica takes proportionally more.
         distributed_optimizer: Shard the optimizer state over the data-parallel ranks (ZeRO-1).
         recompute: Recompute activations in the backward pass: ``selective`` (norms and the MLP's activation: a third of
-            a layer's memory for 2 % of its time) or ``full`` (layers).
-        recompute_method: For ``full``: ``uniform`` (all layers) or ``block`` (the first ones of each stage).
+            a layer's memory for 2 % of its time) or ``full`` (whole layers).
+        recompute_method: For ``full``: ``uniform`` (all layers) or ``block`` (the first layers of each stage).
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp x cp > 1.
-        load_weights_only: ``ckpt_path`` gives only weights: training starts anew from them.
-        load_from: A checkpoint, or folder of some, that gives a run its weights if ``ckpt_path`` gives it nothing.
-        async_save: Train on while the files of a checkpoint are written, from a copy in the host's memory.
-        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set by hand. Those that an option of
-            this package sets are refused, here and below.
-        timeout: How long a collective may wait for other ranks before the run is given up: a timedelta, or seconds.
-        on_nan: What a step does whose loss or gradients are NaN or infinite: ``raise`` ends the run before the weights
-            change (on GPUs, which are not waited for, one step later), ``skip`` leaves the step out on all ranks, and
-            learning rates stay where they are, as after an overflow of ``16-mixed`` (which is none of these);
-            ``skipped_steps`` is logged.
-        fp8: Multiply in fp8 in the linears of layers, with ``bf16-mixed`` for all else, in training, validation and
-            test; text is generated in bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor
-            from its present numbers. GPUs of compute capability 8.9 on; pays from a hidden size of about 2,048 on.
-        cuda_graphs: Replay each microbatch of training as one CUDA graph, which needs no Python: for models whose
-            kernels are short (T5-large on one H200 takes 336 instead of 612 ms a step), on GPUs with tp=1 and pp=1.
-            Gradients are then reduced behind the last microbatch.
-        num_layers_in_first_pipeline_stage: Layers of the first stage; the others share what is left evenly.
-        num_layers_in_last_pipeline_stage: Layers of the last stage, which has the output layer to compute, too: a
-            vocabulary of V counts as about V / (12 x hidden_size) layers of a GPT-2.
-        optimizer_config_overrides: Fields of Megatron's ``OptimizerConfig`` to set by hand, as a constant
+        load_weights_only: Load only the weights of ``ckpt_path``: training starts anew from them.
+        load_from: A checkpoint, or a directory of checkpoints: initial weights of a run that resumes from none.
+        async_save: Continue training while the files of a checkpoint are written from a copy in host memory.
+        transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set directly. Fields that an option
+            of this package sets are refused, also in the other two overrides.
+        timeout: How long a collective may wait for other ranks before the run fails: a timedelta, or seconds.
+        on_nan: What to do about a step whose loss or gradients are NaN or infinite: ``raise`` ends the run with the
+            weights unchanged (on GPUs one step later, since the host does not wait for them); ``skip`` skips the step
+            on all ranks, keeps the learning rates as they are, as after an overflow of ``16-mixed`` (to which
+            ``on_nan`` does not apply), and logs ``skipped_steps``.
+        fp8: Multiply in fp8 in the layers' linears, with ``bf16-mixed`` for all else, in training, validation and test;
+            generation uses bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor from its
+            current values. Needs GPUs of compute capability 8.9 or higher; pays from a hidden size of about 2,048 on.
+        cuda_graphs: Replay each training microbatch as one CUDA graph, without Python in between: for models with short
+            kernels (T5-large on one H200 takes 336 instead of 612 ms a step), on GPUs with tp=1 and pp=1. Gradients are
+            then reduced after the last microbatch.
+        num_layers_in_first_pipeline_stage: Layers of the first stage; the other stages share the rest evenly.
+        num_layers_in_last_pipeline_stage: Layers of the last stage, which also computes the output layer: a vocabulary
+            of V counts as about V / (12 x hidden_size) layers of a GPT-2.
+        optimizer_config_overrides: Fields of Megatron's ``OptimizerConfig`` to set directly, such as a constant
             ``loss_scale`` for ``16-mixed``.
-        ddp_config_overrides: Fields of Megatron's ``DistributedDataParallelConfig`` to set by hand, as ``bucket_size``,
-            or ``grad_reduce_in_fp32=False`` for gradients in 16 bits, which take half of the memory and of the traffic.
-        cp_comm_type: What cp ranks exchange in attention: ``a2a`` (heads for tokens, where tp x cp divides the
-            key/value heads), ``all_gather`` (keys and values), or ``auto``: the first of them that the model allows.
-        heartbeat: After how many seconds without progress of any rank a run of several ranks ends, with a line that
-            names the rank that hangs and where, and with the stacks of all in ``default_root_dir/stacks``.
-        ep: Expert parallel size: over how many ranks the experts of each layer are spread, each of them whole; divides
-            them, and tp times the data-parallel ranks. With tp it needs ``sequence_parallel``.
+        ddp_config_overrides: Fields of Megatron's ``DistributedDataParallelConfig`` to set directly, such as
+            ``bucket_size``, or ``grad_reduce_in_fp32=False`` for 16-bit gradients: half the memory and traffic.
+        cp_comm_type: What cp ranks exchange in attention: ``a2a`` (heads for tokens; tp x cp must divide the key/value
+            heads), ``all_gather`` (keys and values), or ``auto``: the first of these that the model allows.
+        heartbeat: After how many seconds without progress on any rank to end a run of several ranks, with a line that
+            names the rank that hangs and where, and with the stacks of all ranks in ``default_root_dir/stacks``.
+        ep: Expert parallel size: ranks over which the experts of each layer are distributed, none of them split; must
+            divide the number of experts, and tp x cp x dp. With tp > 1 it needs ``sequence_parallel``.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -157,8 +157,8 @@ class MegatronStrategy(DDPStrategy):
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
         )  # fmt: skip
-        self._asked = self.parallel
-        """The layout on all nodes; fewer of them may be there."""
+        self._requested = self.parallel
+        """Layout on all ``num_nodes`` nodes; fewer may have been started."""
         self.tp, self.pp, self.vpp, self.cp, self.ep = tp, pp, vpp, cp, ep
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
@@ -170,18 +170,19 @@ class MegatronStrategy(DDPStrategy):
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
-        self._weights_of_other_layout: Path | None = None
-        self._shared_batches = math.inf
-        self.load_weights_only, self._loader_tells_steps = load_weights_only, False
+        self._weights_to_reshard: Path | None = None
+        self._common_batches = math.inf
+        """Remaining prediction batches that every rank has; not counted in other stages."""
+        self.load_weights_only, self._loader_marks_steps = load_weights_only, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
         require_choice("on_nan", on_nan, ("raise", "skip"))
         self.on_nan, self.cuda_graphs, self.fp8 = on_nan, cuda_graphs, known_recipe(fp8)
 
-    # ---- sizes, settings and this rank's place -----------------------------------------------------------------------
+    # ---- sizes, ranks and settings -----------------------------------------------------------------------------------
 
     @property
     def topology(self) -> groups.Topology:
-        """This rank's place on every axis.
+        """Process groups, and this rank's position on every parallel axis.
 
         Raises:
             RuntimeError: Before ``setup_environment``.
@@ -190,22 +191,22 @@ class MegatronStrategy(DDPStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
+        """Number of data-parallel replicas."""
         return self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy this rank is part of."""
+        """Index of the data-parallel replica that this rank is part of."""
         return self.topology.dp_rank
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold this rank's shard, one per copy; metrics of batches are synced over them."""
+        """Process group of the ranks with the same shard, one per replica; batch metrics are reduced over it."""
         return self.topology.dp_group
 
     @property
     def is_data_source(self) -> bool:
-        """Whether this rank reads data: the first of its copy of the model, whose batch goes to the others."""
+        """Whether this rank reads data: the first rank of its replica, which broadcasts each batch to the others."""
         return self.topology.is_data_source
 
     @property
@@ -218,13 +219,13 @@ class MegatronStrategy(DDPStrategy):
         """Rows per optimizer step over all ranks.
 
         Raises:
-            RuntimeError: Before the first batch, which tells the micro batch size.
+            RuntimeError: Before the first batch, which determines the micro batch size.
         """
         return ready(self.step_shape, "the first batch").global_batch_size
 
     @property
     def optimizer_report(self) -> OptimizerReport | None:
-        """Gradient norm, overflow and loss scale of the last optimizer step, which it may wait for; None before any."""
+        """Gradient norm, overflow and loss scale of the last step, for which it may wait; None before the first."""
         return None if self.megatron_optimizer is None else self.megatron_optimizer.report
 
     @property
@@ -234,7 +235,7 @@ class MegatronStrategy(DDPStrategy):
 
     @property
     def _host_group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo."""
+        """Process group of all ranks, over gloo."""
         return groups.host_group(self._watch.collective_timeout)
 
     @property
@@ -247,11 +248,11 @@ class MegatronStrategy(DDPStrategy):
 
     @property
     def settings(self) -> EngineSettings:
-        """Everything but the model itself that Megatron's config depends on."""
+        """Everything that Megatron's config depends on besides the model."""
         overlap = self._overlap_communication
         if overlap is None:
-            copies = self.data_parallel_size * self.parallel.cp
-            overlap = self.root_device.type == "cuda" and copies > 1 and not self.cuda_graphs
+            dp_cp = self.data_parallel_size * self.parallel.cp
+            overlap = self.root_device.type == "cuda" and dp_cp > 1 and not self.cuda_graphs
         return EngineSettings(
             parallel=self.parallel,
             params_dtype=MegatronPrecision.adopt(self._precision_plugin).params_dtype,
@@ -265,21 +266,21 @@ class MegatronStrategy(DDPStrategy):
         )
 
     def engine(self) -> AbstractContextManager[None]:
-        """Where Megatron's modules may be called: slot fillers, random streams and CPU emulation are active."""
+        """Context for calls of Megatron's modules: slot fillers, random streams and CPU emulation are active."""
         return ready(self._runtime, "setup_environment").active()
 
     @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """Lightning's plugin says no more than which formats the engine works in."""
-        # None stays: Lightning takes any other for the user's, whatever the Trainer's precision says.
+        """Convert Lightning's plugin, which only selects the engine's dtypes."""
+        # None stays None: Lightning would take a plugin for the user's, and ignore the Trainer's precision.
         self._precision_plugin = None if plugin is None else MegatronPrecision.adopt(plugin)
 
     @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined, untyped-decorator]
     def checkpoint_io(self, plugin: CheckpointIO) -> None:
-        """Refuse a plugin of the user's, which nothing here would call."""
+        """Refuse a plugin of the user, which would never be called."""
         raise ConfigError(
             f"checkpoint plugin {type(plugin).__name__}: expected none, since ranks write their own shards; leave it "
-            "out (MegatronStrategy(async_save=True) saves beside training)"
+            "out (MegatronStrategy(async_save=True) saves in the background)"
         )
 
     # ---- Lightning: construction and launch -----------------------------------------------------------------------
@@ -292,14 +293,14 @@ class MegatronStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         environment = ready(self.cluster_environment, "the Trainer")
-        # The first moment at which the world size is known, before any process is started.
-        self.parallel, self.num_nodes = elastic_layout(self._asked, environment, self.num_processes, self.num_nodes)
+        # Here the world size is known for the first time, and no process is started yet.
+        self.parallel, self.num_nodes = elastic_layout(self._requested, environment, self.num_processes, self.num_nodes)
         self.num_microbatches = self.parallel.num_microbatches
         check_world_size(environment, self.num_processes, self.num_nodes)
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
         if self.root_device.type == "cuda" and self.tp > 1:
-            # Communication then starts in the order in which it was queued among computation, with which Megatron's
-            # tensor parallelism overlaps it. CUDA reads it once, when its first context is made.
+            # Communication then starts in the order in which it was queued relative to computation, with which
+            # Megatron's tensor parallelism overlaps it. CUDA reads the variable once, for its first context.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
@@ -311,16 +312,16 @@ class MegatronStrategy(DDPStrategy):
     def check_run(
         self, trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None
     ) -> None:
-        """Check the parts of a run against each other, before a process group or a file exists. No communication.
+        """Check Trainer, module and data module, before a process group or a file exists. Does not communicate.
 
         Raises:
-            ConfigError: The first thing that cannot work.
+            ConfigError: For the first problem found.
         """
         check_trainer(trainer, model, datamodule)
         if not model.automatic_optimization:
             raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
         if model._compiler_ctx is not None:
-            raise ConfigError("torch.compile(module) does not work here; give the module as it is")
+            raise ConfigError("torch.compile(module) does not work here; pass the module itself")
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
@@ -334,17 +335,17 @@ class MegatronStrategy(DDPStrategy):
         connect_ranks(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
         self._watch.start()
         if self._runtime is not None:
-            self._runtime.unpatch()  # of a run that has ended without teardown
+            self._runtime.unpatch()  # of an earlier run that ended without teardown
         self._runtime = Runtime(device)
-        self._weights_of_other_layout = self._keep_weights()
+        self._weights_to_reshard = self._save_to_reshard()
         self._topology = groups.initialize(self.parallel, self._watch.collective_timeout)
         self._runtime.patch()
         self._runtime.seed(run_seed(), self._topology.pp_rank, self._topology.cp_rank)
-        self._shared_batches = math.inf
+        self._common_batches = math.inf
         self.checkpointing.begin(self._module.trainer, environment, self._host_group)
 
-    def _keep_weights(self) -> Path | None:
-        """Weights of a module that another Trainer has built for another layout, before its groups are gone."""
+    def _save_to_reshard(self) -> Path | None:
+        """Save the weights of a module that was built for another layout, while its process groups still exist."""
         module = self._module
         built_for = getattr(module, "built_for", None)
         if built_for is None or built_for == self.settings:
@@ -360,7 +361,7 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()  # Megatron places and types its own parameters; Lightning would do it a second time
+        return nullcontext()  # Megatron sets device and dtype of its parameters itself
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -373,9 +374,9 @@ class MegatronStrategy(DDPStrategy):
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
             self.model_to_device()
-            if self._weights_of_other_layout is not None:
-                read_weights(self._chunks, self._weights_of_other_layout)
-                self._weights_of_other_layout = None
+            if self._weights_to_reshard is not None:
+                read_weights(self._chunks, self._weights_to_reshard)
+                self._weights_to_reshard = None
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
                 freeze_shared_weights(self._chunks, self._host_group)
@@ -388,10 +389,10 @@ class MegatronStrategy(DDPStrategy):
         self.barrier()
 
     def build_optimizer(self, options: OptimizerOptions, lr: float) -> MegatronOptimizer:
-        """Megatron's optimizer over the module's chunks, for ``configure_optimizers``. Every rank must call.
+        """Build Megatron's optimizer over the module's chunks, for ``configure_optimizers``. Every rank must call.
 
         Raises:
-            ConfigError: If there is no model to train yet, or an option is impossible.
+            ConfigError: If there is no model to train yet, or an option is invalid.
         """
         context = OptimizerContext(settings=self.settings, engine=self.engine, may_skip=self.on_nan == "skip")
         with self.engine():
@@ -405,13 +406,13 @@ class MegatronStrategy(DDPStrategy):
             return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
         if isinstance(dataloader, Iterator):
             dataloader = loaders.OneShotIterator(dataloader)
-        loader = loaders.resize_batches(dataloader, self._asked.num_microbatches, self.num_microbatches)
+        loader = loaders.resize_batches(dataloader, self._requested.num_microbatches, self.num_microbatches)
         if loaders.is_map_style(loader):
             limit = partial(getattr, trainer, "num_training_batches")
             loader = loaders.ResumableLoader(loader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
             if (state := self.checkpointing.take_loader_state()) is not None:
                 loader.load_state_dict(state)
-        self._loader_tells_steps = isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader))
+        self._loader_marks_steps = isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader))
         if isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
         return loader
@@ -420,10 +421,10 @@ class MegatronStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         stage = self._module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
-            self._shared_batches -= 1
-        if (stage != RunningStage.TRAINING or not self._loader_tells_steps) and self._shared_batches >= 0:
+            self._common_batches -= 1
+        if (stage != RunningStage.TRAINING or not self._loader_marks_steps) and self._common_batches >= 0:
             self.checkpointing.at_step_boundary()
-        # Prompts are no batches to learn from (a T5's have no labels): predict_step checks them itself.
+        # Prompts are not training batches (a T5's have no labels): predict_step checks them itself.
         step = None if stage == RunningStage.PREDICTING else getattr(self._module, "train_step", None)
         check, device = getattr(step, "check_batch", None), device or self.root_device
         with torch.inference_mode(False):
@@ -431,9 +432,9 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        """Find out before how many batches all ranks can meet: no sample is repeated for a copy that has fewer."""
-        number = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))
-        self._shared_batches = float(self.reduce(number, self._host_group, "min"))
+        """Agree on how many batches every rank has: a replica with fewer samples does not repeat any."""
+        num_batches = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))
+        self._common_batches = float(self.reduce(num_batches, self._host_group, "min"))
 
     @override
     def on_train_start(self) -> None:
@@ -443,14 +444,14 @@ class MegatronStrategy(DDPStrategy):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, train_step: TrainStep) -> StepOutput:
-        """Fill the gradients from one local batch, through all pipeline stages. Every rank must call.
+        """Run forward and backward of one local batch through all pipeline stages. Every rank must call.
 
         Args:
             batch: As the DataLoader yields it; rows must be a multiple of ``num_microbatches``, except in a last batch.
             train_step: The objective.
 
         Returns:
-            The losses, the same on every rank, without a graph.
+            The losses, the same on every rank, detached.
         """
         if (optimizer := self.megatron_optimizer) is None:
             raise ConfigError("configure_optimizers returned no Megatron optimizer; use strategy.build_optimizer(...)")
@@ -465,12 +466,12 @@ class MegatronStrategy(DDPStrategy):
         return output
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
-        """The losses of one local batch without gradients. Every rank must call; ragged batches are filled up.
+        """Compute the losses of one local batch without gradients. Every rank must call; ragged batches are padded.
 
         Args:
             batch: As the DataLoader yields it.
             train_step: The objective.
-            observe: Called on the last stage with each prepared microbatch and what the model returned for it.
+            observe: Called on the last stage with each prepared microbatch and the model's output for it.
         """
         # Megatron caches tensors (rotary angles) for later training steps: they must not be inference tensors.
         with self.engine(), torch.inference_mode(False), torch.no_grad():
@@ -496,7 +497,7 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whatever the module holds besides Megatron's chunks (metrics, extra heads): equal on all ranks."""
+        """State dict of the module without Megatron's chunks (metrics, extra heads); the same on all ranks."""
         state = self._module.state_dict()
         return {name: value for name, value in state.items() if not name.startswith("model_chunks.")}
 
@@ -536,7 +537,7 @@ class MegatronStrategy(DDPStrategy):
         # The process groups stay for the next fit or validate.
         self.checkpointing.end()
         if self.checkpointing.is_preempted:
-            self.barrier()  # a rank that ends earlier would have Lightning's launcher kill the others (code 137)
+            self.barrier()  # after a rank that exits earlier, Lightning's launcher would kill the others (code 137)
         self._watch.stop()
         if self._runtime is not None:
             self._runtime.unpatch()
@@ -546,10 +547,10 @@ class MegatronStrategy(DDPStrategy):
 
 
 def ready(value: T | None, hook: str) -> T:
-    """``value``, which Lightning sets in ``hook``.
+    """Return ``value``, which ``hook`` of Lightning sets.
 
     Raises:
-        RuntimeError: If it is asked for too early.
+        RuntimeError: If it is still None.
     """
     if value is None:
         raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
@@ -557,52 +558,52 @@ def ready(value: T | None, hook: str) -> T:
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which runs the script again for each rank; here the ranks know who started them.
+    """Lightning's launcher, which runs the script once per rank; here the ranks know their launcher's process id.
 
-    Where torchrun or a scheduler has started them already, it only calls the function.
+    Where torchrun or a scheduler has started the ranks already, it only calls the function.
     """
 
     _has_failed = False
-    """Whether the last function that any Trainer of this process has launched raised."""
+    """Whether the last function that any Trainer of this process launched has failed, or is still running."""
 
     is_interactive_compatible = True  # check_world_size refuses more than one process
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks, which this process takes along if it dies and waits for if it ends; call ``function``.
+        """Start the other ranks and call ``function``; they die with this process, which waits for them when it exits.
 
         Args:
-            function: What fits, validates, tests or predicts.
-            args: Its arguments; ``ckpt_path`` among them is replaced by the checkpoint that it means.
-            trainer: Whose strategy this is the launcher of.
+            function: The Trainer's function that fits, validates, tests or predicts.
+            args: Its arguments; ``ckpt_path`` among them is replaced by the path of the checkpoint that it refers to.
+            trainer: The Trainer of this launcher's strategy.
             kwargs: Further arguments of ``function``.
 
         Raises:
             CheckpointError: If that checkpoint is missing or not complete.
-            ConfigError: If the run cannot work, or copies of the model are left without a row to predict.
+            ConfigError: If the run cannot work, or a data-parallel replica has no sample to predict.
         """
         strategy: MegatronStrategy = trainer.strategy
         call = inspect.signature(function).bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        given["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(trainer, given["ckpt_path"])
+        arguments = call.arguments
+        arguments["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(trainer, arguments["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
         try:
             if self.cluster_environment.creates_processes_externally:
                 result = function(*call.args, **call.kwargs)
             else:
-                # Said now and once, instead of in every rank; Lightning connects the parts behind the launch.
-                for part in filter(None, (trainer.lightning_module, given["datamodule"])):
+                # Checked here once instead of on every rank, where Lightning connects module and data module.
+                for part in filter(None, (trainer.lightning_module, arguments["datamodule"])):
                     part.trainer = trainer  # as the Trainer does next
-                strategy.check_run(trainer, trainer.lightning_module, given["datamodule"])
+                strategy.check_run(trainer, trainer.lightning_module, arguments["datamodule"])
                 os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except Exception as error:
             if self.procs:
-                time.sleep(_UNTIL_REAPED)
+                time.sleep(_REAP_SECONDS)
             for local_rank, process in enumerate(self.procs, 1):
-                if (code := process.poll() or 0) < 0:  # the error of a lost connection does not say whose
+                if (code := process.poll() or 0) < 0:  # a lost connection's error does not name the rank
                     print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
             if isinstance(error, AssertionError) and (size_error := predict_size_error(error)) is not None:
                 raise size_error from None
@@ -611,9 +612,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return result
 
     def _wait_for_other_ranks(self) -> None:
-        """At a normal end of this process: the others may still write files. Exits with 1 if one of them fails."""
+        """Wait at normal exit for the other ranks, which may still write files; exit with 1 if one of them fails."""
         if self._has_failed or getattr(sys, "last_value", None) is not None:
-            return  # the others wait in a collective, and end with this process
+            return  # the other ranks wait in a collective, and die with this process
         for local_rank, process in enumerate(self.procs, 1):
             if code := process.wait():
                 print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
