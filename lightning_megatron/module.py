@@ -1,4 +1,4 @@
-"""``MegatronModule``: a Hugging Face model, an objective and an optimizer as a LightningModule, without code."""
+"""``MegatronModule``: a LightningModule of a Hugging Face model, an objective and an optimizer, without user code."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ class MegatronModule(pl.LightningModule):
     Args:
         model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, a path to
             a model directory, or the name of a model on the Hugging Face hub, ``org/name`` or ``org/name@revision``.
-        train_step: The objective: ``gpt``, ``bert``, ``t5``, ``last_word`` (a GPT's accuracy at the ends of texts), or
-            an object of your own; None for the architecture's.
-        pretrained: Start from the weights in the directory ``model``, each rank reading only its own part.
-        task: Which head the model has, e.g. ``sequence_classification``; None for the one that its config names.
-        position_embedding_type: For a GPT from scratch: ``absolute``, ``rotary`` or ``alibi``; None keeps its own.
-        attention_head_type: For a GPT from scratch: ``multihead`` or ``multiquery``; None keeps its own.
-        model_provider: Builds the chunks in place of this package: called with the model's description and the engine's
-            settings, returns an ``nn.ModuleList`` with one Megatron model per virtual stage.
+        train_step: Training objective: ``gpt``, ``bert``, ``t5``, ``last_word`` (a GPT's accuracy on the last word of
+            each text), or your own ``TrainStep``; None for the default of the architecture.
+        pretrained: Start from the weights in the directory ``model``; each rank reads only its own shards.
+        task: Head of the model, e.g. ``sequence_classification``; None for the one that its config names.
+        position_embedding_type: For a GPT from scratch: ``absolute``, ``rotary`` or ``alibi``; None: as in its config.
+        attention_head_type: For a GPT from scratch: ``multihead`` or ``multiquery``; None: as in its config.
+        model_provider: Function that builds the model chunks in place of this package: called with the model config and
+            the engine settings, returns an ``nn.ModuleList`` with one Megatron model per virtual stage.
         lr: Peak learning rate.
-        optimizer: Which optimizer, and its numbers.
-        lr_schedule: How the learning rate and the weight decay move.
-        generation: How ``Trainer.predict`` continues the prompts of its batches.
-        return_logits: ``Trainer.predict`` gives the logits of its batches instead (see ``logits``): True on
-            every rank of a copy of the model, ``last_stage`` on those of the last pipeline stage, None elsewhere.
-        make_vocab_size_divisible_by: The vocabulary is padded to a multiple of this times tp.
-        lora: Train low-rank adapters and leave the weights as they are; or the folder of a ``peft`` adapter to go on
-            with. A checkpoint of weights alone then holds the adapters, if ``pretrained`` says where the others are.
+        optimizer: The optimizer and its hyperparameters.
+        lr_schedule: Schedules of learning rate and weight decay.
+        generation: Options with which ``Trainer.predict`` generates from the prompts of its batches.
+        return_logits: Have ``Trainer.predict`` return the logits of its batches instead (see ``logits``): True on every
+            rank of a data-parallel replica, ``last_stage`` on ranks of the last pipeline stage, None elsewhere.
+        make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times tp.
+        lora: Train low-rank adapters and freeze the model's weights; or the directory of a ``peft`` adapter to continue
+            from. A weights-only checkpoint then holds the adapters alone if ``pretrained`` names the base weights.
 
     Raises:
-        ConfigError: If the model is unknown, a field of it cannot be honoured, or it is neither here nor to be had from
-            the hub.
+        ConfigError: If the model is unknown, a field of its config is not supported, or it is neither a local path nor
+            available from the hub.
     """
 
     def __init__(  # noqa: D107 (described on the class)
@@ -100,16 +100,16 @@ class MegatronModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.adaptation = adaptation(lora, str(model) if pretrained else None)
-        """Adapters, which are trained instead of the model; None without ``lora``."""
+        """Low-rank adapters, trained instead of the model's own weights; None without ``lora``."""
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
-        described = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+        config = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
-            described = resolve_tied_output(described, open_weights(self.pretrained_path))
-        self.model_config: ModelConfig = with_variant(described, position_embedding_type, attention_head_type)
-        self.is_variant = self.model_config != described
+            config = resolve_tied_output(config, open_weights(self.pretrained_path))
+        self.model_config: ModelConfig = with_variant(config, position_embedding_type, attention_head_type)
+        self.is_variant = self.model_config != config
         if pretrained and self.is_variant:
             raise ConfigError(
                 "pretrained=True keeps positions and heads; leave out position_embedding_type and attention_head_type"
@@ -117,8 +117,8 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
-        named = train_step if isinstance(train_step, str) else self.model_config.architecture
-        self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(named)
+        name = train_step if isinstance(train_step, str) else self.model_config.architecture
+        self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(name)
         self.train_step.bind(self.model_config)
         require_number("lr", lr)
         self.lr = lr
@@ -130,32 +130,32 @@ class MegatronModule(pl.LightningModule):
         self.return_logits = return_logits
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
-        self._begins_frozen = False
+        self._frozen_at_build = False
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._model = model
         fields = config_fields(model)
         self.hugging_face_config = fields if model_provider is None else None
-        """The fields of the model's ``config.json``, by which a checkpoint becomes a Hugging Face directory again;
-        None where nobody knows what a ``model_provider`` computes."""
+        """Fields of the model's ``config.json``, with which a checkpoint can be exported to a Hugging Face directory;
+        None with a ``model_provider``, which may build any model."""
         self.load_from: LoadFrom | None = None
-        """The checkpoint of ``load_from_checkpoint``, whose weights a run begins with."""
+        """The checkpoint of ``load_from_checkpoint``, which holds the initial weights; None for other modules."""
         variant = {"position_embedding_type": position_embedding_type, "attention_head_type": attention_head_type}
-        self.save_hyperparameters(self._arguments({"model": fields, "train_step": train_step, **variant}))
+        self.save_hyperparameters(self._plain_arguments({"model": fields, "train_step": train_step, **variant}))
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
-        """The module of a ``*.ckpt`` directory and its weights; nothing in it is run as code.
+        """Create the module of a ``*.ckpt`` directory with its weights; executes no code from the checkpoint.
 
-        The weights are read when a Trainer builds the model, at any layout and by each rank its own part; or, without a
-        Trainer, when ``generate``, ``logits`` or ``forward`` is first called, on one process.
+        The weights are read when a Trainer builds the model, in any layout and by each rank its own shards; or, without
+        a Trainer, when ``generate``, ``logits`` or ``forward`` is first called, in one process.
 
         Args:
-            checkpoint_path: A checkpoint of ``MegatronStrategy``, or a folder of some, of which the newest counts.
-            hyper_parameters: Arguments that shall differ from the checkpoint's, as ``lr``; and what no checkpoint
-                holds: a ``train_step`` or ``model_provider`` of your own.
+            checkpoint_path: A checkpoint of ``MegatronStrategy``, or a directory of checkpoints, whose newest is taken.
+            hyper_parameters: Arguments that override the checkpoint's, such as ``lr``; and those that no checkpoint
+                stores: your own ``train_step`` or ``model_provider``.
 
         Raises:
-            CheckpointError: If there is none, or it is not complete.
+            CheckpointError: If there is no checkpoint, or it is not complete.
             ConfigError: If an argument is unknown or missing.
         """
         source = LoadFrom(path=str(checkpoint_path))
@@ -164,37 +164,37 @@ class MegatronModule(pl.LightningModule):
         saved = meta["lightning"].get("hyper_parameters", {})
         if not isinstance(saved, Mapping) or "model" not in saved:
             raise CheckpointError(f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH")
-        known = inspect.signature(cls).parameters
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-        # The checkpoint has the weights; the directory that the run began with may be gone. Of adapters it is needed.
-        arguments = {k: v for k, v in saved.items() if (takes_any or k in known) and k != "pretrained"}
+        parameters = inspect.signature(cls).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        # The checkpoint has the weights, and the original model directory may be gone; only adapters need it.
+        arguments = {k: v for k, v in saved.items() if (takes_any or k in parameters) and k != "pretrained"}
         if meta.get("part") == "adapters":
             arguments |= {"model": meta["base"], "pretrained": True}
         arguments |= hyper_parameters
         for name in ("train_step", "model_provider"):
             if name not in hyper_parameters and "." in str(arguments.get(name)):
                 raise ConfigError(
-                    f"{name}={arguments[name]} of {path} is a name; give load_from_checkpoint(PATH, {name}=...)"
+                    f"{name}={arguments[name]} of {path} is only a name; use load_from_checkpoint(PATH, {name}=...)"
                 )
         module = cls(**arguments)
-        # What only the weight files have told, of a run that began with pretrained=True.
+        # With pretrained=True, known from the weight files alone.
         tied = meta["model_description"]["share_embeddings_and_output_weights"]
         module.model_config = replace(module.model_config, share_embeddings_and_output_weights=tied)
         module.load_from = source
         return module
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of this module as plain data: ``given``, and those that its attributes have, checked."""
+    def _plain_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """This module's arguments as plain data: ``arguments``, and the checked ones from its attributes."""
         return {
-            **given,
-            "train_step": _described_object(given["train_step"] or self.model_config.architecture),
+            **arguments,
+            "train_step": _object_name(arguments["train_step"] or self.model_config.architecture),
             "pretrained": str(self.pretrained_path or "") or False,
             "task": self.model_config.task,
-            "model_provider": _described_object(self.model_provider),
+            "model_provider": _object_name(self.model_provider),
             "lr": self.lr,
             "optimizer": asdict(self.optimizer_options),
             "lr_schedule": asdict(self.lr_schedule),
-            "generation": {**vars(self.generation), "tokenizer": _described_object(self.generation.tokenizer)},
+            "generation": {**vars(self.generation), "tokenizer": _object_name(self.generation.tokenizer)},
             "return_logits": self.return_logits,
             "make_vocab_size_divisible_by": self.model_config.make_vocab_size_divisible_by,
             "lora": self.adaptation and asdict(self.adaptation.lora),
@@ -202,20 +202,20 @@ class MegatronModule(pl.LightningModule):
 
     @property
     def model_description(self) -> dict[str, Any]:
-        """The model as plain data, by which a checkpoint is recognised."""
+        """Model config as plain data, stored in checkpoints and compared when one is loaded."""
         return self.model_config.to_dict()
 
     def check_run(self, strategy: MegatronStrategy) -> None:
         """Raise if this module cannot be trained on ``strategy``, before anything is built.
 
         Raises:
-            ConfigError: If the model cannot be split so, the weights alone are more than the host can hold (a GPU
-                refuses by itself, Linux kills whoever asks for too much), or the schedule does not fit the Trainer.
+            ConfigError: If the model cannot be split this way, its weights alone exceed the host's memory (a GPU raises
+                an error by itself, but Linux kills the process), or the schedule does not fit the Trainer.
         """
         if strategy.root_device.type == "cpu":
             check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
         strategy.settings.check_model(self.model_config, self.trainer.state.fn or "fit")
-        # Epochs are counted when there is data: configure_optimizers checks those.
+        # The steps of epochs are known once there is data: configure_optimizers checks them.
         is_fit = self.trainer.state.fn in (None, "fit")
         if is_fit and self.trainer.max_steps > 0:
             scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
@@ -228,7 +228,7 @@ class MegatronModule(pl.LightningModule):
     def _total_steps(self) -> int | None:
         """The Trainer's ``max_steps``, or the steps of its epochs; None if training has no end."""
         trainer, follows_epochs = self.trainer, self.trainer.max_steps < 0 and self.lr_schedule.follows_run
-        # Asking Lightning makes the loader; a dataset without a length has no end.
+        # estimated_stepping_batches creates the loader, and is infinite for a dataset without a length.
         steps = trainer.estimated_stepping_batches if follows_epochs else trainer.max_steps
         return int(steps) if math.isfinite(steps) else None
 
@@ -237,7 +237,7 @@ class MegatronModule(pl.LightningModule):
         """The strategy that runs this module.
 
         Raises:
-            ConfigError: If it is another one.
+            ConfigError: If the Trainer has another strategy.
         """
         from lightning_megatron.strategy import MegatronStrategy
 
@@ -247,8 +247,8 @@ class MegatronModule(pl.LightningModule):
         return strategy
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Torch's; also holds for the chunks if they are not built yet."""
-        self._begins_frozen = not requires_grad
+        """As torch's; also applies to model chunks that are built later."""
+        self._frozen_at_build = not requires_grad
         super().requires_grad_(requires_grad)
         if requires_grad and self.adaptation is not None:
             from lightning_megatron.models.lora import freeze_base
@@ -258,25 +258,25 @@ class MegatronModule(pl.LightningModule):
         return self
 
     def freeze(self) -> Self:
-        """Lightning's; also holds for the chunks if they are not built yet."""
+        """As Lightning's; also applies to model chunks that are built later."""
         super().freeze()
         return self.requires_grad_(False)
 
     def unfreeze(self) -> Self:
-        """Lightning's; also holds for the chunks if they are not built yet."""
+        """As Lightning's; also applies to model chunks that are built later."""
         super().unfreeze()
         return self.requires_grad_(True)
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Let the Trainer's summary show the whole model, not this rank's share, and tell the expected memory."""
+        """Show the whole model in the Trainer's summary instead of this rank's shards, and log the expected memory."""
         from lightning_megatron.model_summary import MemoryEstimate, whole_summaries
 
         return [MemoryEstimate(), *whole_summaries(self.trainer.callbacks)]  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
-        """Build this rank's chunks; again if the layout or the precision is another than last time."""
+        """Build this rank's model chunks, again only if the engine settings (layout, precision, ...) have changed."""
         from lightning_megatron.accounting import startup_lines
         from lightning_megatron.models.build import build_chunks
 
@@ -286,35 +286,35 @@ class MegatronModule(pl.LightningModule):
         with unchanged_environment():
             self.model_chunks = (self.model_provider or build_chunks)(self.model_config, settings)
         self._fill_weights(self.model_chunks)
-        if self._begins_frozen:
+        if self._frozen_at_build:
             self.model_chunks.requires_grad_(False).train(self.training)
         self.built_for = settings
         for line in startup_lines(self.model_config, settings):
             rank_zero_info(line)
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
-        """From the model directory, and what it does not have (a new head, or everything) at random."""
+        """Load weights from the model directory, and initialize those that it lacks (a new head, or all) at random."""
         from lightning_megatron.models.build import initialize_weights
 
-        without_file = None
+        missing = None
         if self.pretrained_path is not None:
-            without_file = load_hugging_face(chunks, self.model_config, self.pretrained_path)
-        initialize_weights(chunks, self.model_config, run_seed(), only=without_file)
+            missing = load_hugging_face(chunks, self.model_config, self.pretrained_path)
+        initialize_weights(chunks, self.model_config, run_seed(), only=missing)
         if self.adaptation is not None and self.adaptation.source is not None:
             load_adapter(chunks, self.model_config, self.adaptation.source)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """One optimizer step's gradients; returns the loss, the same on every rank."""
+        """Compute the gradients of one optimizer step; returns the loss, the same on every rank."""
         output = self.megatron.forward_backward(batch, self.train_step)
         self._log_losses("train", output, on_step=True)
         return output.loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """The loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
+        """Compute the loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("val", batch, dataloader_idx)
 
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
-        """The loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
+        """Compute the loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
@@ -326,7 +326,7 @@ class MegatronModule(pl.LightningModule):
         self._log_metrics("test", len(self.trainer.num_test_batches))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Megatron's optimizer and the schedule, stepped after every optimizer step."""
+        """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
         decay = self.optimizer_options.weight_decay
         settings = scheduler_settings(self.lr_schedule, self.lr, decay, self._total_steps)
@@ -334,18 +334,18 @@ class MegatronModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Lightning's, except that a step which was skipped (see ``OptimizerReport``) does not move the schedule."""
+        """Step the schedule as Lightning does, unless the optimizer step was skipped (see ``OptimizerReport``)."""
         optimizer = self.megatron.megatron_optimizer
         if metric is None and optimizer is not None and optimizer.has_skipped:
             return
         if isinstance(scheduler, MegatronLRScheduler):
-            scheduler.max_lr = self.lr  # which LearningRateFinder sets when the schedule is made already
+            scheduler.max_lr = self.lr  # LearningRateFinder sets self.lr after the schedule was created
         super().lr_scheduler_step(scheduler, metric)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what the optimizer did, the same on every rank; nothing here waits for the device."""
+        """Log the optimizer's metrics, the same on every rank, without waiting for the device."""
         rates = [group["lr"] for group in self.optimizers().param_groups]  # type: ignore[union-attr]
-        self.log("lr", _on_host(max(rates)), batch_size=1)
+        self.log("lr", _cpu_scalar(max(rates)), batch_size=1)
         optimizer = self.megatron.megatron_optimizer
         if optimizer is None or optimizer.grad_norm is None:
             return
@@ -354,7 +354,7 @@ class MegatronModule(pl.LightningModule):
         if self.megatron.settings.params_dtype is torch.float16:
             self.log("loss_scale", optimizer.inner.get_loss_scale(), batch_size=1)
         if self.megatron.on_nan == "skip":
-            self.log("skipped_steps", _on_host(float(optimizer.skipped_steps)), batch_size=1)
+            self.log("skipped_steps", _cpu_scalar(float(optimizer.skipped_steps)), batch_size=1)
 
     # ---- logging --------------------------------------------------------------------------------------------------
 
@@ -367,46 +367,46 @@ class MegatronModule(pl.LightningModule):
         return output.loss
 
     def _metrics_of(self, stage: str, dataloader_idx: int) -> dict[str, Metric]:
-        """The metrics of the epoch that runs; made when first asked for, when the objective has seen a batch."""
+        """Metrics of the current epoch; created on first use, when the objective has seen a batch."""
         key = stage, dataloader_idx
         if key not in self._metrics:
-            made = self.train_step.metrics()
-            self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in made.items()}
+            metrics = self.train_step.metrics()
+            self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in metrics.items()}
         return self._metrics[key]
 
     def _log_metrics(self, stage: str, num_loaders: int) -> None:
         for index in range(num_loaders):
             metrics = self._metrics_of(stage, index)
-            # What Lightning adds to the names of losses.
+            # As Lightning appends it to the names of losses.
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
-            # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not add to.
+            # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
             with torch.inference_mode(False), torch.no_grad():
                 values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
                 log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
                 for name, value in values.items():
-                    # Lightning would round a plain number to fp32, and NCCL reduces nothing on the host.
+                    # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
                     exact = torch.tensor(value, dtype=torch.float64, device=self.megatron.root_device)
                     log(f"{stage}_{name}{suffix}", exact, batch_size=1)
                 for metric in metrics.values():
                     metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
-        """Log the sum and each term; epoch means weigh every batch by its number of targets."""
-        # Lightning weighs with a plain number; in training nothing is averaged, so none is read from the GPU.
+        """Log the loss and each of its terms; epoch means weight every batch by its number of targets."""
+        # Lightning wants the weight as a plain number; in training, without means, none is read from the GPU.
         weight: Any = 1 if on_step else output.num_targets[self.train_step.loss_terms[0]].item()
-        if weight == int(weight):  # whole numbers are summed up exactly; fractions, of targets that count in part, stay
+        if weight == int(weight):  # integers are summed exactly; fractions, from partially counted targets, stay
             weight = int(weight)
-        # Lightning reads what is meant for a progress bar from the GPU at every step, bar or not.
+        # Lightning reads values for the progress bar from the GPU at every step, even without a bar.
         has_bar = self.trainer.progress_bar_callback is not None
-        # The ranks agree already; to sync once an epoch only spares users Lightning's advice to do it.
+        # The ranks agree already; syncing once per epoch only avoids Lightning's recommendation to do so.
         log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
-        # Sums over an epoch of millions of targets need more digits than those of one batch.
+        # Sums over an epoch of millions of targets need a higher precision than those of one batch.
         values = {"loss": output.loss, **output.terms, **output.expert_metrics}
         values = values if on_step else {name: value.double() for name, value in values.items()}
         for name, value in values.items():
             log(f"{stage}_{name}", value, prog_bar=has_bar and name == "loss")
 
-    # ---- texts and logits ---------------------------------------------------------------------------------------
+    # ---- generation and logits ----------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -418,33 +418,33 @@ class MegatronModule(pl.LightningModule):
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call alike.
+        """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call with the same.
 
-        A T5's encoder reads the prompts, and its decoder writes from ``decoder_start_token_id`` on, or continues rows
-        of its own.
+        A T5's encoder reads the prompts; its decoder starts from ``decoder_start_token_id``, or continues
+        ``decoder_input_ids``.
 
-        Works in training too (from a callback, say), which goes on as if nothing had happened. The copies of the model
-        share the prompts' rows.
+        May be called during training (from a callback, say), which it does not affect. Prompts are sharded over the
+        data-parallel replicas.
 
         Args:
             input_ids: [b, s], the prompts, the same on every rank.
-            attention_mask: [b, s], 1 for tokens and 0 for padding, on whichever side. None: padding is what equals the
-                padding token, unless that ends texts.
-            decoder_input_ids: [b, s_dec], what a T5's decoder continues; the start token is put before them if no row
-                begins with it. None for that token alone.
-            decoder_attention_mask: [b, s_dec], 1 for tokens and 0 for padding, which is taken out; None for no padding.
-            on_tokens: Called with each new token of this rank's rows as soon as it is chosen, [b] with -1 for rows that
-                have ended, where it is given; reading them on the host makes generation wait.
+            attention_mask: [b, s], 1 for tokens and 0 for padding, on either side. None: tokens equal to the padding
+                token are padding, unless it is an end-of-sequence token.
+            decoder_input_ids: [b, s_dec], tokens that a T5's decoder continues; the start token is prepended if no row
+                begins with it. None for the start token alone.
+            decoder_attention_mask: [b, s_dec], 1 for tokens and 0 for padding, which is removed; None for no padding.
+            on_tokens: Called, on ranks that pass it, with each new token of this rank's rows as soon as it is chosen:
+                [b], -1 for finished rows. Reading the tokens on the host makes generation wait.
             options: Fields of ``GenerationOptions``: ``max_new_tokens``, ``temperature``, ``stop_strings`` with
                 ``tokenizer``, ``seed``, ...
 
         Returns:
-            [b, s + new] on every rank: ``input_ids`` and what follows; padding behind rows that ended before others. Of
-            a T5, what the decoder reads and writes: [b, s_dec + new].
+            [b, s + new] on every rank: ``input_ids`` and the new tokens, with padding after rows that finished early.
+            For a T5 the decoder's input and new tokens: [b, s_dec + new].
 
         Raises:
-            ConfigError: On all ranks alike, before anything runs: if there is no model yet, a prompt cannot be
-                continued, or an option is unknown, out of range or contradicts another.
+            ConfigError: On all ranks, before anything runs: if there is no model yet, a prompt cannot be continued, or
+                an option is unknown, out of range or contradicts another.
         """
         return self.generate_with_scores(
             input_ids,
@@ -465,35 +465,35 @@ class MegatronModule(pl.LightningModule):
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
     ) -> GenerationOutput:
-        """As ``generate``, with the log-probability of each new token and the score of each text."""
-        model, given = self._live_model(writes=True), {"input_ids": input_ids, "attention_mask": attention_mask}
-        given |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        """As ``generate``, with the log-probability of each new token and the score of each sequence."""
+        model, inputs = self._live_model(generates=True), {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         with self.megatron.engine():
-            return model.generate(given, options, self._ends, on_tokens)
+            return model.generate(inputs, options, self._special_tokens, on_tokens)
 
     def predict_step(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> torch.Tensor | None:
-        """Continue the prompts of one batch as ``generation`` says; each copy of the model has batches of its own.
+        """Continue the prompts of one batch with the options ``generation``; each replica has its own batches.
 
-        With ``return_logits`` give the logits of the batch instead, of whatever the model reads of it: a batch of
-        ``test`` will do, too. ``gather_predictions`` puts what all copies have predicted into the dataset's order.
+        With ``return_logits`` return logits instead, from the model inputs in the batch: a batch of ``test`` works,
+        too. ``gather_predictions`` gathers the predictions of all replicas in dataset order.
 
-        Rows of two batches, or of two copies, may be of different length. To put all of them together::
+        Rows of different batches or replicas may differ in length. To stack them::
 
-            rows = [row for texts in trainer.predict(module, loader) for row in texts]
-            texts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+            rows = [row for batch in trainer.predict(module, loader) for row in batch]
+            sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
 
         Args:
-            batch: What ``generate`` takes, by the same names: ``input_ids`` [b, s] and, if rows are padded,
-                ``attention_mask``. Of a T5 also Megatron's ``text_enc`` and ``enc_mask``; what its decoder shall
-                continue counts only in a batch without ``labels``.
-            batch_idx: Makes each batch draw other numbers.
+            batch: Inputs of ``generate`` by name: ``input_ids`` [b, s] and, if rows are padded, ``attention_mask``. For
+                a T5 also Megatron's ``text_enc`` and ``enc_mask``; decoder inputs are ignored in a batch with
+                ``labels``.
+            batch_idx: Added to the seed, so that each batch samples differently.
             dataloader_idx: Not used.
 
         Returns:
-            [b, s + new] or, of a T5, [b, s_dec + new], on all ranks of the copy; rows that fill up the last batch are
-            left out. Logits: as ``logits``; None before the last stage if ``return_logits`` says so.
+            [b, s + new] or, for a T5, [b, s_dec + new], on all ranks of the replica, without the padding rows of the
+            last batch. Logits: as ``logits``; with ``return_logits="last_stage"`` None before the last stage.
 
         Raises:
             ConfigError: If the batch has no prompts, or one that cannot be continued (or read).
@@ -505,12 +505,13 @@ class MegatronModule(pl.LightningModule):
                 return self._live_model().logits(rows, is_shared=False, last_stage_only=last_stage_only)
             if len(rows["input_ids"]) == 0:
                 return rows["input_ids"].long()
-            # What torch makes of a negative seed, too.
+            # torch maps negative seeds in the same way.
             options = {**vars(self.generation), "seed": (self.generation.seed + batch_idx) % 2**64}
-            return self._live_model(writes=True).generate(rows, options, self._ends, is_shared=False).sequences
+            model = self._live_model(generates=True)
+            return model.generate(rows, options, self._special_tokens, is_shared=False).sequences
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
-        """What ``logits`` gives, of a batch (but for its targets) or of ``input_ids``; every rank must call alike."""
+        """``logits`` of a batch (targets are ignored) or of ``input_ids``; every rank must call with the same."""
         if isinstance(batch, torch.Tensor):
             return self.logits(batch)
         model = self._live_model()
@@ -526,60 +527,60 @@ class MegatronModule(pl.LightningModule):
         token_type_ids: torch.Tensor | None = None,
         last_stage_only: bool = False,
     ) -> torch.Tensor | None:
-        """What the model predicts at every token, as its Hugging Face model does; every rank must call alike.
+        """Compute the logits at every token, as the Hugging Face model does; every rank must call with the same.
 
-        The copies of the model share the rows. Works in training too, without dropout. The result is whole: gathered
-        over tp and dp, padding of the vocabulary removed. It takes b * s * vocab_size * 4 bytes on every rank that
-        keeps it: 1 GiB for 8 rows of 1,024 tokens and a vocabulary of 32,768.
+        Rows are sharded over the data-parallel replicas. May be called during training; runs without dropout. The
+        result is gathered over tp and dp, without the vocabulary padding. It takes b * s * vocab_size * 4 bytes on
+        every rank that keeps it: 1 GiB for 8 rows of 1,024 tokens and a vocabulary of 32,768.
 
         Args:
             input_ids: [b, s], the same on every rank.
             attention_mask: [b, s], 1 for tokens and 0 for padding; None for no padding.
-            decoder_input_ids: [b, s_dec], what the decoder of a T5 reads; None for other models.
-            token_type_ids: [b, s], of a BERT; None for 0 everywhere.
-            last_stage_only: Keep the result on the ranks of the last pipeline stage, where it is computed; the others
+            decoder_input_ids: [b, s_dec], input of a T5's decoder; None for other models.
+            token_type_ids: [b, s], for a BERT; None for 0 everywhere.
+            last_stage_only: Keep the result only on ranks of the last pipeline stage, where it is computed; other ranks
                 get None.
 
         Returns:
-            [b, s, vocab_size] fp32, in the order of the rows; of a T5 [b, s_dec, vocab_size]; of a BERT as its task
-            says: [b, s, vocab_size], [b, num_labels] for ``sequence_classification``, else [b, s, num_labels] (the
-            order of sentences, which ``pretraining`` also learns, is left out).
+            [b, s, vocab_size] fp32, in the order of the rows; for a T5 [b, s_dec, vocab_size]; for a BERT by its task:
+            [b, s, vocab_size], [b, num_labels] for ``sequence_classification``, else [b, s, num_labels] (the logits of
+            the sentence order, which ``pretraining`` also learns, are left out).
 
         Raises:
-            ConfigError: On all ranks alike, before anything runs: if there is no model yet, or it cannot read a row.
+            ConfigError: On all ranks, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        model, given = self._live_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
-        given |= {"decoder_input_ids": decoder_input_ids, "token_type_ids": token_type_ids}
+        model, inputs = self._live_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs |= {"decoder_input_ids": decoder_input_ids, "token_type_ids": token_type_ids}
         with self.megatron.engine():
-            return model.logits(given, last_stage_only=last_stage_only)
+            return model.logits(inputs, last_stage_only=last_stage_only)
 
     @cached_property
-    def _ends(self) -> SpecialTokens:
+    def _special_tokens(self) -> SpecialTokens:
         return special_tokens(self._model)
 
-    def _live_model(self, *, writes: bool = False) -> LiveModel:
-        """The model on this rank, which must be a GPT or T5 if it ``writes``.
+    def _live_model(self, *, generates: bool = False) -> LiveModel:
+        """The model on this rank; with ``generates`` it must be a GPT or T5.
 
         Raises:
-            ConfigError: If there is none yet, or it is a BERT that shall write.
+            ConfigError: If there is no model yet, or a BERT is to generate.
         """
         from lightning_megatron.generate.decode import LiveModel
 
-        if writes and self.model_config.architecture == "bert":
+        if generates and self.model_config.architecture == "bert":
             raise ConfigError(f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT")
         return LiveModel(
-            chunks=self._chunks_to_ask(),
+            chunks=self._built_chunks(),
             config=self.model_config,
             topology=self.megatron.topology,
             device=self.megatron.root_device,
             is_own=self.model_provider is None,
         )
 
-    def _chunks_to_ask(self) -> list[torch.nn.Module]:
-        """This rank's chunks, built first on one process if there are weights for them and no Trainer yet.
+    def _built_chunks(self) -> list[torch.nn.Module]:
+        """This rank's model chunks; without a Trainer they are first built from the weights, in one process.
 
         Raises:
-            ConfigError: If there are none yet, and no weights.
+            ConfigError: If there are no chunks yet, and no weights.
         """
         if self.model_chunks is None and self._trainer is None and (self.load_from or self.pretrained_path):
             from lightning_megatron.strategy import MegatronStrategy
@@ -595,30 +596,29 @@ class MegatronModule(pl.LightningModule):
                 enable_model_summary=False,
             ).predict(self, [])
         if self.model_chunks is None:
-            raise ConfigError("there is no model to ask before Trainer.fit (or validate) has built it; call this then")
+            raise ConfigError("there is no model before Trainer.fit (or validate) has built it; call this afterwards")
         return list(self.model_chunks)
 
-    # ---- the weights -----------------------------------------------------------------------------------------------
+    # ---- export ----------------------------------------------------------------------------------------------------
 
     def save_pretrained(
         self, save_directory: str | Path, max_shard_size: str | int = "5GB", merge: bool = False
     ) -> None:
         """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
 
-        With ``lora`` write the adapter alone, which ``peft.PeftModel.from_pretrained`` loads, unless it is to be
-        merged.
+        With ``lora`` and without ``merge``, write only the adapter, which ``peft.PeftModel.from_pretrained`` loads.
 
-        Every rank must call, within or after ``fit``. The weights are those that the model computes with (bf16 under
-        ``bf16-mixed``); no rank holds more than one file's part of them at a time.
+        Every rank must call, within or after ``fit``. The weights have the dtype that the model computes with (bf16
+        under ``bf16-mixed``); no rank holds more than the weights of one file at a time.
 
         Args:
-            save_directory: Where to; made if it does not exist. Only rank 0 writes.
+            save_directory: Directory to write; created if it does not exist. Only rank 0 writes.
             max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
-            merge: With ``lora``: write the whole model, adapters added to its weights.
+            merge: With ``lora``: write the whole model, with the adapters merged into its weights.
 
         Raises:
             ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
-            CheckpointError: If the directory cannot be written, on all ranks alike.
+            CheckpointError: On all ranks, if the directory cannot be written.
         """
         from lightning_megatron.convert.hugging_face import generation_config, save_hugging_face
         from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
@@ -627,7 +627,7 @@ class MegatronModule(pl.LightningModule):
         if merge and self.adaptation is None:
             raise ConfigError("merge=True: expected a module with lora, got one without; leave merge out")
         if self.model_chunks is None:
-            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; call it then")
+            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; save it then")
         if self.is_variant or self.model_provider is not None:
             raise ConfigError(
                 f"no Hugging Face {self.model_config.family} model computes this; use trainer.save_checkpoint"
@@ -662,20 +662,20 @@ class MegatronModule(pl.LightningModule):
 
         Args:
             repo_id: ``org/name``, created if it does not exist.
-            commit_message: Of the commit; None for "Upload model".
-            private: Whether a repository that is created is private; None for its owner's default.
-            token: Of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``.
-            revision: Branch to commit to, created if it does not exist; None for the main one.
+            commit_message: Message of the commit; None for "Upload model".
+            private: Whether a newly created repository is private; None for its owner's default.
+            token: Access token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``.
+            revision: Branch to commit to, created if it does not exist; None for the main branch.
             create_pr: Open a pull request instead of committing.
             max_shard_size: As for ``save_pretrained``.
 
         Returns:
-            The address of the commit, or of the pull request, on every rank.
+            URL of the commit, or of the pull request, on every rank.
 
         Raises:
-            ConfigError: On all ranks alike: if there is no model yet, no Hugging Face class computes it, or the hub
-                cannot be reached or refuses it.
-            CheckpointError: If the temporary folder of rank 0 cannot be written.
+            ConfigError: On all ranks: if there is no model yet, no Hugging Face class computes it, or the hub cannot be
+                reached or refuses it.
+            CheckpointError: If the temporary directory of rank 0 cannot be written.
         """
         from huggingface_hub import HfApi
 
@@ -686,7 +686,7 @@ class MegatronModule(pl.LightningModule):
                 if revision is not None and not create_pr:
                     api.create_branch(repo_id, branch=revision, exist_ok=True)
                 message = commit_message or "Upload model"
-                done = api.upload_folder(
+                commit = api.upload_folder(
                     repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, create_pr=create_pr
                 )
             except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
@@ -694,27 +694,27 @@ class MegatronModule(pl.LightningModule):
                 raise ConfigError(
                     f"{repo_id} cannot be written on the Hugging Face hub ({reason}); try `hf auth login`"
                 ) from error
-            return str(done.pr_url or done.commit_url)
+            return str(commit.pr_url or commit.commit_url)
 
         with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as folder, ThreadPoolExecutor(1) as pool:
             self.save_pretrained(folder, max_shard_size)
             running = pool.submit(upload) if self.megatron.global_rank == 0 else None
-            # The others meet rank 0 every minute: an upload may take longer than a collective waits.
+            # The other ranks synchronize with rank 0 every minute: an upload may exceed a collective's timeout.
             while not self.megatron.broadcast(running is not None and bool(wait([running], timeout=60).done)):
                 pass
             return self.megatron.broadcast(call_on_all_ranks(lambda: running.result() if running else ""))
 
 
-def _on_host(number: float) -> torch.Tensor:
-    """For ``self.log``: lightning 2.6, core/module.py, copies a plain number to the GPU and waits for all before it."""
+def _cpu_scalar(number: float) -> torch.Tensor:
+    """For ``self.log``: lightning 2.6, core/module.py, copies a plain number to the GPU and waits for earlier work."""
     return torch.tensor(number)
 
 
 def _weights_directory(model: Any) -> Path:
-    """The directory that ``pretrained=True`` reads.
+    """Directory of the weights for ``pretrained=True``.
 
     Raises:
-        ConfigError: If ``model`` is no directory.
+        ConfigError: If ``model`` is not a directory.
     """
     if not isinstance(model, (str, Path)) or not Path(model).is_dir():
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
@@ -722,8 +722,8 @@ def _weights_directory(model: Any) -> Path:
     return Path(model)
 
 
-def _described_object(value: Any) -> str | None:
-    """A name as it is; of an object where it comes from: a tokenizer's folder, or its class or function with module."""
+def _object_name(value: Any) -> str | None:
+    """Name of an object: a string itself, a tokenizer's ``name_or_path``, else ``module.qualname`` (of its class)."""
     if value is None or isinstance(value, str):
         return value
     if getattr(value, "name_or_path", None):

@@ -121,7 +121,7 @@ def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was() ->
 
 def _refused(case: Case) -> list[str]:
     module, trainer, said = module_of(case), trainer_of(case), []
-    assert "there is no model to ask before" in told(module.generate, torch.tensor([[1]]))
+    assert "there is no model before" in told(module.generate, torch.tensor([[1]]))
     trainer.validate(module, loader_of(case), verbose=False)
     module.model_chunks.train()
     switches = _switches(module)

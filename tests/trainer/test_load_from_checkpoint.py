@@ -139,4 +139,4 @@ def test_what_cannot_be_loaded_is_told_in_one_line(folder: Path, saved: dict[str
     number, option, step = run_ranks(_refused, 1, str(folder))[0]
     assert "lr='3e-4' must be a number, and is a str" in number
     assert "OptimizerOptions has no option 'beta3'; did you mean beta2" in option
-    assert re.search(r"train_step=.*Weighted of .* is a name; give load_from_checkpoint", step)
+    assert re.search(r"train_step=.*Weighted of .* is only a name; use load_from_checkpoint", step)
