@@ -1,1 +1,1 @@
-"""Everything that drives Megatron-Core: groups, schedule, optimizer, patches. Nothing here imports Lightning."""
+"""Drives Megatron-Core: process groups, pipeline schedule, optimizer, patches. Does not import Lightning."""

@@ -1,11 +1,11 @@
-"""How the weights of adapters (LoRA) are named in Megatron's checkpoints, by which they are told from frozen ones."""
+"""Names of LoRA adapter weights in Megatron checkpoints, which distinguish them from frozen weights."""
 
 from __future__ import annotations
 
 ADAPTER_SUFFIX = "_lora"
-"""What the name of a linear's adapters has behind that of the linear."""
+"""Appended to the name of a linear layer: the name of its adapter."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight's name is that of a matrix of an adapter, A or B."""
+    """Whether ``name`` is that of an adapter weight, matrix A or B."""
     return name.endswith((f"{ADAPTER_SUFFIX}.A", f"{ADAPTER_SUFFIX}.B"))

@@ -1,8 +1,8 @@
-"""Collectives on values of user code and of checks: failures, averages, gathered rows and metrics.
+"""Collectives for errors, averages, gathered rows and metrics.
 
-``call_on_all_ranks`` raises on every rank what one rank's check has found, so that none is left waiting. Averages and
-gathers over the data-parallel group are for code of one's own in ``validation_step`` and callbacks: losses and logged
-metrics need neither, they agree already.
+``call_on_all_ranks`` raises one rank's error on every rank, so that none is left waiting. Averages and gathers over the
+data-parallel group are for user code in ``validation_step`` and callbacks; losses and logged metrics need neither, they
+are already the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from lightning_megatron.errors import ConfigError
 T = TypeVar("T")
 
 
-def call_on_all_ranks(check: Callable[[], T]) -> T:
-    """What ``check`` returns, and what it raises as ``raise_on_all_ranks`` does; every rank of the world must call."""
+def call_on_all_ranks(function: Callable[[], T]) -> T:
+    """Return ``function()``, with its errors raised as by ``raise_on_all_ranks``. Collective over the world."""
     with raise_on_all_ranks():
-        return check()
+        return function()
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise the first rank's error of the block on all ranks, each of which must come to it.
+    """Raise an error that any rank raises in the block on every rank. Collective over the world.
 
     The block must not communicate, since another rank may already have raised.
 
     Raises:
-        ConfigError: What any rank raised: as it was on the rank itself, and with that rank's number on the others.
+        ConfigError: A rank's own error; on ranks without one, that of the first rank that has one, with its number.
     """
     error: ConfigError | None = None
     try:
@@ -49,9 +49,9 @@ def raise_on_all_ranks() -> Iterator[None]:
         error = ConfigError(str(caught))
         error.__cause__ = caught
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found: list[tuple[type[ConfigError], str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, None if error is None else (type(error), str(error)))
-        first = next(((rank, *each) for rank, each in enumerate(found) if each is not None), None)
+        errors: list[tuple[type[ConfigError], str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, None if error is None else (type(error), str(error)))
+        first = next(((rank, *each) for rank, each in enumerate(errors) if each is not None), None)
         if error is None and first is not None:
             rank, kind, text = first
             raise kind(f"{text} (on rank {rank})")
@@ -59,35 +59,35 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise error
 
 
-_meetings = itertools.count()
+_num_waits = itertools.count()
 
 
-def wait_for_all_ranks(patience: timedelta) -> bool:
-    """Whether every rank calls this within ``patience`` of the others; False if some are elsewhere.
+def wait_for_all_ranks(timeout: timedelta) -> bool:
+    """Wait until every rank has called this; False if some have not after ``timeout``.
 
-    Unlike a collective, it leaves ranks that are in the middle of one alone.
+    It goes through the store: unlike a collective, it does not interfere with ranks that are in the middle of one.
     """
     store = dist.distributed_c10d._get_default_store()
-    place = f"lightning_megatron/wait_for_all_ranks/{next(_meetings)}"
-    names = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(names[dist.get_rank()], "")
+    prefix = f"lightning_megatron/wait_for_all_ranks/{next(_num_waits)}"
+    keys = [f"{prefix}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
     try:
-        store.wait(names, patience)
+        store.wait(keys, timeout)
     except dist.DistStoreError:
         return False
     return True
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of each loss over the data-parallel ranks; every rank of the group must call.
+    """Mean of each loss over the data-parallel ranks; every rank of the group must call.
 
-    A mean of means: exact only where all ranks count equally. ``TrainStep`` losses are weighed by their targets.
+    A mean of means: exact only if all ranks have equal weight. ``TrainStep`` losses are weighted by their targets.
 
     Args:
         losses: Tensors of one element each.
 
     Returns:
-        [len(losses)], without a graph.
+        [len(losses)], detached.
 
     Raises:
         ConfigError: Before the process groups exist.
@@ -99,37 +99,37 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """The rows of all data-parallel ranks, those of rank 0 first; every rank of the group must call.
+    """All-gather rows over the data-parallel ranks, in rank order; every rank of the group must call.
 
-    Samples are dealt to the ranks in turn or by microbatches, so this is no dataset's order: ``gather_predictions``
-    puts what ``Trainer.predict`` returned into that.
+    Samples are distributed over ranks in turn or by microbatches, so this is not the order of a dataset:
+    ``gather_predictions`` returns the results of ``Trainer.predict`` in that order.
 
     Args:
         tensor: A tensor, or lists, tuples and dicts of tensors; None stays None. Ranks may have different numbers of
-            rows, also none; a tensor without axes counts as one row.
+            rows, also none; a 0-D tensor counts as one row.
 
     Returns:
-        The same structure on every rank, each tensor [rows of all ranks, ...], on the device where it was.
+        The same structure on every rank, each tensor [rows of all ranks, ...], on its original device.
 
     Raises:
-        ConfigError: Before the process groups exist; if something in it is no tensor; on all ranks, if they have
-            different structures, dtypes or lengths of rows.
+        ConfigError: Before the process groups exist; if a leaf is not a tensor; on all ranks, if their structures,
+            dtypes or row shapes differ.
     """
     group = data_parallel_group()
     leaves, structure = pytree.tree_flatten(tensor)
     rows = [None if leaf is None else _as_rows(leaf) for leaf in leaves]
     kinds = [None if each is None else _kind(each) for each in rows]
-    described = str(pytree.tree_unflatten(kinds, structure))
+    description = str(pytree.tree_unflatten(kinds, structure))
     counts = [0 if each is None else len(each) for each in rows]
-    answers: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (described, counts), group=group)
-    for rank, (other, _) in enumerate(answers):
-        if other != answers[0][0]:
+    of_ranks: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, (description, counts), group=group)
+    for rank, (other, _) in enumerate(of_ranks):
+        if other != of_ranks[0][0]:
             raise ConfigError(
-                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {answers[0][0]}; give all the same"
+                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {of_ranks[0][0]}; give all the same"
             )
-    of_ranks = zip(*(counts for _, counts in answers), strict=True)
-    gathered = [r if r is None else all_gather_rows(r, n, group) for r, n in zip(rows, of_ranks, strict=True)]
+    all_counts = zip(*(counts for _, counts in of_ranks), strict=True)
+    gathered = [r if r is None else all_gather_rows(r, n, group) for r, n in zip(rows, all_counts, strict=True)]
     return pytree.tree_unflatten(gathered, structure)
 
 
@@ -144,13 +144,13 @@ def _kind(rows: torch.Tensor) -> str:
 
 
 def all_gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """The rows of all ranks of the group, of which each has ``counts``, in order; every rank must call."""
+    """All-gather ``rows`` in rank order; ``counts`` is the number of rows of each rank. Every rank must call."""
     if len(counts) == 1:
         return rows
     own_device = rows.device
-    if own_device.type == "cpu" and dist.get_backend(group) == "nccl":  # Trainer.predict leaves predictions there
+    if own_device.type == "cpu" and dist.get_backend(group) == "nccl":  # as predictions of Trainer.predict are
         rows = rows.cuda()
-    # Collectives want equal shapes: short ranks send rows that are cut off again.
+    # Collectives need equal shapes: ranks with fewer rows send padding, which is cut off again.
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
@@ -159,10 +159,10 @@ def all_gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.Proce
 
 
 def compute_metrics(metrics: Mapping[str, Metric], topology: Topology, device: torch.device) -> dict[str, float]:
-    """What metrics that were updated on the last stage say, on every rank; each rank must call with the same names.
+    """Values of metrics that the last stage has updated, on every rank; each rank must call with the same names.
 
-    The states are synchronized over the data-parallel ranks of the last stage only: other ranks of a copy have seen
-    nothing, or the same rows again. Then the last stage tells the others.
+    States are synchronized over the data-parallel ranks of the last stage only: other ranks of a replica have seen no
+    rows, or the same ones. The last stage then broadcasts the values over the pp group.
     """
     values = torch.zeros(len(metrics), dtype=torch.float64, device=device)
     if topology.is_last_stage:
@@ -175,7 +175,7 @@ def compute_metrics(metrics: Mapping[str, Metric], topology: Topology, device: t
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model as this one.
+    """Process group of the ranks that hold the same part of the model as this one.
 
     Raises:
         ConfigError: Before the process groups exist.
@@ -187,17 +187,17 @@ def data_parallel_group() -> dist.ProcessGroup:
 
 
 class HostCopy:
-    """A number on its way from the device to the host, which does not wait before it reads it."""
+    """Asynchronous copy of a scalar from device to host; only ``read`` waits for it."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        """Queue the copy of ``number``, of one element, behind what the device does now."""
-        self._copy = number.detach().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if number.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+    def __init__(self, value: torch.Tensor) -> None:
+        """Queue the copy of ``value``, of one element, on the current stream."""
+        self._copy = value.detach().to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if value.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
 
     def read(self) -> float:
-        """Waits for the device."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Wait for the copy and return the value."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return float(self._copy)

@@ -1,7 +1,7 @@
 """CPU stand-ins for CUDA's devices, streams and random states.
 
-Megatron-Core asks ``torch.cuda`` for them, and writes ``device="cuda"``. ``runtime.emulated_cuda`` answers with what is
-here while a strategy runs on a CPU (``patches.CPU`` is the table), and puts the real functions back after. The same
+Megatron-Core calls ``torch.cuda`` for them, and passes ``device="cuda"``. ``runtime.emulated_cuda`` patches these calls
+while a strategy runs on a CPU (``patches.CPU`` is the table) and restores the real functions afterwards. The same
 schedules, layers and optimizers then run in gloo processes on a laptop.
 """
 
@@ -23,7 +23,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Sends every ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU."""
+    """Redirects every ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU."""
 
     def __torch_function__(
         self,
@@ -40,6 +40,6 @@ class CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], DEVICE, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # optimizer/optimizer.py accepts parameters of type "torch.cuda.FloatTensor" and the like, nothing else.
+            # optimizer/optimizer.py accepts only parameters of type "torch.cuda.FloatTensor" and the like.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)

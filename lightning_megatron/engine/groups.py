@@ -1,4 +1,4 @@
-"""Megatron's process groups, and this rank's place in them."""
+"""Megatron's process groups, and this rank's coordinates in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This rank's place on every axis, and the groups it is in."""
+    """This rank's coordinate on every parallel axis, and its process groups."""
 
     parallel: ParallelConfig
     tp_rank: int
@@ -28,17 +28,17 @@ class Topology:
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     mp_group: dist.ProcessGroup
-    """The tp x cp x pp ranks that hold one copy of the model, or work on the same rows with it."""
+    """The tp x cp x pp ranks of one replica, which work on the same rows."""
     mp_header_group: dist.ProcessGroup
-    """The same ranks over gloo: messages to the host that must not wait for the GPU."""
+    """The same ranks over gloo: for host messages that must not wait for the GPU."""
     mp_source: int
-    """Global rank of the rank of ``mp_group`` that is first on every axis: the only one that reads data."""
+    """Global rank of the first rank of ``mp_group`` on every axis: the only one that reads data."""
     last_stage: int
     """Global rank of the last pipeline stage in ``pp_group``."""
 
     @cached_property
     def is_data_source(self) -> bool:
-        """Whether this rank reads the data of its copy of the model."""
+        """Whether this rank reads the data of its replica."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
     @cached_property
@@ -51,10 +51,9 @@ _current: tuple[Topology, dist.ProcessGroup | None] | None = None
 
 
 def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
-    """Create the groups of ``parallel`` in the world that exists, or reuse them if they fit.
+    """Create the process groups of a layout in the existing world, or reuse them. Collective over the world.
 
-    Every rank of the world must call. Groups are kept from one fit to the next (creating NCCL groups takes seconds)
-    and replaced when another layout is asked for.
+    Groups are kept from one fit to the next (creating NCCL groups takes seconds) and replaced if the layout changes.
 
     Args:
         parallel: The layout.
@@ -77,8 +76,8 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    # Megatron's own has no ranks of cp. Gloo never waits for work that is queued on a GPU.
-    mp_group = parallel_state.get_model_parallel_group() if parallel.cp == 1 else _group_of_copy(parallel, timeout)
+    # Megatron's model-parallel group leaves out cp. Gloo never waits for work that is queued on a GPU.
+    mp_group = parallel_state.get_model_parallel_group() if parallel.cp == 1 else _replica_group(parallel, timeout)
     has_gloo = dist.get_backend(mp_group) == "gloo"
     topology = Topology(
         parallel=parallel,
@@ -91,7 +90,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
-        mp_header_group=mp_group if has_gloo else _group_of_copy(parallel, timeout, "gloo"),
+        mp_header_group=mp_group if has_gloo else _replica_group(parallel, timeout, "gloo"),
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )
@@ -99,21 +98,21 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     return topology
 
 
-def _group_of_copy(parallel: ParallelConfig, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's copy of the model, over tp, cp and pp; every rank of the world must call."""
-    # Megatron counts ranks along tp first, then along cp, dp and pp.
-    places = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
-    copies = [copy.flatten().tolist() for copy in places.unbind(1)]
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(copies, timeout=timeout, backend=backend)[0]
+def _replica_group(parallel: ParallelConfig, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """Create this rank's tp x cp x pp group. Collective over the world."""
+    # Megatron numbers ranks along tp first, then along cp, dp and pp.
+    ranks = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
+    replicas = [replica.flatten().tolist() for replica in ranks.unbind(1)]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend=backend)[0]
     return group
 
 
 _host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The default group, and its ranks over gloo: one group whichever ``timeout`` the first caller had."""
+"""The default group, and its ranks over gloo; the ``timeout`` is that of the first call."""
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks over gloo, which never waits for work that is queued on a GPU; every rank must call."""
+    """Group of all ranks over gloo, which never waits for work queued on a GPU. Collective over the world."""
     global _host
     world: Any = dist.group.WORLD
     if _host is None or _host[0] is not world:
@@ -123,7 +122,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def destroy() -> None:
-    """Forget the groups. The default process group stays: Lightning owns it."""
+    """Destroy Megatron's groups. The default process group stays: Lightning owns it."""
     global _current
     _current = None
     if parallel_state.model_parallel_is_initialized():

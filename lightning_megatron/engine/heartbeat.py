@@ -1,23 +1,23 @@
-"""Heartbeats: notices that a run hangs, says which rank and where, leaves all stacks, and ends its processes.
+"""Hang detection by heartbeats: reports which rank hangs and where, dumps all stacks, and ends the processes.
 
-A rank that sleeps, or waits for a dead disk, stops all others in their next collective, so a run hangs when none of its
-ranks makes progress: ranks that wait for one that works (caches, evaluation in a callback) do not end it. Each rank
-judges its own progress: a thread looks once a second at the main thread's Python stack, which costs that nothing, and
-counts as progress
+A rank that sleeps, or waits for a dead disk, stops all others in their next collective. So a run hangs when no rank
+makes progress: ranks that wait for a working one (caches, evaluation in a callback) do not end it. Each rank measures
+its own progress: a thread samples the main thread's Python stack once a second, which costs the main thread nothing,
+and counts as progress
 
-- what adds to ``progress``: a batch, a microbatch, a new token, a piece of a file that is written,
-- a place where the main thread was not seen since then, as in long hooks that do work; a loop without end has
-  few places, and is found,
-- in set-up, computing time of the process, unless it waits for other ranks: caches, compilers, initial weights.
+- an increment of ``progress``: a batch, a microbatch, a new token, a piece of a file that is written,
+- a stack in which the main thread was not seen since then, as in long hooks that do work; an endless loop has few
+  distinct stacks, so it is detected,
+- in set-up, CPU time of the process, unless it waits for other ranks: caches, compilers, initial weights.
 
-Another thread tells the store of torch.distributed at which the process groups have met, over a connection of its own,
-a ``Beat`` each second. Two threads, since torch's client waits for ever if the rank that serves the store is the one
-that was stopped. Rank 0 and some others, spread over the hosts, read what all ranks have told; the first verdict
-counts. A rank whose beats end was stopped, or holds Python's lock; of the others the one hangs that does not wait in a
-collective. Limits come from the run's own medians.
+A second thread writes a ``Beat`` each second to torch.distributed's store, over a connection of its own. It is a second
+thread because torch's client blocks for ever if the rank that serves the store is the one that was stopped. Rank 0 and
+some others, spread over the nodes, read the beats of all ranks; the first verdict counts. A rank whose beats end was
+stopped, or holds Python's lock; among the others, the rank that hangs is the one that does not wait in a collective.
+Limits are derived from the run's own medians.
 
-The threads work while the main thread waits in C, and so do signals here: Python's handlers run in the main thread
-only, but the byte that CPython writes to a pipe at once (``signal.set_wakeup_fd``) is read by the thread that looks.
+The threads run while the main thread waits in C, and signals are noticed then, too: Python's handlers run in the main
+thread only, but the sampling thread reads the byte that CPython writes to a pipe at once (``signal.set_wakeup_fd``).
 """
 
 from __future__ import annotations
@@ -53,37 +53,40 @@ from lightning_megatron.errors import require_number
 from lightning_megatron.restarts import LAUNCHER
 
 MARGIN = timedelta(seconds=10)
-"""How much later than ``timeout`` collectives raise: by then the one line of a verdict has taken their place."""
-_BEAT = 1.0
+"""Added to ``timeout`` for collectives, so that a verdict ends the run before they raise."""
+_INTERVAL = 1.0
+"""Seconds between samples, and between beats."""
 _SILENCE = 5.0
 """Seconds without a beat after which a rank counts as silent."""
 _SUSPENDED = 10.0
-"""Seconds between two looks after which a rank says that it stood still."""
-_LEAST, _MEDIANS, _MEDIANS_OF_GRACE = 60.0, 10, 3
-_LAST_WORDS = 3.0
-"""Seconds that a rank stays for the others to hear the verdict, at their next beat, and to leave their stacks."""
-_JUDGES = 8
-_LOOKS, _MOST_LOOKS, _STEPS_OF_LOOKS, _LESS_WAITING = 60, 600, 20, 0.5
-"""A rank is slow if, seen at least that often in steps, of which the newest count, and over that many of them, it
-waited for that much less of its time than others."""
+"""Seconds between two samples after which a rank warns that it stood still."""
+_MIN_LIMIT, _LIMIT_MEDIANS, _GRACE_MEDIANS = 60.0, 10, 3
+"""Default limits: least seconds, multiple of the median; and the least ``grace``, as a multiple of the median step."""
+_EXIT_DELAY = 3.0
+"""Seconds from verdict to exit, in which the other ranks read it with their next beat, and all dump their stacks."""
+_NUM_READERS = 8
+"""About how many ranks read all beats."""
+_MIN_SAMPLES, _MAX_SAMPLES, _MIN_SAMPLED_STEPS, _WAIT_GAP = 60, 600, 20, 0.5
+"""A rank is slow if it waited for that much less of its time than the others: in the newest samples within steps, of
+which there must be that many, over that many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """After how many seconds without progress of any rank a run counts as hanging.
+    """Time limits: seconds without progress on any rank after which a run counts as hanging.
 
     Args:
-        setup: In hooks that are not of a batch (``setup``, ``on_validation_epoch_end``, ...), and until two steps, or
-            saves, have told how long they take. Computing on the host counts as progress there.
-        step: In a step of training, validation, test or prediction. None: 60 s, or ten times the median step if that
-            is more. No limit is more than ``MegatronStrategy(timeout=)``.
-        checkpoint: While training stands still for a checkpoint; each 16 MiB written are progress. None: 60 s, or ten
-            times the median if that is more.
-        grace: After SIGTERM or SIGINT, on which the ranks save and end as soon as they meet, between two steps: a run
-            that makes no progress for so long, and for three median steps at least, ends without saving.
+        setup: In hooks outside of batches (``setup``, ``on_validation_epoch_end``, ...), and for steps and checkpoints
+            until the first has been timed. In these hooks CPU time counts as progress.
+        step: In a step of training, validation, test or prediction. None: ten times the median step, at least 60 s. No
+            limit exceeds ``MegatronStrategy(timeout=)``.
+        checkpoint: While training is blocked by a checkpoint; each 16 MiB written count as progress. None: ten times
+            the median, at least 60 s.
+        grace: After SIGTERM or SIGINT, on which all ranks save and end between two steps: a run without progress for
+            this long, and for at least three median steps, ends without saving.
 
     Raises:
-        ConfigError: If a number is below 1.
+        ConfigError: If a value is below 1.
     """
 
     setup: float = 600
@@ -92,7 +95,7 @@ class Heartbeat:
     grace: float = 30
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the values."""
         for each in fields(self):
             if (value := getattr(self, each.name)) is not None:
                 require_number(f"Heartbeat.{each.name}", value, at_least=1)
@@ -100,14 +103,14 @@ class Heartbeat:
 
 @dataclass
 class Progress:
-    """What this process has done; loops that may run for minutes add to it."""
+    """Counters of this process's work; loops that may run for minutes increment them."""
 
     ticks: int = 0
-    """Of anything that takes time."""
+    """Units of work: microbatches, tokens, pieces of files."""
     steps: int = 0
     """Batches."""
     saves: deque[float] = field(default_factory=lambda: deque(maxlen=11))
-    """Seconds that training stood still for checkpoints."""
+    """Seconds for which each of the last checkpoints blocked training."""
 
 
 progress = Progress()
@@ -117,14 +120,14 @@ progress = Progress()
 
 Kind = Literal["setup", "step", "checkpoint"]
 
-_LIGHTNINGS_CALLS = os.path.join("lightning", "pytorch", "trainer", "call.py")
-_LIGHTNINGS_LOOPS = os.path.join("lightning", "pytorch", "loops", "")
+_LIGHTNING_CALLS = os.path.join("lightning", "pytorch", "trainer", "call.py")
+_LIGHTNING_LOOPS = os.path.join("lightning", "pytorch", "loops", "")
 _LIGHTNING = os.path.join("lightning", "pytorch", "")
 _MEGATRON = os.path.join("megatron", "core", "")
 _OWN = os.path.join("lightning_megatron", "")
 _SAVING = (os.path.join(_OWN, "checkpointing.py"), ("save", "finish"))
 _WAITING = (os.path.join("torch", "distributed", ""), os.path.join(_OWN, "engine", "collectives.py"), "filelock")
-_NOBODYS = (
+_LIBRARIES = (
     *(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities")),
     os.path.join(_OWN, "engine", "cpu.py"),  # around every call of torch
 )
@@ -134,56 +137,56 @@ _WAITS = re.compile(r"\.wait\(|run_backward")
 _WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\(")
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where the main thread of a rank is."""
 
     text: str
-    """In words: "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"; the line is of the
-    innermost function that is neither Python's nor torch's nor Lightning's."""
+    """E.g. "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"; the line is that of the
+    innermost function outside of Python, torch and Lightning."""
     kind: Kind
     is_waiting: bool
-    """Whether for other ranks, in a collective or for work that it began."""
+    """Whether it waits for other ranks: in a collective, or for work started earlier."""
     in_user_code: bool
-    """Whether Lightning called something that is neither of this package nor of Megatron."""
+    """Whether Lightning called code that belongs neither to this package nor to Megatron."""
 
 
-def place_of(frames: Sequence[FrameType]) -> Place:
-    """Where a thread is whose frames are given, the innermost first."""
+def locate(frames: Sequence[FrameType]) -> Location:
+    """Location of a thread by its frames, the innermost first."""
     codes = [each.f_code for each in frames]
-    hook, waits = next(filter(None, map(_hook, frames)), ""), _waits(frames)
-    own = next((each for each in frames if _is_told(each.f_code.co_filename)), frames[0])
+    hook, waiting = next(filter(None, map(_hook, frames)), ""), _waiting_in(frames)
+    own = next((each for each in frames if _is_reported(each.f_code.co_filename)), frames[0])
     file = os.sep.join(own.f_code.co_filename.split(os.sep)[-2:])
-    where = ", ".join(f"in {each}" for each in (waits, hook) if each)
+    where = ", ".join(f"in {each}" for each in (waiting, hook) if each)
     inside = itertools.takewhile(lambda code: _LIGHTNING not in code.co_filename, codes)
-    called = [code.co_filename for code in inside if _is_told(code.co_filename)]
+    called = [code.co_filename for code in inside if _is_reported(code.co_filename)]
     if any(code.co_filename.endswith(_SAVING[0]) and code.co_name in _SAVING[1] for code in codes):
         kind: Kind = "checkpoint"
     elif hook:
         kind = "step" if any(word in hook for word in ("batch", "step", "backward")) else "setup"
     else:
-        kind = "step" if any(_LIGHTNINGS_LOOPS in code.co_filename for code in codes) else "setup"
+        kind = "step" if any(_LIGHTNING_LOOPS in code.co_filename for code in codes) else "setup"
     text = f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})"
     in_user_code = any(_OWN not in each and _MEGATRON not in each for each in called)
-    return Place(text, kind, bool(waits), in_user_code)
+    return Location(text, kind, bool(waiting), in_user_code)
 
 
 def _hook(frame: FrameType) -> str:
-    """Lightning's hook that a frame calls, with the callback's class if it is one's; empty if it calls none."""
-    if not frame.f_code.co_filename.endswith(_LIGHTNINGS_CALLS):
+    """Name of the Lightning hook that a frame calls, with its callback's class if any; empty if it calls none."""
+    if not frame.f_code.co_filename.endswith(_LIGHTNING_CALLS):
         return ""
     callback = frame.f_locals.get("callback")
     name = str(frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_"))
-    of_whom = "" if callback is None else f"{type(callback).__name__}."
-    return "" if name.startswith("_call_") else of_whom + name
+    owner = "" if callback is None else f"{type(callback).__name__}."
+    return "" if name.startswith("_call_") else owner + name
 
 
-def _is_told(file: str) -> bool:
-    is_pythons = file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file)
-    return not is_pythons and not any(name in file for name in _NOBODYS)
+def _is_reported(file: str) -> bool:
+    is_stdlib = file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return not is_stdlib and not any(name in file for name in _LIBRARIES)
 
 
-def _waits(frames: Sequence[FrameType]) -> str:
-    """The collective, or another word for what the main thread waits for; empty if for nothing of other ranks."""
+def _waiting_in(frames: Sequence[FrameType]) -> str:
+    """Name of the collective, or a description of the wait, that the thread is in; empty if it waits for no rank."""
     innermost = frames[0].f_code
     if any(each in innermost.co_filename for each in _WAITING):
         inside = itertools.takewhile(lambda each: any(name in each.f_code.co_filename for name in _WAITING), frames)
@@ -197,76 +200,76 @@ def _waits(frames: Sequence[FrameType]) -> str:
 
 
 class Beat(NamedTuple):
-    """What a rank tells about itself; the first fields are those of its ``Place``."""
+    """What a rank reports about itself; the first fields are those of its ``Location``."""
 
-    place: str = ""
+    location: str = ""
     kind: Kind = "setup"
     is_waiting: bool = False
     in_user_code: bool = False
-    number: int = 0
+    serial: int = 0
     stale: float = 0.0
-    """Seconds since it made progress."""
+    """Seconds since its last progress."""
     limit: float = 0.0
-    """How many it may take where it is."""
+    """Seconds without progress that it is allowed where it is."""
     steps: int = 0
     sampled_steps: int = 0
-    """Over how many of them it was looked at; 0 if too seldom to tell."""
+    """Steps that its samples cover; 0 if there are too few samples."""
     wait_fraction: float = 0.0
-    """In which share of these looks it waited for others."""
+    """Fraction of the samples in which it waited for other ranks."""
     busy: str = ""
-    """Where it mostly was when it did not wait."""
+    """Its most frequent location when it did not wait."""
 
 
 class Verdict(NamedTuple):
-    """That a run hangs; the same on all ranks."""
+    """The finding that a run hangs; the same on all ranks."""
 
     text: str
     silent: Sequence[int]
-    """Ranks that cannot end by themselves."""
+    """Ranks that cannot end themselves."""
     code: int = 1
-    """With which the others end."""
+    """Exit code of the others."""
 
 
-def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, most: float) -> Verdict | None:
-    """Who hangs; None if some rank makes progress.
+def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: float) -> Verdict | None:
+    """Find the ranks that hang; None if some rank makes progress.
 
     Args:
-        beats: The last one of each rank.
-        silent: Ranks whose beat has stopped.
-        mine: Of the rank that judges.
-        most: Seconds that no rank may take, whatever its own limit says.
+        beats: The last beat of each rank.
+        silent: Ranks whose beats have stopped.
+        mine: The last beat of the calling rank.
+        cap: Upper bound of all limits, in seconds.
     """
     awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
-    if any(beat.stale < min(beat.limit, most) for beat in awake.values()):
+    if any(beat.stale < min(beat.limit, cap) for beat in awake.values()):
         return None
     hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.is_waiting] or _outsiders(awake)
     first = beats[hanging[0]]
-    places = Counter(beat.place for beat in awake.values() if beat.place != first.place)
-    found = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
+    elsewhere = Counter(beat.location for beat in awake.values() if beat.location != first.location)
+    state = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
     names = f"rank {hanging[0]} hangs" if len(hanging) == 1 else f"ranks {', '.join(map(str, hanging[:8]))} hang"
-    others = f", and the others {places.most_common(1)[0][0]}" if places else ""
+    others = f", and the others {elsewhere.most_common(1)[0][0]}" if elsewhere else ""
     return Verdict(
-        text=f"{names}: expected progress within {min(mine.limit, most):.0f} s, got none for {mine.stale:.0f} s: rank "
-        f"{hanging[0]} {found} {first.place}{others}",
+        text=f"{names}: expected progress within {min(mine.limit, cap):.0f} s, got none for {mine.stale:.0f} s: rank "
+        f"{hanging[0]} {state} {first.location}{others}",
         silent=sorted(silent),
     )
 
 
 def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
-    """All wait for each other: the ranks whose place fewest share; of those as rare, those in the user's own code.
+    """Ranks most likely to hang if all wait: those in the rarest location; among equals, those in user code.
 
-    Of these the ones with the fewest batches: under NCCL the others may be steps ahead before their host waits, too.
+    Among these, those with the fewest batches: under NCCL the others may be steps ahead before their hosts wait.
     """
-    shared = Counter(beat.place for beat in awake.values())
-    rarity = {rank: (shared[beat.place], not beat.in_user_code, beat.steps) for rank, beat in awake.items()}
+    shared = Counter(beat.location for beat in awake.values())
+    rarity = {rank: (shared[beat.location], not beat.in_user_code, beat.steps) for rank, beat in awake.items()}
     return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 
 def find_straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
-    """Which rank the others nearly always wait for, and a line about it; None if none, or if too little was seen."""
+    """The rank that the others wait for, and a line about it; None if there is none, or too few samples."""
     slowest, beat = min(enumerate(beats), key=lambda each: each[1].wait_fraction)
     others = statistics.median(each.wait_fraction for rank, each in enumerate(beats) if rank != slowest)
-    if min(each.sampled_steps for each in beats) < _STEPS_OF_LOOKS or others - beat.wait_fraction < _LESS_WAITING:
+    if min(each.sampled_steps for each in beats) < _MIN_SAMPLED_STEPS or others - beat.wait_fraction < _WAIT_GAP:
         return None
     return slowest, (
         f"rank {slowest} is slower than the others: over the last {beat.sampled_steps} steps they waited for other "
@@ -280,51 +283,51 @@ _runs = itertools.count()
 
 
 class Watch:
-    """Watches the thread that starts it, of one rank, until ``stop``; every rank of the world must start one.
+    """Watches the main thread of a rank from ``start`` to ``stop``; every rank of the world must have one.
 
-    A world of one rank is not watched: nobody waits for it.
+    A world of one rank is not watched: no other rank waits for it.
     """
 
     def __init__(self, options: Heartbeat, timeout: timedelta | float) -> None:
-        """Nothing is watched yet.
+        """Check and store the limits; ``start`` begins to watch.
 
         Args:
             options: The limits.
-            timeout: What no limit is more than, perhaps in seconds.
+            timeout: Upper bound of all limits; a number is in seconds.
 
         Raises:
-            ConfigError: If ``timeout`` is no number, or below a second.
+            ConfigError: If ``timeout`` is not a number, or below one second.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         require_number("timeout", seconds, at_least=1)
         self.timeout = timedelta(seconds=seconds)
         self.collective_timeout = self.timeout + MARGIN
-        """After how long collectives should raise."""
+        """Timeout for the process groups."""
         self._options = options
         self._folder = Path("stacks")
         self._threads: list[threading.Thread] = []
 
     def prepare(self, root: str, device: torch.device) -> None:
-        """Before there is a process group: end the watch of a run before, and have NCCL record its collectives.
+        """Stop the watch of an earlier run, and have NCCL record its collectives; before any process group exists.
 
-        What the user has set for torch's flight recorder stays (torch 2.10 to 2.13). The watch asks for its record;
-        torch's own watchdog writes it too, to the same folder, if a collective outlasts its timeout because the watch
+        The user's settings of torch's flight recorder are kept (torch 2.10 to 2.13). The watch dumps its record;
+        torch's own watchdog dumps it too, to the same directory, if a collective exceeds its timeout because the watch
         could not end the run.
 
         Args:
-            root: The Trainer's ``default_root_dir``; if that is no folder of this host, stacks go to the current one.
-            device: This rank's.
+            root: The Trainer's ``default_root_dir``; if it is a URL, stacks go to the current directory.
+            device: This rank's device.
         """
         self.stop()
         self._folder = Path("." if "://" in root else root).absolute() / "stacks"
         if device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-            self._folder.mkdir(parents=True, exist_ok=True)  # torch does not make it
+            self._folder.mkdir(parents=True, exist_ok=True)  # torch does not create it
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / "nccl_"))
 
     def start(self) -> None:
-        """Begin to watch; every rank must call."""
+        """Start watching the calling thread; every rank must call."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         if self._world_size == 1:
             return
@@ -334,131 +337,131 @@ class Watch:
         prefix = f"lightning_megatron/heartbeat/{next(_runs)}"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(prefix, store.clone())
-        self._names = [f"beat/{rank}" for rank in range(self._world_size)]
-        self._is_judge = self._rank % max(1, self._world_size // _JUDGES) == 0
+        self._keys = [f"beat/{rank}" for rank in range(self._world_size)]
+        self._reads_beats = self._rank % max(1, self._world_size // _NUM_READERS) == 0
         self._beats: list[Beat] = []
-        self._heard: list[float] = []
-        """When each rank was last heard to tell something new."""
+        self._heard_at: list[float] = []
+        """When each rank's beat last changed."""
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
-        self._asked: tuple[float, int] | None = None
-        """When a signal asked the run to end, and which."""
-        self._answered = self._progressed = self._looked = time.monotonic()
-        self._named: set[int] = set()
-        """Ranks that were said to be slow."""
-        self._ticks, self._computed, self._places = -1, 0.0, set[int]()
-        self._stepped: tuple[int, float | None] = (progress.steps, None)
-        self._steps: deque[float] = deque(maxlen=101)
-        """Seconds of each."""
-        self._looks: deque[tuple[int, str]] = deque(maxlen=_MOST_LOOKS)
-        """Of those in steps: which step, and where the rank was, "" if it waited for others."""
+        self._end_signal: tuple[float, int] | None = None
+        """When the first SIGTERM or SIGINT came, and which of them it was."""
+        self._answered_at = self._progress_at = self._sampled_at = time.monotonic()
+        self._slow: set[int] = set()
+        """Ranks that were reported as slow."""
+        self._ticks, self._cpu_time, self._stacks = -1, 0.0, set[int]()
+        self._last_step: tuple[int, float | None] = (progress.steps, None)
+        self._step_seconds: deque[float] = deque(maxlen=101)
+        """Duration of each."""
+        self._samples: deque[tuple[int, str]] = deque(maxlen=_MAX_SAMPLES)
+        """Of samples within steps: the step, and the location, "" if it waited for other ranks."""
         self._beat = Beat(limit=self._limit("setup"))
-        self._store.set(self._names[self._rank], json.dumps(self._beat))
-        self._signals = os.pipe2(os.O_NONBLOCK)
+        self._store.set(self._keys[self._rank], json.dumps(self._beat))
+        self._signal_pipe = os.pipe2(os.O_NONBLOCK)
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
         self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._look, self._tell)]
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._sample_loop, self._report_loop)]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """The run is over on this rank. Ranks that still wait for it will say that it is gone."""
+        """End the watch: the run is over on this rank. Ranks that still wait for it will report it as silent."""
         if self._threads:
             self._stopped.set()
             for thread in self._threads:
-                thread.join(timeout=_BEAT)
-            _forget_signals()
-            for end in self._signals:
+                thread.join(timeout=_INTERVAL)
+            _reset_wakeup_fd()
+            for end in self._signal_pipe:
                 os.close(end)
             self._threads = []
 
-    # ---- the thread that looks
+    # ---- the sampling thread
 
-    def _look(self) -> None:
-        while not self._stopped.wait(_BEAT):
+    def _sample_loop(self) -> None:
+        while not self._stopped.wait(_INTERVAL):
             now = time.monotonic()
-            if (gap := now - self._looked) > _SUSPENDED:
-                self._progressed += gap
-                what = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
-                warnings.warn(what, stacklevel=2)
-            self._looked = now
+            if (gap := now - self._sampled_at) > _SUSPENDED:
+                self._progress_at += gap
+                text = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
+                warnings.warn(text, stacklevel=2)
+            self._sampled_at = now
             self._sample(now)
             with contextlib.suppress(OSError):
-                came = [each for each in os.read(self._signals[0], 4096) if each in (signal.SIGTERM, signal.SIGINT)]
-                self._asked = self._asked or next(((now, signum) for signum in came), None)
+                received = [n for n in os.read(self._signal_pipe[0], 4096) if n in (signal.SIGTERM, signal.SIGINT)]
+                self._end_signal = self._end_signal or next(((now, signum) for signum in received), None)
             if self._verdict is None:
-                self._judge(now)
+                self._propose_verdict(now)
             if self._verdict is not None:
-                self._end(self._verdict)
-            if self._rank == 0 and self._beats and (slow := find_straggler(self._beats)) and slow[0] not in self._named:
-                self._named.add(slow[0])
+                self._terminate(self._verdict)
+            if self._rank == 0 and self._beats and (slow := find_straggler(self._beats)) and slow[0] not in self._slow:
+                self._slow.add(slow[0])
                 warnings.warn(slow[1], stacklevel=2)
 
     def _sample(self, now: float) -> None:
-        """Note where the main thread is, and whether that is progress."""
+        """Record where the main thread is, and whether it made progress."""
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
-        place, steps, computed = place_of(frames), progress.steps, time.process_time()
+        location, steps, cpu_time = locate(frames), progress.steps, time.process_time()
         ticks, stack = progress.ticks + steps, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
-        computes = place.kind == "setup" and not place.is_waiting and computed - self._computed > _BEAT / 10
+        computes = location.kind == "setup" and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
         is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
         if ticks != self._ticks:
-            self._places.clear()
-        if ticks != self._ticks or computes or is_debugged or stack not in self._places:
-            self._progressed = now
-        self._places.add(stack)
-        self._ticks, self._computed = ticks, computed
-        before, since = self._stepped
+            self._stacks.clear()
+        if ticks != self._ticks or computes or is_debugged or stack not in self._stacks:
+            self._progress_at = now
+        self._stacks.add(stack)
+        self._ticks, self._cpu_time = ticks, cpu_time
+        before, since = self._last_step
         if steps != before:
             if since is not None:
-                self._steps.append((now - since) / (steps - before))
-            self._stepped = (steps, now)
-        if place.kind == "step":
-            self._looks.append((steps, "" if place.is_waiting else place.text))
-        busy = Counter(text for _, text in self._looks if text)
+                self._step_seconds.append((now - since) / (steps - before))
+            self._last_step = (steps, now)
+        if location.kind == "step":
+            self._samples.append((steps, "" if location.is_waiting else location.text))
+        busy = Counter(text for _, text in self._samples if text)
         self._beat = Beat(
-            *place,
-            number=self._beat.number + 1,
-            stale=now - self._progressed,
-            limit=self._limit(place.kind),
+            *location,
+            serial=self._beat.serial + 1,
+            stale=now - self._progress_at,
+            limit=self._limit(location.kind),
             steps=steps,
-            sampled_steps=steps - self._looks[0][0] if len(self._looks) >= _LOOKS else 0,
-            wait_fraction=1 - busy.total() / max(1, len(self._looks)),
+            sampled_steps=steps - self._samples[0][0] if len(self._samples) >= _MIN_SAMPLES else 0,
+            wait_fraction=1 - busy.total() / max(1, len(self._samples)),
             busy=max(busy, key=busy.__getitem__, default=""),
         )
 
     def _limit(self, kind: Kind) -> float:
         options, is_step = self._options, kind == "step"
-        given, seconds = (options.step, self._steps) if is_step else (options.checkpoint, progress.saves)
+        limit, seconds = (options.step, self._step_seconds) if is_step else (options.checkpoint, progress.saves)
         if kind == "setup" or not seconds:
-            given = options.setup
-        elif given is None:
-            given = max(_LEAST, _MEDIANS * statistics.median(seconds))
-        return min(given, self.timeout.total_seconds())
+            limit = options.setup
+        elif limit is None:
+            limit = max(_MIN_LIMIT, _LIMIT_MEDIANS * statistics.median(seconds))
+        return min(limit, self.timeout.total_seconds())
 
-    def _judge(self, now: float) -> None:
+    def _propose_verdict(self, now: float) -> None:
         """Propose a verdict if no rank makes progress."""
-        most = math.inf
-        is_saved = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats))
-        if self._asked is not None and not is_saved:  # a save that all ranks have come to may go on
-            most = max(self._options.grace, _MEDIANS_OF_GRACE * statistics.median(self._steps or [0.0]))
+        cap = math.inf
+        is_saving = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats))
+        if self._end_signal is not None and not is_saving:  # a checkpoint that all ranks have begun may be finished
+            cap = max(self._options.grace, _GRACE_MEDIANS * statistics.median(self._step_seconds or [0.0]))
         mine = self._beat
-        if mine.stale < min(mine.limit, most):
+        if mine.stale < min(mine.limit, cap):
             return
-        found, is_answered = None, now - self._answered <= _SILENCE
+        found, is_answered = None, now - self._answered_at <= _SILENCE
         if not is_answered:
             server = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
-            told = f"{server} hangs, whose store has not answered for {now - self._answered:.0f} s (stopped or dead)"
-            found = Verdict(text=f"{told}: rank {self._rank} waits {mine.place}", silent=[0])
+            text = f"{server} hangs, whose store has not answered for {now - self._answered_at:.0f} s (stopped or dead)"
+            found = Verdict(text=f"{text}: rank {self._rank} waits {mine.location}", silent=[0])
         elif self._beats:
-            silent = [rank for rank, heard in enumerate(self._heard) if now - heard > _SILENCE]
-            found = find_hang(self._beats, silent, mine, most)
+            silent = [rank for rank, heard in enumerate(self._heard_at) if now - heard > _SILENCE]
+            found = find_hang(self._beats, silent, mine, cap)
         if found is None:
             return
         code = 1
-        more = f"if it only takes long, give MegatronStrategy(heartbeat=Heartbeat({mine.kind}=...)) more seconds"
-        if self._asked is not None:
-            since, signum = self._asked
+        more = f"if it is only slow, raise MegatronStrategy(heartbeat=Heartbeat({mine.kind}=...))"
+        if self._end_signal is not None:
+            since, signum = self._end_signal
             more = f"{signal.Signals(signum).name} came {now - since:.0f} s ago, and the run ends without saving"
             code = 128 + signum
         text = f"{found.text}; last stacks of all ranks: {self._folder}; {more}"
@@ -466,56 +469,56 @@ class Watch:
         if not is_answered:
             self._verdict = self._proposal
 
-    def _end(self, found: Verdict) -> None:
-        """Say it, leave the stack of this rank, wait for those of others, and end the process."""
-        if self._launcher is None or 0 in found.silent:  # else rank 0 says it on the same terminal
+    def _terminate(self, found: Verdict) -> None:
+        """Print the verdict, dump this rank's stacks, leave time for those of others, and end the process."""
+        if self._launcher is None or 0 in found.silent:  # otherwise rank 0 prints it on the same terminal
             print(f"error: {found.text}", file=sys.stderr, flush=True)
-        threading.Thread(target=self._leave_stacks, daemon=True).start()  # the disk may be what hangs
-        time.sleep(_LAST_WORDS)  # others ask its store for the verdict, and end with it where it has started them
+        threading.Thread(target=self._dump_stacks, daemon=True).start()  # the disk may be what hangs
+        time.sleep(_EXIT_DELAY)  # others read the verdict from its store, and end with it if it has launched them
         if self._launcher is not None and 0 in found.silent:
-            os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and nobody waits for this process but it
+            os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and only it waits for this process
         os._exit(found.code)
 
-    def _leave_stacks(self) -> None:
+    def _dump_stacks(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
-            told = f"rank {self._rank}: {self._beat.stale:.0f} s without progress {self._beat.place}"
-            print(told, file=file, flush=True)
+            header = f"rank {self._rank}: {self._beat.stale:.0f} s without progress {self._beat.location}"
+            print(header, file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         if dist.get_backend() == "nccl":
-            trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # of builds with NCCL
+            trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # only in builds with NCCL
             (self._folder / f"nccl_{self._rank}").write_bytes(trace)
         sys.stdout.flush()
 
-    # ---- the thread that tells
+    # ---- the reporting thread
 
-    def _tell(self) -> None:
-        # After the verdict nobody asks: the store may be gone, and torch would print a stack of its own each time.
-        while self._verdict is None and not self._stopped.wait(_BEAT):
-            with contextlib.suppress(RuntimeError):  # no answer, no connection: the other thread sees to that
-                self._exchange()
-                self._answered = time.monotonic()
+    def _report_loop(self) -> None:
+        # Not after the verdict: the store may be gone, and torch would print a stack of its own each time.
+        while self._verdict is None and not self._stopped.wait(_INTERVAL):
+            with contextlib.suppress(RuntimeError):  # no answer or no connection: the sampling thread handles it
+                self._exchange_beats()
+                self._answered_at = time.monotonic()
 
-    def _exchange(self) -> None:
-        self._store.set(self._names[self._rank], json.dumps(self._beat))
-        told = b""
+    def _exchange_beats(self) -> None:
+        self._store.set(self._keys[self._rank], json.dumps(self._beat))
+        value = b""
         if self._proposal is not None:
-            told = self._store.compare_set("verdict", "", json.dumps(self._proposal))
+            value = self._store.compare_set("verdict", "", json.dumps(self._proposal))
         elif self._store.check(["verdict"]):
-            told = self._store.get("verdict")
-        if told:
-            self._verdict = Verdict(*json.loads(told))
-        if (self._is_judge or self._asked is not None) and self._store.check(self._names):
-            now, beats = time.monotonic(), [Beat(*json.loads(told)) for told in self._store.multi_get(self._names)]
-            times = zip(beats, self._beats or beats, self._heard or [now] * len(beats), strict=True)
-            self._heard = [heard if beat.number == before.number else now for beat, before, heard in times]
+            value = self._store.get("verdict")
+        if value:
+            self._verdict = Verdict(*json.loads(value))
+        if (self._reads_beats or self._end_signal is not None) and self._store.check(self._keys):
+            now, beats = time.monotonic(), [Beat(*json.loads(beat)) for beat in self._store.multi_get(self._keys)]
+            changes = zip(beats, self._beats or beats, self._heard_at or [now] * len(beats), strict=True)
+            self._heard_at = [heard if beat.serial == before.serial else now for beat, before, heard in changes]
             self._beats = beats
 
 
-def _forget_signals() -> None:
-    """Also in workers of DataLoaders, which get SIGTERM at an epoch's end: not a signal to this rank."""
+def _reset_wakeup_fd() -> None:
+    """Stop signals from reaching the pipe; also in DataLoader workers, which get SIGTERM when an epoch ends."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_forget_signals)
+os.register_at_fork(after_in_child=_reset_wakeup_fd)

@@ -177,18 +177,18 @@ def test_a_run_that_only_takes_long_goes_on_and_a_rank_that_stood_still_is_named
     ]
 
 
-def _beat(stale: float, place: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
-    return Beat(stale=stale, limit=60, place=place, is_waiting="all_reduce" in place, **fields)
+def _beat(stale: float, location: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
+    return Beat(stale=stale, limit=60, location=location, is_waiting="all_reduce" in location, **fields)
 
 
 def test_a_run_hangs_only_if_no_rank_makes_progress() -> None:
-    def told(*beats: Beat, most: float = 1e9) -> str:
-        found = find_hang(beats, [], beats[0], most)
+    def told(*beats: Beat, cap: float = 1e9) -> str:
+        found = find_hang(beats, [], beats[0], cap)
         return "" if found is None else found.text
 
     waits, hangs, works = _beat(70), _beat(70, "in C.setup (b.py:2 in setup)"), _beat(10, "at (c.py:3 in g)")
     assert told(waits, works) == ""
-    assert told(waits, works, most=5) != ""
+    assert told(waits, works, cap=5) != ""
     says = "rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup"
     assert told(waits, waits, hangs).startswith(says)
     assert told(waits, waits, _beat(70, "in all_reduce, in C.x (d.py:4 in x)")).startswith("rank 2 hangs")
