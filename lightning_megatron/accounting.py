@@ -85,7 +85,7 @@ def adapter_parameters(model: ModelConfig) -> int:
 def chunk_layout(model: ModelConfig, parallel: ParallelConfig, override: object = None) -> tuple[int, ...]:
     """Number of layers of each chunk in pipeline order; ``override`` may set that of a T5."""
     is_t5 = model.architecture == "t5"
-    return t5_layout(model, parallel, override) if is_t5 else parallel.layout(model.num_layers)
+    return t5_layout(model, parallel, override) if is_t5 else parallel.layers_per_chunk(model.num_layers)
 
 
 def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:

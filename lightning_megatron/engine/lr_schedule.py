@@ -1,7 +1,7 @@
-"""Learning-rate and weight-decay schedules: their settings, and Megatron's scheduler as Lightning steps it.
+"""Learning-rate and weight-decay schedules: options, and Megatron's scheduler with the interface of torch's.
 
-After ``n`` optimizer steps the optimizer's groups hold the values of step ``n`` (the first is 0), which the next
-optimizer step uses. Megatron counts samples; here, as in Lightning, steps are counted.
+After ``n`` optimizer steps the parameter groups hold the values of step ``n`` (the first is 0), which the next
+optimizer step uses. Megatron counts samples; this package counts steps, as Lightning does.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _STYLES = {
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """How learning rate and weight decay move over the steps of a run.
+    """Schedule of learning rate and weight decay over the steps of a run.
 
     Args:
         style: Shape after the warm-up. WSD (warm-up, stable, decay) holds the peak until the last ``wsd_decay_steps``.
         warmup_steps: Optimizer steps of the linear warm-up from ``init_lr`` to the peak.
-        warmup_fraction: The same as a fraction of the decay's length, in [0, 1); instead of ``warmup_steps``.
+        warmup_fraction: Warm-up as a fraction of ``decay_steps``, in [0, 1); instead of ``warmup_steps``.
         init_lr: Learning rate of the first optimizer step, where the warm-up begins; no effect without warm-up.
-        min_lr: Learning rate at the end of the decay and ever after; no effect on ``constant``.
-        decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None takes those of the run,
-            by the Trainer's ``max_steps`` or ``max_epochs``. Set it if a run is trained in parts with a growing
-            ``max_steps``: the curve would be stretched otherwise.
+        min_lr: Learning rate at the end of the decay and afterwards; no effect on ``constant``.
+        decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None: the steps of the run,
+            from the Trainer's ``max_steps`` or ``max_epochs``. Set it if a run is trained in parts with a growing
+            ``max_steps``, which would stretch the curve otherwise.
         wsd_decay_steps: Optimizer steps of WSD's final decay; required for WSD, refused elsewhere.
         wsd_decay_style: Shape of WSD's final decay.
-        start_weight_decay: Weight decay of the first step, for a ramp; None is the optimizer's ``weight_decay``.
-        end_weight_decay: Weight decay at the run's last step and ever after, for a ramp; None is the optimizer's
+        start_weight_decay: Weight decay at the first step of a ramp; None: the optimizer's ``weight_decay``.
+        end_weight_decay: Weight decay at the run's last step and afterwards, for a ramp; None: the optimizer's
             ``weight_decay``.
-        weight_decay_incr_style: Shape of the ramp from ``start_weight_decay`` to ``end_weight_decay``; ``constant`` is
-            no ramp.
+        weight_decay_incr_style: Shape of the ramp from ``start_weight_decay`` to ``end_weight_decay``; ``constant``: no
+            ramp.
     """
 
     style: LRStyle = "constant"
@@ -62,12 +62,12 @@ class LRSchedule:
 
     @property
     def follows_run(self) -> bool:
-        """Whether the curves depend on how many steps the whole run has."""
+        """Whether the curves depend on the number of steps of the run."""
         has_length = self.style != "constant" or bool(self.warmup_fraction)
         return (has_length and self.decay_steps is None) or self.weight_decay_incr_style != "constant"
 
     def __post_init__(self) -> None:
-        """Check the rules that need neither the peak learning rate nor the number of steps.
+        """Check everything that depends on neither the peak learning rate nor the number of steps.
 
         Raises:
             ConfigError: If a style is unknown, a value is negative, or two settings exclude each other.
@@ -100,13 +100,13 @@ class LRSchedule:
 def scheduler_settings(
     schedule: LRSchedule, lr: float, weight_decay: float, total_steps: int | None
 ) -> Mapping[str, Any]:
-    """The arguments of Megatron's scheduler for a run of ``total_steps`` optimizer steps.
+    """Arguments of Megatron's scheduler for a run of ``total_steps`` optimizer steps.
 
     Args:
-        schedule: What the user asked for.
+        schedule: The user's options.
         lr: Peak learning rate.
-        weight_decay: The optimizer's weight decay: the value without a ramp, and the default of its two ends.
-        total_steps: Of the whole run; -1 or None if it has no end.
+        weight_decay: The optimizer's weight decay: the value without a ramp, and the default of a ramp's two ends.
+        total_steps: Steps of the whole run; -1 or None if it has no end.
 
     Raises:
         ConfigError: If a needed number of steps is unknown, the warm-up or WSD's decay does not fit into the decay, or
@@ -117,7 +117,7 @@ def scheduler_settings(
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
         raise ConfigError(f"{what} needs the number of steps; set max_steps or max_epochs of Trainer, or decay_steps")
-    # A fraction need not be whole steps, as in Megatron.
+    # As in Megatron, a fraction need not give a whole number of steps.
     warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
     if decay is not None:
         source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
@@ -138,7 +138,7 @@ def scheduler_settings(
     if schedule.weight_decay_incr_style != "constant" and known_steps is None:
         raise ConfigError(f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs max_steps or max_epochs")
     return {
-        # Megatron refuses what is above the peak, also where it has no effect.
+        # Megatron refuses values above the peak even if they have no effect.
         "init_lr": min(schedule.init_lr, lr),
         "max_lr": lr,
         "min_lr": min(schedule.min_lr, lr),
@@ -155,34 +155,34 @@ def scheduler_settings(
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
-    """Megatron's scheduler with multipliers of the learning rate, and the state of a torch scheduler.
+    """Megatron's scheduler with learning-rate multipliers and the state dict of a torch scheduler.
 
-    Every group follows the run's settings, times its ``lr_mult`` and ``wd_mult`` if it has them. The state is one
-    number, the steps done, so that a resumed run follows the settings that it was started with. ``max_lr`` and
-    ``min_lr`` of groups, which Megatron's scheduler prefers, do not count: Megatron's optimizer leaves ``min_lr`` None.
+    Every group follows the run's settings, times its ``lr_mult`` and ``wd_mult`` if it has them. The state is only the
+    number of steps done, so a resumed run follows the settings that it is started with. ``max_lr`` and ``min_lr`` of
+    groups, which Megatron's scheduler prefers, are ignored: Megatron's optimizer leaves ``min_lr`` None.
     """
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """The learning rate of a group; Megatron's scheduler ignores ``lr_mult``."""
+        """Learning rate of a group, times its ``lr_mult``, which Megatron's scheduler ignores."""
         return float(super().get_lr({}) * param_group.get("lr_mult", 1.0))
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """The weight decay of a group before its ``wd_mult``."""
+        """Weight decay of a group, without its ``wd_mult``."""
         return float(super().get_wd())
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group, as torch's schedulers tell it."""
+        """Learning rate of each group, as in torch's schedulers."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, increment: int = 1) -> None:
-        """Write the values of the next optimizer step; call it after each one."""
+        """Set the values of the next optimizer step; called after each step."""
         super().step(increment)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps done, under torch's own key."""
+        """Number of steps done, under torch's key."""
         return {"last_epoch": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the saved number of steps, and write the values of the coming step."""
+        """Resume after the saved number of steps, and set the values of the next step."""
         self.num_steps = int(state_dict["last_epoch"])
         self.step(0)

@@ -1,20 +1,20 @@
-"""Megatron's optimizer as a torch optimizer: options, parameter groups, the wrapper for Lightning, and its state.
+"""Megatron's optimizer as a torch optimizer: options, parameter groups, a wrapper for Lightning, and its sharded state.
 
-Lightning and torch's learning-rate schedulers want a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper here
-shows Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
+Lightning and torch's learning-rate schedulers require a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper
+exposes Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
 
 On a GPU the host does not wait for the gradient norm: clipping, and whether there is an update at all, are decided on
-the device (``grad_scale`` and ``found_inf`` of the fused optimizers, torch's names), and the norm is copied beside it.
-Where steps may be skipped the host reads it behind the update it has queued, because learning rates depend on it;
-otherwise when the next step's gradients are queued, so that Python and data are prepared while the GPU works. A step
-that is not finite never reaches the weights either way.
+the device (``grad_scale`` and ``found_inf`` of the fused optimizers, torch's names), and the norm is copied to the host
+asynchronously. Where steps may be skipped, the host reads it after queueing the update, because learning rates depend
+on it; otherwise after queueing the next step's gradients, so that Python and data preparation overlap with the GPU. A
+step that is not finite never reaches the weights either way.
 
-In checkpoints there are, for each parameter, the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the
-shape of the weight: its fp32 master and its moments, as megatron-core's ``fully_reshardable`` format has them. So a run
-goes on with or without distributed optimizer, at any number of data-parallel ranks and in another precision.
-megatron-core 0.16.1 (optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its
-optimizers without sharding write other names. Here each rank writes and reads exactly what it holds: its part of a
-parameter is a range of consecutive numbers, which is cut into boxes (rest of a row, whole rows, start of a row).
+Checkpoints hold, for each parameter, the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the shape of
+the weight: its fp32 master weight and its moments, as in megatron-core's ``fully_reshardable`` format. So a run can be
+resumed with or without distributed optimizer, at any data-parallel size and in another precision. megatron-core 0.16.1
+(optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its optimizers without
+sharding write other names. Here each rank writes and reads exactly what it holds: its shard of a parameter is a range
+of consecutive elements, which is cut into boxes (rest of a row, complete rows, start of a row).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GroupMultipliers:
     """Factors for one group of parameters.
 
     Args:
-        lr_mult: Times the learning rate.
-        wd_mult: Times the weight decay.
+        lr_mult: Factor of the learning rate.
+        wd_mult: Factor of the weight decay.
     """
 
     lr_mult: float = 1.0
@@ -63,7 +63,7 @@ class GroupMultipliers:
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """Megatron's optimizer without its learning rate, which the module owns.
+    """Options of Megatron's optimizer, without the learning rate, which is an option of the module.
 
     Args:
         name: ``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has
@@ -73,12 +73,13 @@ class OptimizerOptions:
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the root of the second moment.
-        momentum: Of ``sgd``.
-        multipliers: Glob over Megatron's parameter names, e.g. ``*word_embeddings*``, to factors; the first match wins.
-        initial_loss_scale: Of ``16-mixed``: halved after each overflow that outlasts ``loss_scale_hysteresis``.
-        min_loss_scale: Of ``16-mixed``: never below.
-        loss_scale_window: Of ``16-mixed``: steps without overflow after which the scale doubles.
-        loss_scale_hysteresis: Of ``16-mixed``: overflows that are tolerated before the scale is halved.
+        momentum: Momentum of ``sgd``.
+        multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``) to factors; the first match wins.
+        initial_loss_scale: Initial loss scale of ``16-mixed``.
+        min_loss_scale: Lower bound of the loss scale of ``16-mixed``.
+        loss_scale_window: Of ``16-mixed``: steps without overflow after which the loss scale doubles.
+        loss_scale_hysteresis: Of ``16-mixed``: the loss scale is halved at this overflow and each later one, counted
+            since it last doubled.
     """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -94,10 +95,10 @@ class OptimizerOptions:
     loss_scale_hysteresis: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse unknown optimizers and impossible numbers.
+        """Check the options.
 
         Raises:
-            ConfigError: If the name is unknown, or a number is out of range.
+            ConfigError: If the name is unknown, or a value is out of range.
         """
         factors = {glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in self.multipliers.items()}
         object.__setattr__(self, "multipliers", factors)
@@ -115,29 +116,29 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerReport:
-    """What the last optimizer step did; the same on every rank."""
+    """Outcome of the last optimizer step; the same on every rank."""
 
     grad_norm: float
-    """Global 2-norm of the gradients before clipping; NaN where the step was skipped."""
+    """Global 2-norm of the gradients before clipping; NaN if the step was skipped."""
     skipped: bool
-    """Whether the weights were left alone: an overflow was found, or a loss or gradient that is not finite."""
+    """Whether the weights were left unchanged, because of an overflow or a non-finite loss or gradient."""
     skipped_steps: int
-    """How often a step was left out for a loss or gradient that was not finite, those before a resume included."""
+    """Number of steps skipped for a non-finite loss or gradient, including those before a resume."""
     loss_scale: torch.Tensor
-    """[1], fp32: the scale that the next step uses; 1 unless ``16-mixed``. On the device: reading it waits."""
+    """[1], fp32, on the device (reading it waits): the loss scale of the next step; 1 unless ``16-mixed``."""
 
 
 def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions) -> GroupMultipliers:
-    """The factors of one parameter.
+    """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
 
     Args:
-        name: Megatron's name of it, wrappers included.
+        name: Megatron's parameter name, with the prefixes of wrappers.
         parameter: The parameter.
-        options: Where the user's globs are.
+        options: The options with the user's globs.
     """
     plain_name = name.replace("module.", "")
     if plain_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
-        # The last stage's copy of a tied embedding, which must move as the embedding does.
+        # The last stage's copy of a tied embedding, which must be updated like the embedding.
         plain_name = "embedding.word_embeddings.weight"
     for pattern, multipliers in options.multipliers.items():
         if fnmatch(plain_name, pattern):
@@ -146,17 +147,17 @@ def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions
     return GroupMultipliers(wd_mult=0.0 if is_one_dimensional else 1.0)
 
 
-def _overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> dict[ParamKey, dict[str, float]]:
-    """Megatron's parameter groups: one row for every distinct pair of factors."""
+def _group_overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> dict[ParamKey, dict[str, float]]:
+    """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
     default = GroupMultipliers()
     distinct = {multipliers_of(n, p, options) for chunk in chunks for n, p in chunk.named_parameters()}
     distinct |= {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
 
-    def belongs(wanted: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
-        return lambda parameter, name: multipliers_of(name, parameter, options) == wanted
+    def has(multipliers: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
+        return lambda parameter, name: multipliers_of(name, parameter, options) == multipliers
 
     return {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name=str(group), fn=belongs(group))): {
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name=str(group), fn=has(group))): {
             "lr_mult": group.lr_mult,
             "wd_mult": group.wd_mult,
         }
@@ -165,33 +166,33 @@ def _overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> 
 
 
 def _group_name(lr_mult: float, wd_mult: float) -> str:
-    """How Lightning's LearningRateMonitor names a group, e.g. ``lr/weight_decay``."""
+    """Name of a parameter group, which Lightning's LearningRateMonitor logs as e.g. ``lr/weight_decay``."""
     decay = {0.0: "no_weight_decay", 1.0: "weight_decay"}.get(wd_mult, f"weight_decay_x{wd_mult:g}")
     return decay if lr_mult == 1.0 else f"{decay}_lr_x{lr_mult:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerContext:
-    """What the run, not the user's options, decides about the optimizer."""
+    """Settings of the optimizer that come from the run, not from the user's options."""
 
     settings: EngineSettings
     engine: Callable[[], AbstractContextManager[None]]
-    """Opens the surroundings in which Megatron may be called."""
+    """Context manager within which Megatron may be called."""
     may_skip: bool
-    """Whether training goes on behind a step that was left out, so that its outcome must be known before the next."""
+    """Whether training continues after a skipped step: each step's outcome must then be known before the next step."""
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
     """Megatron's optimizer as Lightning and torch's schedulers see it.
 
-    ``zero_grad`` does nothing, because the schedule that ran just before has filled the gradients; ``state`` is empty,
-    because moments are sharded and saved by the strategy.
+    ``zero_grad`` does nothing, because the schedule has just computed the gradients; ``state`` is empty, because
+    moments are sharded and saved by the strategy.
     """
 
     def __init__(
         self, chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
     ) -> None:
-        """Make Megatron's optimizer over DDP-wrapped chunks. Every rank must call, inside ``context.engine()``.
+        """Build Megatron's optimizer for DDP-wrapped chunks. Every rank must call, inside ``context.engine()``.
 
         ``super().__init__`` is not called: it would build groups of its own.
 
@@ -220,54 +221,54 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "overlap_param_gather": settings.overlaps_gathers,
         }
         config = build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
-        self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_overrides(chunks, options))
+        self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_group_overrides(chunks, options))
         for group in self.inner.param_groups:
-            # Torch's schedulers know nothing of multipliers, so they are part of each group's base values.
+            # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
             group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
         self._context = context
         self.clip_grad = 0.0
-        """Largest global gradient norm of the next step; 0 for no clipping (the norm is computed all the same)."""
-        # OneCycleLR and CyclicLR look here whether the optimizer has a momentum that they can move in the groups.
+        """Maximum global gradient norm of the next step; 0 for no clipping (the norm is computed anyway)."""
+        # OneCycleLR and CyclicLR check here whether the groups have a momentum that they can schedule.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.loss = torch.zeros(())
-        """[], fp32, on the device: what the gradients are of, the same on every rank."""
+        """[], fp32, on the device: the loss that the gradients belong to, the same on every rank."""
         self.check_finite: Callable[[float], None] = lambda grad_norm: None
-        """Called on all ranks with the step's gradient norm; NaN or infinite if the loss is. Raises to end the run."""
+        """Called on all ranks with the step's gradient norm (NaN or infinite if the loss is); raises to end the run."""
         self.grad_norm: torch.Tensor | None = None
-        """[], fp32: the last step's gradient norm, maybe still on the device; None before the first."""
+        """[], fp32: the last step's gradient norm, perhaps on the device; None before the first step."""
         self._report: OptimizerReport | None = None
         self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
-        """Of a step that the host does not know yet: the squared norm, and ``check_finite`` of then."""
+        """Of a step whose outcome the host has not read yet: the squared norm, and its ``check_finite``."""
         self.skipped_steps = 0
         for masters in self._masters:
             masters.materialize_state()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Megatron's own groups: setting ``lr`` or ``weight_decay`` in them takes effect."""
+        """Megatron's own parameter groups: setting ``lr`` or ``weight_decay`` in them takes effect."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """Empty: nothing to move or to save the ordinary way."""
+        """Empty: ``sharded_state_dict`` has the state."""
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: see the class."""
+        """Do nothing: see the class."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
         loss = None
         if closure is not None:
-            self.clip_grad = 0.0  # until the closure's hooks say otherwise
+            self.clip_grad = 0.0  # until the closure's hooks set it
             with torch.enable_grad():
                 loss = closure()
         with self._context.engine():
-            self.settle()  # the step before; this one's gradients are queued by now
+            self.settle()  # of the previous step; this one's gradients are queued
             if self.inner.prepare_grads():  # an overflow of 16-mixed
                 self.grad_norm = torch.tensor(math.nan)
                 self._finish(math.nan, self.check_finite, overflow=True)
@@ -279,55 +280,55 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def report(self) -> OptimizerReport | None:
-        """What the last step did, None before the first. Waits for the device, and never communicates."""
+        """Outcome of the last step, None before the first. Waits for the device; never communicates."""
         if self._outcome is None:
             return self._report
-        return self._reported(self._outcome[0].read() ** 0.5)
+        return self._make_report(self._outcome[0].read() ** 0.5)
 
     @property
     def has_skipped(self) -> bool:
-        """Whether the last step was left out, and training goes on. Does not wait for the device."""
+        """Whether the last step was skipped, and training goes on. Does not wait for the device."""
         return self._outcome is None and self._report is not None and self._report.skipped
 
     def settle(self) -> None:
-        """Learn what became of the last step. Every rank must call at the same place; does nothing the second time.
+        """Read the outcome of the last step, if not yet read. Every rank must call at the same point.
 
         Raises:
-            NonFiniteError: If it was not finite, and ``check_finite`` says so.
+            NonFiniteError: If the step was not finite, and its ``check_finite`` raises.
         """
         if self._outcome is None:
             return
-        (squared, judge), self._outcome = self._outcome, None
+        (squared, check_finite), self._outcome = self._outcome, None
         norm = squared.read() ** 0.5
         if not math.isfinite(norm):
             for optimizer in self._masters:
                 optimizer.uncount_step()
-        self._finish(norm, judge)
+        self._finish(norm, check_finite)
 
     def _masked_update(self) -> None:
-        """Queue the update, which the device leaves out if the gradient norm is not finite."""
+        """Queue the update, which the device skips if the gradient norm is not finite."""
         squared = self._squared_norm()
         self.grad_norm = squared.sqrt().squeeze()
         found_inf, clip = (~squared.isfinite()).float(), self.clip_grad
         for optimizer in self._masters:
             optimizer.found_inf = found_inf
             optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
-        # Copied before the update, behind which the host then need not wait.
+        # Copied before the update, so that the host need not wait for the update.
         self._outcome = HostCopy(squared), self.check_finite
         self.inner.step_with_ready_grads()
 
     def _squared_norm(self) -> torch.Tensor:
-        """[1], fp32, over all ranks; NaN or infinite also if the loss is, which so travels with what is read anyway.
+        """Squared global gradient norm: [1], fp32. NaN or infinite also if the loss is: the host reads only this value.
 
-        megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without its wait for the device.
+        megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without waiting for the device.
         """
-        of_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-        for part in self.parts:  # experts have an optimizer of their own, and without sharding other ranks hold them
+        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for part in self.parts:  # experts have their own optimizer and, without sharding, their own group of ranks
             has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
             gradients = (part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm)()
-            of_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
+            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
         total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
-        for group, gradients in of_group.items():
+        for group, gradients in by_group.items():
             norms = torch._foreach_norm([*gradients, 0.0 * self.loss], 2, dtype=torch.float32)
             squared = torch.linalg.vector_norm(torch.stack(norms)).reshape(1) ** 2.0
             dist.all_reduce(squared, group=group)
@@ -336,23 +337,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def _settles_late(self) -> bool:
-        """Whether the host would have to wait for the outcome of a step, and need not."""
+        """Whether ``settle`` is deferred to the next step: on a GPU it would wait, and no skipped step needs it."""
         return self.loss.is_cuda and not self._context.may_skip
 
     @property
     def _masters(self) -> list[MasterOptimizer]:
-        """The optimizers inside; a part without weights on this rank has none."""
+        """Optimizers of the parts; a part without weights on this rank has none."""
         return [part.optimizer for part in self.parts if part.optimizer is not None]
 
-    def _finish(self, norm: float, judge: Callable[[float], None], *, overflow: bool = False) -> None:
-        # Gradients that are too large only with the loss scale are 16-mixed's everyday business.
-        is_wrong = not math.isfinite(self.loss if overflow else norm)
-        if is_wrong or not overflow:
-            judge(norm)
-        self.skipped_steps += is_wrong
-        self._report = self._reported(norm)
+    def _finish(self, norm: float, check_finite: Callable[[float], None], *, overflow: bool = False) -> None:
+        # Gradients that overflow only because of the loss scale are normal in 16-mixed.
+        is_nonfinite = not math.isfinite(self.loss if overflow else norm)
+        if is_nonfinite or not overflow:
+            check_finite(norm)
+        self.skipped_steps += is_nonfinite
+        self._report = self._make_report(norm)
 
-    def _reported(self, norm: float) -> OptimizerReport:
+    def _make_report(self, norm: float) -> OptimizerReport:
         return OptimizerReport(
             grad_norm=norm if math.isfinite(norm) else math.nan,
             skipped=not math.isfinite(norm),
@@ -362,46 +363,46 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[Any]:
-        """The optimizers that Megatron chained."""
+        """The optimizers that Megatron has chained."""
         return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
     # ---- the state in a checkpoint --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning's dict; ``sharded_state_dict`` has the rest."""
+        """The number of skipped steps, for Lightning; ``sharded_state_dict`` has the rest."""
         return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` has said."""
+        """Restore what ``state_dict`` returned."""
         self.skipped_steps = state_dict.get("skipped_steps", 0)
 
     @property
     def state_format(self) -> dict[str, Any]:
-        """What must be the same for one optimizer to read another one's state."""
+        """Properties that must match for one optimizer to load another one's state."""
         config = self.parts[0].config
         has_momentum = config.optimizer != "sgd" or config.sgd_momentum > 0
         groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups}
         return {
-            "implementation": "DistributedOptimizer",  # the only one that could read the format once
+            "implementation": "DistributedOptimizer",  # formerly the only one that could read the format
             "algorithm": config.optimizer + ("" if has_momentum else " without momentum"),
             "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
         }
 
     def sharded_state_dict(self, models: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
-        """The state as sharded tensors over the live ones, and plain data; every rank must call.
+        """Build the state dict: sharded tensors that view the live state, and plain data; every rank must call.
 
         Args:
-            models: Sharded state of all chunks, with the parameters themselves as data.
-            is_loading: Whether a checkpoint is about to be read: fp32 masters, which are weights, then get memory of
-                their own, because the weights are read too, perhaps with fewer digits.
+            models: Sharded state dict of all chunks, with the parameters themselves as data.
+            is_loading: Whether a checkpoint is about to be loaded: fp32 masters, which are the weights, then get their
+                own memory, because the weights are loaded too, perhaps in lower precision.
         """
         placements = _placements(models)
         entries: dict[str, ShardedTensor] = {}
-        for number, held in enumerate(self._held()):
+        for number, held in enumerate(self._param_states()):
             for name, tensor in held.tensors.items():
                 flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
-                pieces = _pieces(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
-                entries |= {f"{number}.{name}.{index}": piece for index, piece in enumerate(pieces)}
+                shards = _shards(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
+                entries |= {f"{number}.{name}.{index}": shard for index, shard in enumerate(shards)}
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         scaler = getattr(self.parts[0], "grad_scaler", None)
         return {
@@ -413,84 +414,83 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_sharded_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Take over what was loaded after the weights are back; every rank must call.
+        """Restore a loaded state after the weights have been restored; every rank must call.
 
-        The settings of the optimizer stay those that it was made with, so they may change on the way.
+        The optimizer keeps the settings that it was built with, so they may change on resume.
 
         Args:
-            loaded: What became of ``sharded_state_dict``; masters and moments are in place already, except fp32
-                masters.
+            loaded: ``sharded_state_dict`` after loading; masters and moments are already in place, except fp32 masters.
         """
         entries = loaded["param_state"]
-        for number, held in enumerate(self._held()):
+        for number, held in enumerate(self._param_states()):
             prefix = f"{number}.param."
-            # In the order in which they were asked for.
-            pieces = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
-            if held.is_own_master and pieces:
-                held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in pieces]))
-        saved = {_identity(group): group for group in loaded.get("optimizer", loaded)["param_groups"]}
+            # In the order of sharded_state_dict.
+            keys = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
+            if held.is_own_master and keys:
+                held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in keys]))
+        saved = {_group_key(group): group for group in loaded.get("optimizer", loaded)["param_groups"]}
         for group in self.param_groups:
             kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
-            group.update({name: value for name, value in saved[_identity(group)].items() if name not in kept})
+            group.update({name: value for name, value in saved[_group_key(group)].items() if name not in kept})
         for part in self.parts:
             scaler = getattr(part, "grad_scaler", None)
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
             if isinstance(part, DistributedOptimizer) and part.config.params_dtype is torch.float32:
-                # Weights are masters, of which each data-parallel rank has just set its own part: gather the others.
+                # The weights are the masters, of which each data-parallel rank has restored its shard: all-gather them.
                 for chunk in part.model_chunks:
                     chunk.start_param_sync(force_sync=True)
 
-    def _held(self) -> Iterator[_Held]:
-        """What this rank holds, in an order that does not change."""
+    def _param_states(self) -> Iterator[_ParamState]:
+        """This rank's state of each parameter, in a fixed order."""
         for part in self.parts:
-            for parameter, master, start in _mastered(part):
+            for parameter, master, start in _master_weights(part):
                 moments = {name: part.optimizer.state[master][name].view(-1) for name in part.optimizer.state_names}
                 tensors = {"param": master.detach().view(-1), **moments}
-                yield _Held(parameter, start, isinstance(part, DistributedOptimizer), tensors)
+                yield _ParamState(parameter, start, isinstance(part, DistributedOptimizer), tensors)
 
 
-# ---- which part of which parameter a rank holds -------------------------------------------------------------------
+# ---- shards of the optimizer state --------------------------------------------------------------------------------
 
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells parameter groups apart; each rank has all of them, in any order."""
+"""Keys that identify a parameter group; each rank has all groups, in any order."""
 
 _GROUP_SETTINGS = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps", "momentum")
-"""What a run sets for its parameter groups; the rest of them, as ``lr`` and ``step``, is where a run stands."""
+"""Keys of parameter groups that each run sets; the others, such as ``lr`` and ``step``, are restored on resume."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index along each axis, and size along each axis."""
+"""Offset and size along each axis."""
 
 
-class _Held(NamedTuple):
-    """What this rank's optimizer holds of one parameter."""
+class _ParamState(NamedTuple):
+    """State that this rank's optimizer holds of one parameter."""
 
     parameter: Tensor
     start: int
-    """The first of the parameter's numbers that it holds, counted row by row."""
+    """Index of the first element held, in row-major order."""
     is_sharded: bool
-    """Whether other data-parallel ranks hold other numbers, instead of the same ones."""
+    """Whether other data-parallel ranks hold other elements, instead of the same ones."""
     tensors: Mapping[str, Tensor]
-    """``param``, which is the master, and the moments by name; each [numbers held]."""
+    """``param``, the master weight, and the moments by name; each [elements held]."""
 
     @property
     def stop(self) -> int:
-        """The first number behind those that it holds."""
+        """Index after the last element held."""
         return self.start + self.tensors["param"].numel()
 
     @property
     def is_own_master(self) -> bool:
-        """Whether the master is the weight itself, as in fp32."""
+        """Whether the master weight is the weight itself, as in fp32."""
         master = self.tensors["param"].untyped_storage().data_ptr()
         return bool(self.parameter.untyped_storage().data_ptr() == master)
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group[name] for name in _GROUP_IDENTITY)
 
 
-def _mastered(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Each parameter, its master or this rank's part of it, and which number of the parameter comes first in it."""
+def _master_weights(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield each parameter, its master weight or this rank's shard of it, and the index of its first element."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             first: int = part._get_model_param_range_map(parameter)["param"].start
@@ -505,7 +505,7 @@ def _mastered(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
-    """By parameter (``id``): where it lies in the whole model, in one place or in several."""
+    """Map each parameter's ``id`` to its position in the full model: one sharded tensor, or several."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(models))
     placements = {}
     for placement in nested_values(sharded):
@@ -514,22 +514,22 @@ def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
     return placements
 
 
-def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, prefix: str) -> Iterator[ShardedTensor]:
-    """What ``flat``, the held numbers of one kind, is in the whole model, in its order."""
+def _shards(placements: Sequence[ShardedTensor], held: _ParamState, flat: Tensor, name: str) -> Iterator[ShardedTensor]:
+    """Sharded tensors of the full model that make up ``flat``, the held elements of a state tensor, in its order."""
     for placement in placements:
         data = placement.data
         assert data is not None
-        assert data.is_contiguous(), "parts of a parameter are whole rows of it"
+        assert data.is_contiguous(), "shards of a parameter are contiguous"
         begin = data.storage_offset() - held.parameter.storage_offset()
         start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
-        # The last component counts data-parallel ranks: of those that hold the same, the first one writes.
+        # The last component is the data-parallel rank: of ranks that hold the same elements, the first one writes.
         replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
         prepended = placement.prepend_axis_num
         for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
             shape, inside = (1,) * prepended + size, (0,) * prepended + offset
             count = math.prod(size)
             yield ShardedTensor(
-                key=f"{prefix}.{placement.key}",
+                key=f"{name}.{placement.key}",
                 data=flat[start - held.start :][:count].view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,
@@ -543,7 +543,7 @@ def _pieces(placements: Sequence[ShardedTensor], held: _Held, flat: Tensor, pref
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The numbers ``start`` to ``stop`` of a tensor, counted row by row, as few boxes in the same order."""
+    """Split elements ``start`` to ``stop`` of a tensor, in row-major order, into few boxes in the same order."""
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -556,5 +556,5 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
     if first > last:
         return within(last, start - last * row, stop - last * row)
-    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return [*within(first - 1, start - (first - 1) * row, row), *whole, *within(last, 0, stop - last * row)]
+    complete = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return [*within(first - 1, start - (first - 1) * row, row), *complete, *within(last, 0, stop - last * row)]

@@ -1,14 +1,14 @@
-"""Fields of Megatron-Core's three configs that a user sets by hand, and which of them may be.
+"""User overrides of fields of Megatron-Core's three configs, and which fields may be overridden.
 
-What an option of this package or of the Trainer says is refused with that option: two places for one setting would be
-two truths, and checkpoints, planner and checks know only the first. Refused, too, is what would change nothing here.
+A field that an option of this package or of the Trainer sets is refused, and the error names that option: checkpoints,
+planner and checks know only the option. Fields that have no effect in this package are refused, too.
 
-Read in megatron-core 0.16.1 for the optimizer: ``use_precision_aware_optimizer`` is Transformer Engine's FusedAdam, and
-``OptimizerConfig`` raises without it. ``optimizer_cpu_offload`` needs none, and has three gaps: on CPUs
-``HybridDeviceOptimizer`` fails in its first step (``cpu_copys_map_gpu_param`` has no weight that is there already); it
-loads a state only where all weights have 16 bits (``_update_fp32_params_by_new_state`` looks for fp32 copies of fp32
-weights); and masters live inside of it, so that shards of the parameter groups, which a checkpoint takes for masters,
-are the 16-bit weights.
+Notes on the optimizer of megatron-core 0.16.1: ``use_precision_aware_optimizer`` is Transformer Engine's FusedAdam, and
+``OptimizerConfig`` raises without it. ``optimizer_cpu_offload`` does not need it, and has three gaps: on CPUs
+``HybridDeviceOptimizer`` fails in its first step (``cpu_copys_map_gpu_param`` lacks weights that are on the CPU
+already); it loads a state only if all weights have 16 bits (``_update_fp32_params_by_new_state`` looks for fp32 copies
+of fp32 weights); and it keeps the master weights to itself, so that the shards of the parameter groups, which a
+checkpoint takes for master weights, are the 16-bit weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_megatron.errors import ConfigError, require_choice, require_kind,
 
 _Config = TypeVar("_Config", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 MIN_LOSS_SCALE = 2.0**-24
-"""The smallest number of fp16."""
+"""Smallest positive fp16 number."""
 _OPTIONS = {
     TransformerConfig: "transformer_config_overrides",
     OptimizerConfig: "optimizer_config_overrides",
@@ -40,8 +40,8 @@ SAME_NAME_FIELDS = (
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
     *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
 )
-"""What Megatron calls as a ``ModelConfig`` does."""
-_SAME = "use the option of MegatronStrategy of this name"
+"""Fields that have the same name in ``TransformerConfig`` and ``ModelConfig``."""
+_SAME = "use the option of MegatronStrategy with this name"
 _OURS = "leave it out: it is set as this package's layers and schedules need it"
 _FP8 = "use MegatronStrategy(fp8=)"
 _MODEL = "set it in the model's config"
@@ -54,7 +54,7 @@ _OFFLOAD = (
     "leave it out: megatron-core 0.16.1 keeps offloaded masters where no checkpoint of this package finds them; "
     "distributed_optimizer=True divides the optimizer's state by dp"
 )
-_INSTEAD: dict[type, dict[str, str]] = {
+_REFUSED: dict[type, dict[str, str]] = {
     TransformerConfig: {
         _MODEL: f"{' '.join(SAME_NAME_FIELDS)} activation_func softmax_scale init_method_std num_moe_experts "
         "moe_layer_freq moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff "
@@ -98,45 +98,45 @@ _INSTEAD: dict[type, dict[str, str]] = {
         _OVERLAP: "overlap_grad_reduce overlap_param_gather",
         "use MegatronStrategy(on_nan=)": "check_for_nan_in_grad",
         "leave it out: losses are divided by the targets of the global batch": "average_in_collective",
-        "leave it out: the optimizer's state is split over all copies": "num_distributed_optimizer_instances",
+        "leave it out: the optimizer's state is sharded over all replicas": "num_distributed_optimizer_instances",
         _FP8: "*fp8*",
         _SHARDED_WEIGHTS: "*fsdp* *sharding_strategy preserve_fp32_weights suggested_communication_unit_size "
         "gradient_reduce_div_fusion",
         _UNREAD: "align_param_gather delay_wgrad_compute",
     },
 }
-"""Globs over the fields that are refused, by what to do instead; the first match tells."""
-_OF_EXPERTS = (
+"""Refused fields as globs, by the fix that the error names; the first match wins."""
+_EXPERT_FIELDS = (
     *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
     *("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dispatcher_type"),
 )
-"""Those of ``moe_*`` that are read."""
+"""Fields ``moe_*`` that may be overridden."""
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What a user sets by hand: fields of Megatron's configs, and their values."""
+    """Fields of Megatron's configs that a user sets by hand, and their values."""
 
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``TransformerConfig``."""
+    """Fields of ``TransformerConfig``."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``OptimizerConfig``."""
+    """Fields of ``OptimizerConfig``."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``DistributedDataParallelConfig``."""
+    """Fields of ``DistributedDataParallelConfig``."""
 
     @classmethod
-    def of(cls, *given: Mapping[str, Any] | None) -> Self:
-        """Those of the fields above, in their order; None for none."""
-        return cls(*(dict(each or {}) for each in given))
+    def of(cls, *overrides: Mapping[str, Any] | None) -> Self:
+        """Overrides of the three configs, in the order of the fields above; None for none."""
+        return cls(*(dict(each or {}) for each in overrides))
 
     def __post_init__(self) -> None:
         """Check each field by itself, before any process is started.
 
         Raises:
-            ConfigError: If there is no such field, its value is of another type, or something else says it here.
+            ConfigError: If there is no such field, its value has another type, or it may not be overridden.
         """
-        for kind, given in zip(_OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True):
-            for name, value in given.items():
+        for kind, overrides in zip(_OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True):
+            for name, value in overrides.items():
                 _check(kind, name, value)
 
 
@@ -146,9 +146,9 @@ def _check(kind: type, name: str, value: object) -> None:
         close = difflib.get_close_matches(name, known, 1)
         fix = f"did you mean {close[0]!r}?" if close else "remove it"
         raise ConfigError(f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}")
-    for instead, refused in _INSTEAD[kind].items():
-        if name not in _OF_EXPERTS and any(fnmatch(name, glob) for glob in refused.split()):
-            raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {instead}")
+    for fix, refused in _REFUSED[kind].items():
+        if name not in _EXPERT_FIELDS and any(fnmatch(name, glob) for glob in refused.split()):
+            raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {fix}")
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])
     if name == "moe_token_dispatcher_type":
@@ -159,22 +159,22 @@ def _check(kind: type, name: str, value: object) -> None:
 
 @functools.cache
 def _annotations(kind: type) -> dict[str, str]:
-    """Types of the fields as ``require_kind`` spells them; those that it does not know are not checked."""
+    """Types of a config's fields as ``require_kind`` spells them; "" for types that it does not check."""
     plain: dict[Any, str] = {each: each.__name__ for each in (bool, int, float, str)}
     plain |= {each | None: f"{name} | None" for each, name in plain.items()}
     return {name: plain.get(hint, "") for name, hint in get_type_hints(kind).items()}
 
 
 def build_config(kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]) -> _Config:
-    """A config of Megatron's, with what this package has chosen and ``overrides`` by hand, which win.
+    """Build a Megatron config from this package's choices and the user's overrides, which win.
 
     Raises:
-        ConfigError: If fields that were set by hand do not go together with the others.
+        ConfigError: If Megatron refuses the overrides together with the other fields.
     """
     try:
         return kind(**{**chosen, **overrides})
     except (AssertionError, ValueError, TypeError) as error:
         if not overrides:
             raise
-        given = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
-        raise ConfigError(f"{_OPTIONS[kind]}: got {given}, and Megatron says: {error}; correct it") from error
+        fields_set = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+        raise ConfigError(f"{_OPTIONS[kind]}: got {fields_set}, and Megatron says: {error}; correct it") from error

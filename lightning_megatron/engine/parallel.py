@@ -1,4 +1,4 @@
-"""Sizes of the parallel axes, and every rule of what they must divide."""
+"""Parallel layout: sizes of the parallel axes, and checks of them against world, model and sequence length."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 CPCommType = Literal["auto", "a2a", "all_gather"]
-"""Heads for tokens (``a2a``), keys and values of all (``all_gather``), or the first of them that the model allows."""
+"""Exchange heads for tokens (``a2a``), all-gather keys and values, or choose the first of these that is possible."""
 
 UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""Fields that give a stage a number of layers of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the axes along which one model is split; data parallelism takes what is left of the world."""
+    """Sizes of the axes along which a model is split; data parallelism takes the rest of the world."""
 
     tp: int = 1
     """Tensor parallel size: each layer's matrices are split over this many ranks."""
@@ -38,23 +39,23 @@ class ParallelConfig:
     cp: int = 1
     """Context parallel size: each sequence is split over this many ranks."""
     cp_comm_type: CPCommType = "auto"
-    """What these ranks exchange in attention."""
+    """What the ranks of a cp group exchange in attention."""
     sequence_parallel: bool = False
-    """Whether norms and dropouts work on a tp-th of the sequence; no effect at tp=1."""
+    """Whether norms and dropouts are split along the sequence over tp ranks; no effect at tp=1."""
     num_microbatches: int = 1
-    """Microbatches that one optimizer step of one data-parallel rank is cut into."""
+    """Microbatches per optimizer step and data-parallel rank."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Of a GPT or BERT, whose other stages share the rest evenly; None for as many as they have."""
+    """Layers of the first stage of a GPT or BERT; other stages share the rest evenly. None: as many as these have."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """The same, where the output layer is: one of 128,256 tokens takes the time of two layers of Llama-3-8B."""
+    """Layers of the last stage. An output layer of 128,256 tokens takes the time of two layers of Llama-3-8B."""
     ep: int = 1
-    """Expert parallel size: a layer's experts, each of them whole, are spread over this many ranks of its stage."""
+    """Expert parallel size: a layer's experts, each unsplit, are spread over this many ranks of its stage."""
 
     def __post_init__(self) -> None:
-        """Check the rules that need neither the world size nor the model.
+        """Check everything that depends on neither the world size nor the model.
 
         Raises:
-            ConfigError: If a size is not a positive integer, a word is unknown, or the interleaved schedule cannot run.
+            ConfigError: If a size is no positive integer, a choice is unknown, or the interleaved schedule cannot run.
         """
         for name in ("tp", "pp", "cp", "ep", "num_microbatches"):
             require_kind(name, getattr(self, name), "int")
@@ -67,7 +68,7 @@ class ParallelConfig:
                 raise ConfigError(
                     f"vpp={self.vpp} interleaves pipeline stages, but pp={self.pp}; raise pp, or omit vpp"
                 )
-            # megatron-core 0.16.1, pipeline_parallel/schedules.py: it runs groups of pp microbatches.
+            # megatron-core 0.16.1, pipeline_parallel/schedules.py: it schedules groups of pp microbatches.
             if self.num_microbatches % self.pp != 0:
                 raise ConfigError(
                     f"num_microbatches={self.num_microbatches} is not a multiple of pp={self.pp}, which vpp={self.vpp} "
@@ -80,12 +81,12 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same rows."""
+        """Ranks of one replica, which work on the same rows."""
         return self.tp * self.pp * self.cp
 
     @property
     def ep_is_within_replica(self) -> bool:
-        """Whether a copy of the model holds all experts; otherwise copies need each other in each layer."""
+        """Whether a replica holds all experts; otherwise replicas communicate in each layer with experts."""
         return self.tp * self.cp % self.ep == 0
 
     @property
@@ -95,20 +96,20 @@ class ParallelConfig:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """Whether activations are really split along the sequence."""
+        """Whether activations are split along the sequence: ``sequence_parallel`` at tp > 1."""
         return self.sequence_parallel and self.tp > 1
 
     @property
     def sequence_divisor(self) -> int:
-        """What every sequence's length must be a multiple of."""
+        """Number that every sequence length must be a multiple of."""
         shards = self.tp if self.uses_sequence_parallel else 1
         return math.lcm(2 * self.cp, self.cp * shards) if self.cp > 1 else shards
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model in a world of ``world_size`` ranks.
+        """Number of replicas in a world of ``world_size`` ranks.
 
         Raises:
-            ConfigError: If the world cannot be divided into whole copies.
+            ConfigError: If the world size is not a multiple of a replica's size, or ep does not divide a stage's ranks.
         """
         size = self.model_parallel_size
         if world_size % size != 0:
@@ -119,39 +120,39 @@ class ParallelConfig:
                 f"{math.ceil(world_size / size) * size} devices, or a {' x '.join(axes)} from "
                 f"{', '.join(str(d) for d in divisors(world_size))}"
             )
-        copies = world_size // size
-        if (ranks := copies * self.tp * self.cp) % self.ep != 0:
+        replicas = world_size // size
+        if (ranks := replicas * self.tp * self.cp) % self.ep != 0:
             raise ConfigError(
                 f"ep={self.ep}: expected a divisor of the {ranks} ranks of a stage; choose from {divisors(ranks)}"
             )
-        return copies
+        return replicas
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise unless ``model`` can be split this way.
 
         Raises:
             ConfigError: If tp does not divide the heads, the key/value groups or the MLP, pp x vpp the layers, or cp
-                the key/value heads that it should.
+                the key/value heads with ``cp_comm_type="a2a"``.
         """
         self.comm_type_of(model)
         require_divides("tp", self.tp, "num_attention_heads", model.num_attention_heads)
         require_divides("tp", self.tp, "ffn_hidden_size", model.ffn_hidden_size)
         groups = model.num_query_groups
-        # With more ranks than groups, neighbouring ranks hold the same key/value head.
+        # With more ranks than groups, neighboring ranks hold the same key/value head.
         if groups % self.tp != 0 and self.tp % groups != 0:
             choices = [d for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0]
             raise ConfigError(
                 f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
                 f"{', '.join(str(d) for d in choices)}"
             )
-        # Of more ranks than groups each keeps a part of the rows, which may end within a head.
+        # With more ranks than groups, each keeps a slice of the rows, which may end within a head.
         rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
         require_divides("tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
         self._check_experts(model)
         if model.architecture == "t5":
             self._check_joint_stack(model)
         elif any(getattr(self, name) is not None for name in UNEVEN_STAGES):
-            self.layout(model.num_layers)
+            self.layers_per_chunk(model.num_layers)
         else:
             stages = "pp" if self.vpp is None else "pp x vpp"
             require_divides(stages, self.pp * self.num_model_chunks, "num_layers", model.num_layers)
@@ -159,10 +160,10 @@ class ParallelConfig:
             require_divides("tp", self.tp, "hidden_size", model.hidden_size)
 
     def comm_type_of(self, model: ModelConfig) -> Literal["a2a", "all_gather"]:
-        """What the ranks of the cp group exchange in the attention of ``model``.
+        """Resolve ``cp_comm_type`` for ``model``: ``auto`` is ``a2a`` if tp x cp divides the key/value groups.
 
         Raises:
-            ConfigError: If they shall exchange heads, and a rank's cannot be shared by cp.
+            ConfigError: If ``a2a`` is set and cp does not divide a rank's key/value heads.
         """
         groups = model.num_query_groups
         if groups % (self.tp * self.cp) == 0:
@@ -185,38 +186,38 @@ class ParallelConfig:
         require_divides("tp", self.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size or self.tp)
 
     def check_function(self, model: ModelConfig, function: str | None) -> None:
-        """Raise unless the Trainer can do ``function`` this way; ``check_model`` has passed.
+        """Raise unless the Trainer's ``function`` can run with this layout; ``check_model`` has passed.
 
         Raises:
-            ConfigError: If several ranks would send the same token to an expert in training, or copies of the model
-                that share experts would have rows of their own in prediction.
+            ConfigError: If tp ranks would send the same token to an expert in training, or replicas that share experts
+                would get different rows in prediction.
         """
         if function == "predict" and not self.ep_is_within_replica:
             raise ConfigError(
-                f"ep={self.ep}: Trainer.predict gives copies that share experts other rows; use ep=1, or generate"
+                f"ep={self.ep}: Trainer.predict gives replicas that share experts different rows; use ep=1, or generate"
             )
         if function == "fit" and model.experts is not None and self.tp > 1 and not self.sequence_parallel:
-            # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses it, too.
+            # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses this, too.
             raise ConfigError(
                 f"tp={self.tp}: a model with experts is trained with sequence_parallel=True; set it, or use tp=1"
             )
 
-    def layout(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each chunk of a GPT or BERT in the order of the pipeline.
+    def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
+        """Number of layers of each model chunk of a GPT or BERT, in pipeline order.
 
-        Virtual stage v of stage p is chunk v * pp + p, and has as many layers as the others of its stage.
+        Virtual stage v of stage p is chunk v * pp + p, and has as many layers as the other chunks of its stage.
 
         Raises:
-            ConfigError: If the first or last stage leaves the others layers that they cannot share evenly.
+            ConfigError: If the other stages cannot share the layers that the first and last stage leave evenly.
         """
         first, last = (getattr(self, name) for name in UNEVEN_STAGES)
         ends = [each for each in (first, last) if each is not None]
         others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
         share = rest // others if others else 0
         if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
-            given = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN_STAGES)
+            sizes = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN_STAGES)
             raise ConfigError(
-                f"{given}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
+                f"{sizes}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
                 f"multiples of vpp={chunks}, got a rest of {rest}; correct them"
             )
         stages = [share] * self.pp
@@ -224,7 +225,7 @@ class ParallelConfig:
         return tuple(n // chunks for n in stages) * chunks
 
     def _check_joint_stack(self, model: ModelConfig) -> None:
-        """T5's encoder and decoder layers are one stack, which is cut anywhere."""
+        """Raise unless a T5's layers, encoder and decoder as one stack that may be cut anywhere, fill all chunks."""
         for name in UNEVEN_STAGES:
             if getattr(self, name) is not None:
                 raise ConfigError(
@@ -244,13 +245,13 @@ class ParallelConfig:
         """Raise unless sequences of ``seq_length`` tokens can be split this way and the model has positions for them.
 
         Args:
-            seq_length: Tokens.
-            max_position_embeddings: How many the model has positions for; None for any number.
-            name: What the error calls the length.
+            seq_length: Tokens per sequence.
+            max_position_embeddings: Number of positions of the model; None if unlimited.
+            name: Name of the length in errors.
 
         Raises:
-            ConfigError: If context or sequence parallelism cannot split the sequence evenly, or it is longer than the
-                model's.
+            ConfigError: If context or sequence parallelism cannot split the sequence evenly, or it is too long for the
+                model.
         """
         if (rest := seq_length % (divisor := self.sequence_divisor)) != 0:
             reasons = [f"cp={self.cp} splits it into 2 x cp runs"] if self.cp > 1 else []

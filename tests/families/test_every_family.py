@@ -88,7 +88,7 @@ def _wrong(name: str, layout: Layout) -> list[str]:
     count = sum(parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters())
     pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
     parallel, is_t5 = trainer.strategy.parallel, name == "t5"
-    cut = t5_layout(model, parallel) if is_t5 else parallel.layout(model.num_layers)
+    cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
     expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
     wrong = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
     for shard in () if is_t5 else shards(module):  # matrices of T5 have standard deviations of their own

@@ -72,7 +72,7 @@ def test_a_token_meets_some_parameters_of_a_mixture(name: str) -> None:
 def test_a_rank_has_its_part_of_layers_and_experts() -> None:
     # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
     model = model_config(GPT2_LARGE)
-    layout = ParallelConfig(pp=2).layout(model.num_layers)
+    layout = ParallelConfig(pp=2).layers_per_chunk(model.num_layers)
     assert model.padded_vocab_size(2) == 50432
     of_stages = [rank_parameters(model, layout, tp=2, pp=2, pp_rank=rank) for rank in range(2)]
     assert of_stages == [210_753_280, 209_445_120]

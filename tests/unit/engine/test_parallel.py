@@ -18,7 +18,7 @@ from lightning_megatron.models.transformer_config import EngineSettings
 
 def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) -> tuple[int, ...]:
     ends = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
-    return ParallelConfig(num_microbatches=12, **ends, **sizes).layout(num_layers)  # type: ignore[arg-type]
+    return ParallelConfig(num_microbatches=12, **ends, **sizes).layers_per_chunk(num_layers)  # type: ignore[arg-type]
 
 
 def test_stages_but_the_first_and_last_share_evenly() -> None:
