@@ -387,8 +387,8 @@ def build_gpt_index(
 
     order = _build_document_index(documents, passes, random, is_separate)
     begins = helpers.build_sample_idx(lengths, order, seq_length, passes, per_pass, True, True)
-    # The engine counts a partial sample in single precision (helpers.cpp:build_sample_idx): from 2^24 tokens on there is
-    # one sample too few, or one too many, which is only padding.
+    # The engine counts a partial sample in single precision (helpers.cpp:build_sample_idx): from 2^24 tokens on it
+    # makes one sample too few, or one too many, which is only padding.
     if keep_partial and (passes * per_pass - 1) % seq_length:
         last = np.flatnonzero(lengths[order])[-1]
         begins = np.concatenate((begins, np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype)))

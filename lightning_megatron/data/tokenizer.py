@@ -279,7 +279,7 @@ class TokenizerFacts:
 
     @property
     def padding_token(self) -> int:
-        """The id behind the end of a row, where nothing is attended to: padding, or any if there is none."""
+        """Id that pads rows, where it is not attended to; 0 if the tokenizer has no padding token."""
         return self.special.get("pad", 0)
 
     @cached_property
