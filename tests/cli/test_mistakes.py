@@ -59,7 +59,7 @@ MISTAKES = {
     f"{_GENERATE} bare": "bare comes with no tokenizer; give --tokenizer DIR",
     f"{_GENERATE} bert": "bert is a megatron-bert, generate needs a GPT or T5",
     f"{_GENERATE} t5 --tokenizer hf --add-bos": "--add-bos is for texts that are",
-    f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 searches for the likeliest",
+    f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 is for beam search",
     f"{_GENERATE} hf --tp 3 --accelerator cpu": "--tp 3 does not divide num_attention_heads=2",
     # What fit finds: options,
     "fit other.yaml": "did you mean --config other.yaml?",

@@ -165,7 +165,7 @@ def _seen(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list
     module.generate(calls[0].input_ids, on_tokens=steps.append, **arguments)
     # Asked for on one rank, refused on all.
     watched = steps.append if module.trainer.is_global_zero else None
-    with pytest.raises(ConfigError, match="on_tokens shows texts while they grow, num_beams=2 finds them"):
+    with pytest.raises(ConfigError, match="on_tokens streams tokens, num_beams=2 finds them"):
         module.generate(calls[0].input_ids, on_tokens=watched, num_beams=2, **arguments)
     return module.megatron.topology.dp_rank, torch.stack(steps, dim=1).tolist()
 
