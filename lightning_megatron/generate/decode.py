@@ -1,9 +1,9 @@
-"""Texts and logits of rows that the data-parallel copies of a model share, or that each copy has of its own.
+"""Distributed generation and logits: greedy decoding, sampling and beam search, with rows sharded over replicas.
 
-All ranks check alike what they were asked; shared rows are dealt to the copies and gathered in order. Texts are decoded
-token by token, greedy, sampling or by beam search: the prompts once, then a token of each text. One rank of each copy
-chooses the tokens and tells the others. Logits processors are transformers' own, and ours for what they lack. Neither
-they nor the criteria that end rows make the host wait for the device.
+All ranks compare their arguments first; shared rows are sharded over the data-parallel replicas and gathered in order.
+Decoding runs the prompts once, then one token of each row at a time. One rank of each replica chooses the tokens and
+broadcasts them. Logits processors are transformers' own, and ours for what they lack. Neither they nor the stop
+criteria synchronize host and device.
 """
 
 from __future__ import annotations
@@ -33,110 +33,110 @@ from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.inputs import Request, SpecialTokens, build_request, check_rows, whole_rows
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.pipeline import NextTokens, Stages, inference_mode, uses_static_cache
+from lightning_megatron.generate.pipeline import ModelInputs, Stages, inference_mode, uses_static_cache
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch
 
-STEPS_BETWEEN_LOOKS = 8
-"""After how many tokens the host asks the device whether all rows are finished; asking makes it wait."""
+STEPS_BETWEEN_EXIT_CHECKS = 8
+"""Decoding steps between checks for early exit; each check synchronizes host and device."""
 
-_HOPELESS = -1.0e9
-"""Score of what must not be chosen; finite, so that sums of it stay comparable."""
+_EXCLUDED = -1.0e9
+"""Score of candidates that must not be chosen; finite, so that sums of it stay comparable."""
 
 ENDED = -1
-"""What whoever watches the tokens gets for rows that are finished."""
+"""Token id passed to ``on_tokens`` for finished rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
-    """Texts, and how likely the model finds them; the same on every rank."""
+    """Generated sequences and their scores; the same on every rank."""
 
     sequences: Tensor
-    """[b, s + new], int64: the prompts and what follows; padding behind rows that ended before others. Of a T5 what its
-    decoder continues and writes, [b, s_dec + new]."""
+    """[b, s + new], int64: the prompts and their completions, padded after the end of rows that ended before others.
+    For a T5 the decoder's prompts and completions, [b, s_dec + new]."""
     scores: Tensor
-    """[b], fp32: by what a search with beams has ranked them; else the sums of the log-probabilities."""
+    """[b], fp32: the score that ranks the beams of a beam search; otherwise the sum of the log-probabilities."""
     log_probabilities: Tensor
-    """[b, new], fp32: what the model gives to each new token, before temperature and the like; 0 behind the end of a
-    row."""
+    """[b, new], fp32: log-probability of each new token under the model, before temperature and other logits
+    processors; 0 after the end of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveModel:
-    """A model on the ranks that compute it. Every rank of the world must ask alike, unless a method says otherwise."""
+    """A model on its ranks. Unless a method says otherwise, all ranks of the world must make the same calls."""
 
     chunks: Sequence[torch.nn.Module]
-    """This rank's, wrapped or not."""
+    """This rank's model chunks, wrapped or not."""
     config: ModelConfig
-    """What they compute."""
+    """Config of the model."""
     topology: Topology
-    """This rank's place."""
+    """Layout and position of this rank."""
     device: torch.device
-    """Where they compute."""
+    """Device of the chunks."""
     is_own: bool = True
-    """Whether this package has built the chunks. What others' do at each step nobody knows: it is recorded as a CUDA
-    graph only on request."""
+    """Whether this package has built the chunks. What others' do in each step is unknown: they are captured as CUDA
+    graphs only on request."""
 
-    # ---- texts -------------------------------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        given: Mapping[str, Tensor | None],
+        inputs: Mapping[str, Tensor | None],
         arguments: Mapping[str, Any],
-        ends: SpecialTokens,
+        special: SpecialTokens,
         on_tokens: Callable[[Tensor], None] | None = None,
         *,
         is_shared: bool = True,
     ) -> GenerationOutput:
-        """Prompts and what follows them, on the device of ``input_ids``.
+        """Generate completions of prompts, on the device of ``input_ids``.
 
         Args:
-            given: The prompts, the same on every rank; rows are divided among the copies of the model.
-            arguments: How tokens are chosen, as for ``inputs.build_request``.
-            ends: The model's own.
+            inputs: The prompts, the same on every rank; rows are sharded over the replicas.
+            arguments: Fields of ``GenerationOptions``, as for ``inputs.build_request``.
+            special: The model's special tokens.
             on_tokens: As for ``decode``.
-            is_shared: Whether all copies of the model have the same rows and share them; else each copy has rows of its
-                own, and only the ranks of one copy need call alike.
+            is_shared: Whether all replicas have the same rows and share them; else each replica has rows of its own,
+                and only the ranks of one replica must make the same call.
 
         Raises:
-            ConfigError: On all these ranks alike, before anything runs, if a prompt cannot be continued.
+            ConfigError: On all these ranks, before anything runs, if a prompt cannot be continued.
         """
-        device, on_host = getattr(given["input_ids"], "device", self.device), _on_host(given)
-        asked = partial(build_request, on_host, arguments, self.config, ends, on_tokens)
-        request = call_on_all_ranks(asked) if is_shared else asked()
+        device, on_host = getattr(inputs["input_ids"], "device", self.device), _on_host(inputs)
+        build = partial(build_request, on_host, arguments, self.config, special, on_tokens)
+        request = call_on_all_ranks(build) if is_shared else build()
         options = request.options
         if is_shared:
-            said = (options, request.eos_token_ids, request.pad_token_id)
-            _check_agreement(said, *on_host.values(), request.stop_strings and request.stop_strings.embedding_vec)
-        asked_for = options.static_cache if self.is_own else bool(options.static_cache)
-        static = uses_static_cache(asked_for, request.max_new_tokens, self.config, self.device)
-        texts = options.num_return_sequences
-        copies = texts if options.num_beams == 1 else 1
-        count = len(request.prefix) * copies
-        rows, counts = self._dealt(count) if is_shared else (slice(0, count), [])
-        numbers = torch.empty((0, request.max_new_tokens + 1), device=self.device)
-        written = numbers.long()
+            settings = (options, request.eos_token_ids, request.pad_token_id)
+            _check_agreement(settings, *on_host.values(), request.stop_strings and request.stop_strings.embedding_vec)
+        static_cache = options.static_cache if self.is_own else bool(options.static_cache)
+        static = uses_static_cache(static_cache, request.max_new_tokens, self.config, self.device)
+        returned = options.num_return_sequences
+        copies = returned if options.num_beams == 1 else 1
+        num_rows = len(request.prefix) * copies
+        rows, counts = self._shard_rows(num_rows) if is_shared else (slice(0, num_rows), [])
+        values = torch.empty((0, request.max_new_tokens + 1), device=self.device)
+        tokens = values.long()
         with inference_mode(self.chunks) as models:
             if rows.stop > rows.start:
-                own = replace(request, prompts=request.prompts.dealt(rows, copies, self.device))
-                uniform = uniform_numbers(options.seed, request.max_new_tokens, count)[:, rows]
-                written, numbers = decode(models, self._together, own, uniform, on_tokens, static=static)
+                local = replace(request, prompts=request.prompts.expand(rows, copies, self.device))
+                uniform = uniform_numbers(options.seed, request.max_new_tokens, num_rows)[:, rows]
+                tokens, values = decode(models, self._replica, local, uniform, on_tokens, static=static)
             if is_shared:
-                counts, group = [each * texts // copies for each in counts], self.topology.dp_group
-                written, numbers = all_gather_rows(written, counts, group), all_gather_rows(numbers, counts, group)
-        written, numbers = written.to(device), numbers.to(device)
-        longest = int(written[:, -1].max())
-        before = request.prefix.repeat_interleave(texts, dim=0).to(device)
+                counts, group = [count * returned // copies for count in counts], self.topology.dp_group
+                tokens, values = all_gather_rows(tokens, counts, group), all_gather_rows(values, counts, group)
+        tokens, values = tokens.to(device), values.to(device)
+        longest = int(tokens[:, -1].max())
+        prefix = request.prefix.repeat_interleave(returned, dim=0).to(device)
         return GenerationOutput(
-            sequences=torch.cat((before, written[:, :longest]), dim=-1),
-            scores=numbers[:, -1],
-            log_probabilities=numbers[:, :longest],
+            sequences=torch.cat((prefix, tokens[:, :longest]), dim=-1),
+            scores=values[:, -1],
+            log_probabilities=values[:, :longest],
         )
 
     # ---- logits ------------------------------------------------------------------------------------------------------
 
     def logits(
-        self, given: Mapping[str, Tensor | None], *, is_shared: bool = True, last_stage_only: bool = False
+        self, inputs: Mapping[str, Tensor | None], *, is_shared: bool = True, last_stage_only: bool = False
     ) -> Tensor | None:
         """Logits of rows: fp32, on the device of the weights.
 
@@ -144,34 +144,34 @@ class LiveModel:
         other heads are ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
 
         Args:
-            given: The rows, the same on every rank; or none, perhaps, of a copy.
+            inputs: The rows, the same on every rank; if they are not shared, a replica may have none.
             is_shared: As for ``generate``.
-            last_stage_only: Give them to the ranks of the last pipeline stage alone, which have them anyway, and None
-                to the others.
+            last_stage_only: Return them on the ranks of the last pipeline stage only, where they are computed, and None
+                on the other ranks.
 
         Raises:
-            ConfigError: On all these ranks alike, before anything runs, if the model cannot read a row.
+            ConfigError: On all these ranks, before anything runs, if the model cannot read a row.
         """
-        own, counts = _on_host(given), [0]
+        local, counts = _on_host(inputs), [0]
         if is_shared:
-            call_on_all_ranks(partial(check_rows, own, self.config))
-            _check_agreement("logits", *own.values())
-            rows, counts = self._dealt(len(own["input_ids"]))
-            own = {name: each[rows] for name, each in own.items()}
-        elif len(own["input_ids"]) > 0:
-            check_rows(own, self.config)
+            call_on_all_ranks(partial(check_rows, local, self.config))
+            _check_agreement("logits", *local.values())
+            rows, counts = self._shard_rows(len(local["input_ids"]))
+            local = {name: tensor[rows] for name, tensor in local.items()}
+        elif len(local["input_ids"]) > 0:
+            check_rows(local, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
-        model, shape = self.config, list(own.get("decoder_input_ids", own["input_ids"]).shape)
+        model, shape = self.config, list(local.get("decoder_input_ids", local["input_ids"]).shape)
         predicts_tokens = model.has_output_layer
         if not predicts_tokens and model.task == "sequence_classification":
             del shape[1]
         shape.append(model.vocab_size if predicts_tokens else model.num_labels)
-        # Every rank must enter, also those of a copy without rows: weights may still be on their way to it.
+        # Every rank must enter, also in a replica without rows: all-gathers of its parameters may be pending.
         with inference_mode(self.chunks) as models:
             logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
             if shape[0] > 0:
-                read = whole_rows({name: each.long().to(self.device) for name, each in own.items()})
-                computed = Stages(models, self.topology, read).first(every_position=True)
+                model_inputs = whole_rows({name: tensor.long().to(self.device) for name, tensor in local.items()})
+                computed = Stages(models, self.topology, model_inputs).prefill(every_position=True)
                 if computed is not None:
                     logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:
@@ -180,11 +180,11 @@ class LiveModel:
             return all_gather_rows(logits, counts, self.topology.dp_group) if is_kept else None
 
     @property
-    def _together(self) -> Topology:
-        """This rank's place among those that compute the same rows: of one copy of the model, or of all copies.
+    def _replica(self) -> Topology:
+        """Topology of the ranks that compute the same rows: those of one replica, or of all replicas.
 
-        Where experts are spread over copies, these need each other in every layer. So all of them compute all rows,
-        and one rank chooses all tokens: none then ends before another.
+        Where experts are spread over replicas, the replicas need each other in every layer. So all of them compute all
+        rows, and one rank chooses all tokens: none then ends before another.
         """
         topology = self.topology
         if topology.parallel.ep == 1 or topology.parallel.ep_is_within_replica:
@@ -193,26 +193,26 @@ class LiveModel:
         assert world is not None
         return replace(topology, mp_group=world)
 
-    def _dealt(self, rows: int) -> tuple[slice, list[int]]:
-        """Which rows this copy of the model takes, and how many each copy; all rows if copies cannot go on alone."""
-        if self._together is not self.topology:
+    def _shard_rows(self, rows: int) -> tuple[slice, list[int]]:
+        """Slice of rows for this replica, and the number of rows per replica; all rows if replicas need each other."""
+        if self._replica is not self.topology:
             return slice(0, rows), [rows]
         dp, rank = self.topology.dp, self.topology.dp_rank
-        bounds = [rows * copy // dp for copy in range(dp + 1)]
-        return slice(bounds[rank], bounds[rank + 1]), [bounds[copy + 1] - bounds[copy] for copy in range(dp)]
+        bounds = [rows * replica // dp for replica in range(dp + 1)]
+        return slice(bounds[rank], bounds[rank + 1]), [bounds[replica + 1] - bounds[replica] for replica in range(dp)]
 
 
-def _on_host(given: Mapping[str, Tensor | None]) -> Batch:
-    """What is there, on the host; what is no tensor is refused later, on all ranks."""
-    found: dict[str, Any] = {name: each for name, each in given.items() if each is not None or name == "input_ids"}
-    return {name: each.cpu() if isinstance(each, Tensor) else each for name, each in found.items()}
+def _on_host(inputs: Mapping[str, Tensor | None]) -> Batch:
+    """Move the inputs that are not None to the host; other types than tensors are refused later, on all ranks."""
+    given: dict[str, Any] = {name: value for name, value in inputs.items() if value is not None or name == "input_ids"}
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}
 
 
 def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
-    """Every rank must have been asked for the same, or they would wait for each other forever; every rank must call.
+    """Raise on every rank if prompts or options differ between ranks, which would deadlock. Collective over the world.
 
     Args:
-        settings: Compared by what it looks like as text.
+        settings: Compared by its ``repr``.
         tensors: On the host.
 
     Raises:
@@ -228,7 +228,7 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
     dist.all_gather_object(digests, digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise ConfigError(f"rank {different[0]} asks with other prompts or options than rank 0; give all the same")
+        raise ConfigError(f"rank {different[0]} has other prompts or options than rank 0; give every rank the same")
 
 
 # ---- token by token -------------------------------------------------------------------------------------------------
@@ -243,256 +243,258 @@ def decode(
     *,
     static: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Continue the rows of one copy of the model; all its ranks must call alike, and get the same.
+    """Generate completions for the rows of one replica; all its ranks must make the same call, and get the same result.
 
     Args:
-        models: This rank's plain chunks, in ``pipeline.inference_mode``.
-        topology: This rank's place.
-        request: The rows, on the device, and what decides about the tokens.
-        uniform: What decides about each token if tokens are drawn: [max_new_tokens, b].
-        on_tokens: Gets the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
+        models: This rank's unwrapped chunks, in ``pipeline.inference_mode``.
+        topology: Layout and position of this rank.
+        request: The prompts, on the device, and how tokens are chosen.
+        uniform: Random number for each token if tokens are sampled: [max_new_tokens, b].
+        on_tokens: Called with the new token of each row as soon as it is chosen, [b]; ``ENDED`` for finished rows.
         static: As for ``Stages``.
 
     Returns:
-        The new tokens, the padding token behind the end of a row, and last the number of tokens up to it:
-        [b * num_return_sequences, max_new_tokens + 1], int64. And what the model gives to each of them before
-        temperature and the like (log-probability; 0 behind the end), and last the row's score: the same shape, fp32.
+        The new tokens, padded after the end of a row, and in the last column the row's number of tokens: int64, [b *
+        num_return_sequences, max_new_tokens + 1]. And the log-probability of each of them before temperature and other
+        logits processors (0 after the end), and in the last column the row's score: the same shape, fp32.
     """
-    prompts, most, count = request.prompts, request.max_new_tokens, request.options.num_beams
-    device, rows = prompts.tokens.device, len(prompts.tokens) * count
-    can_end = count > 1 or request.can_end
-    stages = Stages(models, topology, prompts, most, static=static)
-    texts: _Rows | Beams | None = None
-    if stages.chooses:
-        texts = Beams(request) if count > 1 else _Rows(request, uniform.to(device))
-    logits = stages.first()
-    if count > 1:
-        parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(count)
-        stages.select(parents)
+    prompts, max_new_tokens, num_beams = request.prompts, request.max_new_tokens, request.options.num_beams
+    device, rows = prompts.tokens.device, len(prompts.tokens) * num_beams
+    can_end = num_beams > 1 or request.can_end
+    stages = Stages(models, topology, prompts, max_new_tokens, static=static)
+    chooser: _Sampler | BeamSearch | None = None
+    if stages.chooses_tokens:
+        chooser = BeamSearch(request) if num_beams > 1 else _Sampler(request, uniform.to(device))
+    logits = stages.prefill()
+    if num_beams > 1:
+        parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(num_beams)
+        stages.select_rows(parents)
         logits = None if logits is None else logits[parents]
-    for step in range(most):
+    for step in range(max_new_tokens):
         progress.ticks += 1
         message = torch.empty(2 * rows + 1, dtype=torch.long, device=device)
-        if texts is not None:
+        if chooser is not None:
             assert logits is not None
-            message = texts.advance(logits, step)
-        message = stages.told(message)
-        parents, chosen = message[:rows], message[rows:-1]
+            message = chooser.advance(logits, step)
+        message = stages.broadcast(message)
+        parents, new_tokens = message[:rows], message[rows:-1]
         if on_tokens is not None:
-            on_tokens(chosen.clone())
-        looks = can_end and (step + 1) % STEPS_BETWEEN_LOOKS == 0
-        if step + 1 == most or (looks and bool(message[-1])):
+            on_tokens(new_tokens.clone())
+        check_exit = can_end and (step + 1) % STEPS_BETWEEN_EXIT_CHECKS == 0
+        if step + 1 == max_new_tokens or (check_exit and bool(message[-1])):
             break
-        if count > 1:
-            stages.select(parents)
-        # Finished rows read any token.
-        logits = stages.next(chosen.clamp(min=0))
-    returned = len(prompts.tokens) * (request.options.num_return_sequences if count > 1 else 1)
-    numbers = torch.empty(returned, most + 1, device=device)
-    found, numbers = (numbers.long(), numbers) if texts is None else texts.best()
-    return stages.told(found), stages.told(numbers)
+        if num_beams > 1:
+            stages.select_rows(parents)
+        # Finished rows are fed any token.
+        logits = stages.decode(new_tokens.clamp(min=0))
+    num_rows = len(prompts.tokens) * (request.options.num_return_sequences if num_beams > 1 else 1)
+    values = torch.empty(num_rows, max_new_tokens + 1, device=device)
+    tokens, values = (values.long(), values) if chooser is None else chooser.best()
+    return stages.broadcast(tokens), stages.broadcast(values)
 
 
-class _Rows:
-    """Greedy decoding and sampling, on the one rank that chooses: each row on its own."""
+class _Sampler:
+    """Greedy decoding and sampling on the choosing rank: each row on its own."""
 
     def __init__(self, request: Request, uniform: Tensor) -> None:
-        prompts, self._vocab_size, self._filling = request.prompts, request.vocab_size, request.pad_token_id
+        prompts, self._vocab_size, self._pad_token_id = request.prompts, request.vocab_size, request.pad_token_id
         rows, self._width = prompts.tokens.shape
         self._uniform = uniform if request.samples else None
         self._processors = logits_processors(request)
-        self._stops = Stops(request) if request.can_end else None
+        self._stops = StopCriteria(request) if request.can_end else None
         new = prompts.tokens.new_zeros(rows, request.max_new_tokens)
-        # What was chosen behind the end of a row, too.
-        self._texts = torch.cat((readable(prompts), new), dim=-1)
-        # Before anything made them likelier or rarer.
+        # Includes tokens chosen after the end of a row.
+        self._sequences = torch.cat((fill_padding(prompts), new), dim=-1)
+        # Under the model, before logits processors.
         self._log_probabilities = torch.zeros(new.shape, device=new.device)
         self._parents = torch.arange(rows, device=new.device)
         self._lengths = torch.full_like(self._parents, request.max_new_tokens)
         self._finished = torch.zeros_like(self._parents, dtype=torch.bool)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
-        """Let the texts grow by a token.
+        """Append a token to each row.
 
         Args:
-            logits: Of all n = b * num_beams texts, [n, padded vocabulary].
-            step: Which new token it is, from 0.
+            logits: [n, padded vocabulary], for all n = b * num_beams rows.
+            step: Index of the new token, from 0.
 
         Returns:
-            [2 * n + 1], int64: which of the former texts the next ones continue, their last tokens (``ENDED`` of rows
-            that were finished before), and 1 if nothing will change any more.
+            [2 * n + 1], int64: which of the former rows each row continues, its new token (``ENDED`` if it was finished
+            before), and 1 if nothing will change any more.
         """
-        given = scores = logits[:, : self._vocab_size]
-        place = self._width + step
+        raw = scores = logits[:, : self._vocab_size]
+        position = self._width + step
         for processor in self._processors:
-            scores = processor(self._texts[:, :place], scores)
-        chosen = scores.argmax(-1) if self._uniform is None else sample_tokens(scores, self._uniform[step])
-        self._texts[:, place] = chosen
-        self._log_probabilities[:, step] = given.gather(-1, chosen[:, None])[:, 0] - given.logsumexp(-1)
-        shown = chosen.masked_fill(self._finished, ENDED)
+            scores = processor(self._sequences[:, :position], scores)
+        tokens = scores.argmax(-1) if self._uniform is None else sample_tokens(scores, self._uniform[step])
+        self._sequences[:, position] = tokens
+        self._log_probabilities[:, step] = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
+        reported = tokens.masked_fill(self._finished, ENDED)
         if self._stops is not None:
-            ends = self._stops.at(self._texts[:, self._width : place + 1]) & ~self._finished
+            ends = self._stops.are_met(self._sequences[:, self._width : position + 1]) & ~self._finished
             self._lengths.masked_fill_(ends, step + 1)
             self._finished |= ends
-        return torch.cat((self._parents, shown, self._finished.all()[None].long()))
+        return torch.cat((self._parents, reported, self._finished.all()[None].long()))
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The texts and their log-probabilities, as ``decode`` returns them."""
-        new = self._texts[:, self._width :]
-        is_behind = torch.arange(new.shape[1], device=new.device) >= self._lengths[:, None]
-        new = new.masked_fill(is_behind, self._filling)
-        numbers = self._log_probabilities.masked_fill(is_behind, 0.0)
+        """The sequences and their log-probabilities, as ``decode`` returns them."""
+        new = self._sequences[:, self._width :]
+        is_after_end = torch.arange(new.shape[1], device=new.device) >= self._lengths[:, None]
+        new = new.masked_fill(is_after_end, self._pad_token_id)
+        values = self._log_probabilities.masked_fill(is_after_end, 0.0)
         with_lengths = torch.cat((new, self._lengths[:, None]), dim=-1)
-        return with_lengths, torch.cat((numbers, numbers.sum(-1, keepdim=True)), dim=-1)
+        return with_lengths, torch.cat((values, values.sum(-1, keepdim=True)), dim=-1)
 
 
-class Beams:
-    """Beam search: the best beginnings of each text, and the complete texts that they have become.
+class BeamSearch:
+    """Beam search: the best beams of each prompt, and the complete sequences that they have become.
 
     The rules are those of Hugging Face's ``generate`` (transformers 5.23, generation/utils.py, ``_beam_search``), so
-    that the same texts come out: of all continuations of a row's beams the best are candidates, more of them than there
-    are beams, so that enough are left when some of them end; only those among the best ``num_beams`` may end a text.
+    that the same sequences come out: of all continuations of a prompt's beams the best are candidates, more of them
+    than there are beams, so that enough are left when some of them end; only those among the best ``num_beams`` may
+    complete a sequence.
     """
 
     def __init__(self, request: Request) -> None:
-        """One beam per row, the prompt; the others are copies of it that must not be chosen.
+        """Start with one beam per prompt; the others are copies of it that must not be chosen.
 
         Args:
-            request: The rows, on the device, and what decides about the tokens.
+            request: The prompts, on the device, and how tokens are chosen.
         """
         options, prompts, self._vocab_size = request.options, request.prompts, request.vocab_size
-        self._options, self._most = options, request.max_new_tokens
-        rows, count, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
-        self._first_beams = torch.arange(rows, device=device)[:, None] * count
-        self._stops = Stops(request)
-        self._num_candidates = max(2, 1 + len(request.eos_token_ids)) * count
-        self._processors = logits_processors(request, copies=count)
-        self._prompts = readable(prompts).repeat_interleave(count, dim=0)
-        shape = (rows, count, request.max_new_tokens)
+        self._options, self._max_new_tokens = options, request.max_new_tokens
+        rows, num_beams, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
+        self._first_beams = torch.arange(rows, device=device)[:, None] * num_beams
+        self._stops = StopCriteria(request)
+        self._num_candidates = max(2, 1 + len(request.eos_token_ids)) * num_beams
+        self._processors = logits_processors(request, copies=num_beams)
+        self._prompts = fill_padding(prompts).repeat_interleave(num_beams, dim=0)
+        shape = (rows, num_beams, request.max_new_tokens)
         self._growing = torch.full(shape, request.pad_token_id, dtype=torch.long, device=device)
         self._growing_logs = torch.zeros(shape, device=device)
-        self._growing_scores = torch.full((rows, count), _HOPELESS, device=device)
+        self._growing_scores = torch.full((rows, num_beams), _EXCLUDED, device=device)
         self._growing_scores[:, 0] = 0.0
         self._complete, self._complete_logs = self._growing.clone(), self._growing_logs.clone()
-        self._complete_scores = torch.full((rows, count), _HOPELESS, device=device)
-        self._complete_lengths = torch.zeros((rows, count), dtype=torch.long, device=device)
-        self._is_complete = torch.zeros((rows, count), dtype=torch.bool, device=device)
+        self._complete_scores = torch.full((rows, num_beams), _EXCLUDED, device=device)
+        self._complete_lengths = torch.zeros((rows, num_beams), dtype=torch.long, device=device)
+        self._is_complete = torch.zeros((rows, num_beams), dtype=torch.bool, device=device)
         self._can_improve = torch.ones((rows, 1), dtype=torch.bool, device=device)
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
-        """Let the beams grow by a token; as ``_Rows.advance``."""
-        count = self._options.num_beams
-        given = logits[:, : self._vocab_size].float().log_softmax(-1)
-        changed = given
+        """Extend the beams by a token; as ``_Sampler.advance``."""
+        num_beams = self._options.num_beams
+        log_probs = logits[:, : self._vocab_size].float().log_softmax(-1)
+        processed = log_probs
         if self._processors:
-            so_far = torch.cat((self._prompts, self._growing[:, :, :step].flatten(0, 1)), dim=-1)
+            input_ids = torch.cat((self._prompts, self._growing[:, :, :step].flatten(0, 1)), dim=-1)
             for processor in self._processors:
-                changed = processor(so_far, changed)
-        sums = changed.view(*self._growing_scores.shape, -1) + self._growing_scores[..., None]
-        # The best continuations of each row, best first.
-        scores, places = sums.flatten(1).topk(min(self._num_candidates, count * self._vocab_size))
-        beams, tokens = places // self._vocab_size, places % self._vocab_size
-        texts, logs = _taken(beams, self._growing, self._growing_logs)
-        texts[:, :, step] = tokens
-        logs[:, :, step] = given.view(len(beams), -1).gather(1, places)
-        ends = self._stops.at(texts[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
-        if step + 1 == self._most:
+                processed = processor(input_ids, processed)
+        sums = processed.view(*self._growing_scores.shape, -1) + self._growing_scores[..., None]
+        # The best continuations of each prompt, best first.
+        scores, indices = sums.flatten(1).topk(min(self._num_candidates, num_beams * self._vocab_size))
+        beams, tokens = indices // self._vocab_size, indices % self._vocab_size
+        sequences, logs = _gather(beams, self._growing, self._growing_logs)
+        sequences[:, :, step] = tokens
+        logs[:, :, step] = log_probs.view(len(beams), -1).gather(1, indices)
+        ends = self._stops.are_met(sequences[:, :, : step + 1].flatten(0, 1)).view_as(tokens)
+        if step + 1 == self._max_new_tokens:
             ends = torch.ones_like(ends)
-        self._complete_texts(texts, logs, scores, ends, step + 1)
-        self._growing_scores, chosen = (scores + ends * _HOPELESS).topk(count)
-        self._growing, self._growing_logs, beams, tokens = _taken(chosen, texts, logs, beams, tokens)
+        self._keep_complete(sequences, logs, scores, ends, step + 1)
+        self._growing_scores, chosen = (scores + ends * _EXCLUDED).topk(num_beams)
+        self._growing, self._growing_logs, beams, tokens = _gather(chosen, sequences, logs, beams, tokens)
         parents, tokens = (self._first_beams + beams).flatten(), tokens.flatten()
-        self._look_ahead(step + 1)
-        # With every candidate at its end there is nothing left to grow.
+        self._update_can_improve(step + 1)
+        # If all candidates end, no beam is left to extend.
         self._can_improve &= ~ends.all()
-        return torch.cat((parents, tokens, self._are_closed().all().long()[None]))
+        return torch.cat((parents, tokens, self._is_closed().all().long()[None]))
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The best complete texts of each row, and what ranks them."""
-        texts = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
-        numbers = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
+        """The best complete sequences of each prompt and their log-probabilities, as ``decode`` returns them."""
+        sequences = torch.cat((self._complete, self._complete_lengths[..., None]), dim=-1)
+        values = torch.cat((self._complete_logs, self._complete_scores[..., None]), dim=-1)
         count = self._options.num_return_sequences
-        return texts[:, :count].flatten(0, 1), numbers[:, :count].flatten(0, 1)
+        return sequences[:, :count].flatten(0, 1), values[:, :count].flatten(0, 1)
 
-    def _complete_texts(self, texts: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
-        """Keep the best of the complete texts and of those that ``ends`` just now."""
-        count = self._options.num_beams
-        among_best = torch.arange(ends.shape[1], device=ends.device) < count
+    def _keep_complete(self, sequences: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
+        """Keep the best of the complete sequences and of the candidates that ``ends`` marks as complete."""
+        num_beams = self._options.num_beams
+        among_best = torch.arange(ends.shape[1], device=ends.device) < num_beams
         completes = ends & among_best
         scores = scores / length**self._options.length_penalty
-        scores = scores + (~completes) * _HOPELESS + self._are_closed() * _HOPELESS
+        scores = scores + (~completes) * _EXCLUDED + self._is_closed() * _EXCLUDED
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
-        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(count)
-        before = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
-        all_texts = (torch.cat(pair, dim=1) for pair in zip(before, (texts, logs, lengths, completes), strict=True))
-        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _taken(chosen, *all_texts)
+        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(num_beams)
+        old = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
+        merged = (torch.cat(pair, dim=1) for pair in zip(old, (sequences, logs, lengths, completes), strict=True))
+        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _gather(chosen, *merged)
 
-    def _look_ahead(self, length: int) -> None:
-        """Whether the best beam of a row may still become better than the worst of its complete texts."""
+    def _update_can_improve(self, length: int) -> None:
+        """Update whether the best beam of a prompt may still become better than the worst of its complete sequences."""
         options = self._options
-        longest = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = self._growing_scores[:, :1] / (self._most if longest else length) ** options.length_penalty
-        worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _HOPELESS)
+        at_full_length = options.early_stopping == "never" and options.length_penalty > 0.0
+        best = (
+            self._growing_scores[:, :1] / (self._max_new_tokens if at_full_length else length) ** options.length_penalty
+        )
+        worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _EXCLUDED)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
-    def _are_closed(self) -> Tensor:
-        """[b, 1], bool: whether a row's complete texts will not change any more."""
+    def _is_closed(self) -> Tensor:
+        """[b, 1], bool: whether a prompt's complete sequences will not change any more."""
         has_enough = self._is_complete.all(dim=-1, keepdim=True) & (self._options.early_stopping is True)
         return ~self._can_improve | has_enough
 
 
-def _taken(index: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Of each tensor [b, n] or [b, n, ...] what ``index`` [b, m] says of each row."""
+def _gather(index: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Gather entries ``index`` [b, m] along dim 1 of each tensor, [b, n] or [b, n, ...]."""
     return [x.take_along_dim(index if x.dim() == 2 else index[..., None], dim=1) for x in tensors]
 
 
-# ---- how tokens are chosen -------------------------------------------------------------------------------------------
+# ---- logits processors, sampling and stop criteria -------------------------------------------------------------------
 
 
 class NoRepeatNGrams(LogitsProcessor):
-    """Rules out tokens that would end a run of ``size`` tokens for the second time in a row.
+    """Forbids tokens that would complete an n-gram of ``size`` tokens for the second time in a row's sequence.
 
-    As transformers' ``NoRepeatNGramLogitsProcessor``, which loops over lists on the host; but padding, which is no
-    text, forms no runs.
+    As transformers' ``NoRepeatNGramLogitsProcessor``, which loops over lists on the host; but padding forms no n-grams.
     """
 
     def __init__(self, size: int, padding: Tensor) -> None:
-        """Set what a run is.
+        """Set the size of n-grams and the padding.
 
         Args:
-            size: Tokens of a run, the forbidden one included.
-            padding: [rows], how many columns of padding each row begins with.
+            size: Tokens of an n-gram, the forbidden one included.
+            padding: [rows], columns of padding at the beginning of each row.
         """
         self._size = size
         self._padding = padding[:, None]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [rows, v] of what may follow the texts [rows, length]."""
+        """Scores [rows, v] of the tokens that may follow the sequences [rows, length]."""
         width, size = input_ids.shape[1], self._size
         if width < size:
             return scores
-        runs = input_ids.unfold(-1, size, 1)
-        ending = input_ids[:, None, width - size + 1 :]
-        starts = torch.arange(runs.shape[1], device=input_ids.device)
-        # What is compared lies in the text as a whole, or has a token of padding.
-        is_text = (starts >= self._padding) & (width - size + 1 >= self._padding)
-        is_repeated = (runs[..., :-1] == ending).all(-1) & is_text
+        ngrams = input_ids.unfold(-1, size, 1)
+        suffix = input_ids[:, None, width - size + 1 :]
+        starts = torch.arange(ngrams.shape[1], device=input_ids.device)
+        # Neither the n-gram nor the suffix that it is compared with contains padding.
+        has_no_padding = (starts >= self._padding) & (width - size + 1 >= self._padding)
+        is_repeated = (ngrams[..., :-1] == suffix).all(-1) & has_no_padding
         forbidden = torch.zeros(scores.shape, dtype=torch.int, device=scores.device)
-        # Added, not set: of runs with the same last token some are repeated and some are not.
-        forbidden.scatter_add_(-1, runs[..., -1], is_repeated.int())
+        # Added, not set: of n-grams with the same last token some are repeated and some are not.
+        forbidden.scatter_add_(-1, ngrams[..., -1], is_repeated.int())
         return scores.masked_fill(forbidden > 0, -torch.inf)
 
 
 class DecayingTopP(LogitsProcessor):
-    """Top-p whose p shrinks with each new token down to a bound, as in Megatron-LM's text generation."""
+    """Top-p sampling whose p decays with each new token down to a bound, as in Megatron-LM's text generation."""
 
     def __init__(self, options: GenerationOptions, width: int) -> None:
-        """Begin with the whole ``top_p`` behind prompts of ``width`` tokens."""
+        """Start with ``top_p`` after prompts of ``width`` tokens."""
         self._options = options
         self._width = width
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [rows, v] of what may follow the texts [rows, length]."""
+        """Scores [rows, v] of the tokens that may follow the sequences [rows, length]."""
         options, step = self._options, input_ids.shape[1] - self._width
         top_p = max(options.top_p * options.top_p_decay**step, options.top_p_bound)
         kept: Tensor = TopPLogitsWarper(top_p)(input_ids, scores)
@@ -500,13 +502,13 @@ class DecayingTopP(LogitsProcessor):
 
 
 def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor]:
-    """What makes tokens likelier, rarer or impossible, in Hugging Face's order.
+    """Logits processors in Hugging Face's order.
 
-    By the text so far; and, where tokens are drawn, what shapes the distribution that they are drawn from.
+    First those that depend on the tokens so far; then, if tokens are sampled, those that shape their distribution.
 
     Args:
-        request: The prompts, on the device, and what decides about the tokens.
-        copies: Texts that grow from each prompt, one after the other.
+        request: The prompts, on the device, and how tokens are chosen.
+        copies: Sequences per prompt, one after the other.
     """
     processors: list[LogitsProcessor] = []
     options, prompts, width = request.options, request.prompts, request.prompts.tokens.shape[1]
@@ -533,15 +535,15 @@ def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor
     return processors
 
 
-def readable(prompts: NextTokens) -> Tensor:
-    """The prompts as processors read them, [b, s]: padding repeats the last token, so that it says nothing new."""
+def fill_padding(prompts: ModelInputs) -> Tensor:
+    """Prompts for logits processors, [b, s]: padding repeats the last token, so that it changes nothing."""
     return torch.where(prompts.is_token == 1, prompts.tokens, prompts.tokens[:, -1:])
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row, [b] int64, by inverting the cumulative distribution.
+    """Sample one token per row, [b] int64, by inverting the cumulative distribution.
 
-    One number per row decides, so the same numbers give the same tokens on every device and layout.
+    One random number per row decides, so the same numbers give the same tokens on every device and layout.
 
     Args:
         logits: [b, v].
@@ -549,53 +551,53 @@ def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
-    # Strictly below the total, or rounding could choose a last token that has no probability.
+    # Strictly below the total, or rounding could choose a last token of probability 0.
     threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Where a model in trouble gives no numbers, what is found is behind the last token.
+    # If the logits are NaN, the index found is beyond the last token.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:
-    """What decides about every token of a call: [steps, rows], float64 in [0, 1), on the CPU, equal on all ranks."""
+    """Random numbers for all tokens of a call: [steps, rows], float64 in [0, 1), on the CPU, equal on all ranks."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.rand(steps, rows, generator=generator, dtype=torch.float64)
 
 
-class Stops:
-    """Finds rows that end: with a token that ends them, with a run of tokens that does, or with a stop string."""
+class StopCriteria:
+    """Stop criteria: end-of-sequence tokens, stop sequences and stop strings."""
 
     def __init__(self, request: Request) -> None:
         """Copy the tokens to the device once.
 
         Args:
-            request: The rows, on the device, and what decides about the tokens.
+            request: The prompts, on the device, and how tokens are chosen.
         """
         strings, prompts = request.stop_strings, request.prompts
         self._sequences = [
             torch.tensor(sequence, device=prompts.tokens.device)
             for sequence in (*((token,) for token in request.eos_token_ids), *request.options.stop_sequences)
         ]
-        self._fewest = request.min_new_tokens
+        self._min_new_tokens = request.min_new_tokens
         self._strings = strings
         if strings is not None:
-            # A text may begin in the prompt; padding says nothing.
-            endings = prompts.tokens.masked_fill(prompts.is_token == 0, len(strings.embedding_vec) - 1)
-            self._endings = endings[:, -strings.maximum_token_len :]
+            # A stop string may begin in the prompt; padding becomes the entry for no token.
+            prompt_ends = prompts.tokens.masked_fill(prompts.is_token == 0, len(strings.embedding_vec) - 1)
+            self._prompt_ends = prompt_ends[:, -strings.maximum_token_len :]
 
-    def at(self, new_tokens: Tensor) -> Tensor:
-        """Which rows end with their last token: [b * n], bool.
+    def are_met(self, new_tokens: Tensor) -> Tensor:
+        """Whether each row ends with its last token: [b * n], bool.
 
         Args:
-            new_tokens: [b * n, step], n texts of each prompt, without it.
+            new_tokens: [b * n, step], n sequences per prompt, without the prompt.
         """
         rows, length = new_tokens.shape
         ends = torch.zeros(rows, dtype=torch.bool, device=new_tokens.device)
-        if length >= self._fewest:
+        if length >= self._min_new_tokens:
             for sequence in self._sequences:
                 if len(sequence) <= length:
                     ends |= (new_tokens[:, length - len(sequence) :] == sequence).all(dim=-1)
         if self._strings is not None:
-            endings = self._endings.repeat_interleave(rows // len(self._endings), dim=0)
-            texts = torch.cat((endings, new_tokens[:, -self._strings.maximum_token_len :]), dim=-1)
-            ends |= self._strings(texts, None)
+            prompt_ends = self._prompt_ends.repeat_interleave(rows // len(self._prompt_ends), dim=0)
+            tails = torch.cat((prompt_ends, new_tokens[:, -self._strings.maximum_token_len :]), dim=-1)
+            ends |= self._strings(tails, None)
         return ends

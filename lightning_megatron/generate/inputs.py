@@ -21,7 +21,7 @@ from lightning_megatron.convert.registry import HFConfigLike, config_object, rea
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.generate.options import GenerationOptions, options_from
-from lightning_megatron.generate.pipeline import NextTokens
+from lightning_megatron.generate.pipeline import ModelInputs
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
 from lightning_megatron.steps.base import Batch, check_token_inputs, check_tokens
@@ -86,7 +86,7 @@ class Request:
 
     prefix: Tensor
     """[b, s], int64: what the new tokens stand behind in the result."""
-    prompts: NextTokens
+    prompts: ModelInputs
     """The rows, or those of one copy of the model."""
     options: GenerationOptions
     """As given; what a model has a say in follows."""
@@ -166,7 +166,7 @@ def build_request(
     )
 
 
-def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -> tuple[Tensor, NextTokens]:
+def _beginnings(given: Batch, bos: int | None, start: int, model: ModelConfig) -> tuple[Tensor, ModelInputs]:
     """What new tokens stand behind, [b, s], and the rows as the model reads them.
 
     As in Hugging Face's ``generate``, ``start`` is put before what a T5's decoder continues if no row begins with it.
@@ -248,11 +248,11 @@ def _kind(thing: object) -> str:
 # ---- layout ----------------------------------------------------------------------------------------------------------
 
 
-def whole_rows(given: Batch) -> NextTokens:
+def whole_rows(given: Batch) -> ModelInputs:
     """Rows of which logits are asked, as a model without a cache reads them."""
     has_source, positions = "decoder_input_ids" in given, given.get("position_ids")
     tokens = given["decoder_input_ids" if has_source else "input_ids"]
-    return NextTokens(
+    return ModelInputs(
         tokens=tokens,
         positions=positions,
         mask=given.get("decoder_attention_mask" if has_source else "attention_mask"),
@@ -263,7 +263,7 @@ def whole_rows(given: Batch) -> NextTokens:
     )
 
 
-def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> NextTokens:
+def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> ModelInputs:
     """Prompts as the model reads them, wherever their padding was: it goes to the left, and positions count from 0.
 
     All rows then end at the same place, so that each new token of all rows has one place in the cache.
@@ -279,7 +279,7 @@ def aligned(input_ids: Tensor, attention_mask: Tensor | None) -> NextTokens:
     # What stands for padding need not be a token of the vocabulary, and the embedding is asked for it.
     tokens, mask = (each[:, -longest:] for each in _padded_left(tokens * mask, mask))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return NextTokens(tokens=tokens, positions=positions, mask=mask if shortest < longest else None, longest=longest)
+    return ModelInputs(tokens=tokens, positions=positions, mask=mask if shortest < longest else None, longest=longest)
 
 
 def _padded_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,8 +105,8 @@ def _spelled(token: int) -> dict[str, Any]:
 REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
     # What each rank asks, the last one also the ranks behind it.
     ([_spelled(83)], "gives ids up to 83, the model's vocab_size is 83"),
-    ([_spelled(5), _spelled(6)], "rank 1 asks with other prompts or options than rank 0"),
-    ([{}, {"tokens": [[2]]}], "rank 1 asks with other prompts or options than rank 0"),
+    ([_spelled(5), _spelled(6)], "rank 1 has other prompts or options than rank 0"),
+    ([{}, {"tokens": [[2]]}], "rank 1 has other prompts or options than rank 0"),
     ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
     ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
     ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),

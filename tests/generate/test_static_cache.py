@@ -66,7 +66,7 @@ def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_t
     asked = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
     found = [uses_static_cache(said, new, model_of("llama"), at) for said, new, at in asked]
     assert found == [False, False, True, False]
-    for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "attends to a source")):
+    for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "cross-attention")):
         with pytest.raises(ConfigError, match=f"static_cache=True: .* {reason}"):
             uses_static_cache(True, 8, model_of(name), gpu)
 
@@ -101,7 +101,7 @@ def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str
 def test_a_step_that_cannot_be_recorded_is_refused_and_runs_kernel_by_kernel() -> None:
     call = asked("llama", max_new_tokens=8, **NO_END)
     ((before, refusal, after),) = run_with_models(_steps_that_ask, Layout(), [call], accelerator="gpu")
-    assert "static_cache: expected steps that CUDA can record as a graph, got: " in refusal
+    assert "static_cache: expected steps that CUDA can capture as a graph, got: " in refusal
     assert "set static_cache=False" in refusal
     assert torch.equal(before, after)
 
