@@ -431,10 +431,8 @@ class BeamSearch:
     def _update_can_improve(self, length: int) -> None:
         """Update whether the best beam of a prompt may still become better than the worst of its complete sequences."""
         options = self._options
-        at_full_length = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = (
-            self._growing_scores[:, :1] / (self._max_new_tokens if at_full_length else length) ** options.length_penalty
-        )
+        at_limit = options.early_stopping == "never" and options.length_penalty > 0.0
+        best = self._growing_scores[:, :1] / (self._max_new_tokens if at_limit else length) ** options.length_penalty
         worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _EXCLUDED)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
