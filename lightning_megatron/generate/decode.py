@@ -31,7 +31,7 @@ from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_r
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import Request, SpecialTokens, build_request, check_rows, whole_rows
+from lightning_megatron.generate.inputs import Request, SpecialTokens, build_request, check_rows, inputs_for_logits
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import ModelInputs, Stages, inference_mode, uses_static_cache
 from lightning_megatron.models.config import ModelConfig
@@ -170,8 +170,8 @@ class LiveModel:
         with inference_mode(self.chunks) as models:
             logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
             if shape[0] > 0:
-                model_inputs = whole_rows({name: tensor.long().to(self.device) for name, tensor in local.items()})
-                computed = Stages(models, self.topology, model_inputs).prefill(every_position=True)
+                batch = inputs_for_logits({name: tensor.long().to(self.device) for name, tensor in local.items()})
+                computed = Stages(models, self.topology, batch).prefill(every_position=True)
                 if computed is not None:
                     logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:

@@ -104,7 +104,7 @@ def _drawn_by_hand(call: Call) -> torch.Tensor:
 
 IDS = torch.ones(1, 2).long()
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("generate", {"bos_token_id": 3}, "bos_token_id=3 is for texts that are continued"),
+    ("generate", {"bos_token_id": 3}, "bos_token_id=3 is for prompts of GPTs"),
     ("generate", {"decoder_input_ids": IDS}, "decoder_input_ids: expected 2 rows, as input_ids have, got 1"),
     ("generate", {"decoder_attention_mask": IDS}, "t5 needs decoder_input_ids here"),
     ("logits", {}, "t5 needs decoder_input_ids here"),

@@ -108,7 +108,7 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
     ([_spelled(5), _spelled(6)], "rank 1 has other prompts or options than rank 0"),
     ([{}, {"tokens": [[2]]}], "rank 1 has other prompts or options than rank 0"),
     ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
-    ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids are nothing that gpt2 reads"),
+    ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids is no input of gpt2"),
     ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
     ([{}, {"top_k": -3}], "top_k=-3 must be a number at least 0"),
 )

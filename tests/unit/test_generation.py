@@ -136,7 +136,7 @@ def test_the_generation_config_comes_before_the_config(tmp_path: Path, generatio
 def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
     assert stop_strings(["ab"], tmp_path, 2)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
-    with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) can be written with no token"):
+    with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) cannot be written"):
         stop_strings(["x"], str(tmp_path), 2)
     with pytest.raises(ConfigError, match="stop_strings: expected a tokenizer .* got 3"):
         stop_strings(["a"], 3, 2)
