@@ -25,7 +25,7 @@ from tests.tokenizers import byte_level_tokenizer
         ({"stop_sequences": ("ab",)}, "stop_sequences=.*: expected integers, and tuples of them"),
         ({"top_p_decay": 0.5}, r"top_p_decay=0\.5 has no top_p"),
         ({"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6}, r"top_p_bound=0\.6 is above top_p=0\.5"),
-        ({"do_sample": False, "top_k": 5, "min_p": 0.1}, "takes the most likely token, but top_k=5 and min_p=0.1 is for"),
+        ({"do_sample": False, "top_k": 5, "min_p": 0.1}, "but top_k=5 and min_p=0.1 is for sampling"),
         ({"num_return_sequences": 3}, "num_return_sequences=3 would return the same"),
         ({"length_penalty": 2.0}, r"length_penalty=2\.0 is for beam search"),
         ({"typical_p": 0.5}, "no option 'typical_p'; choose from max_new_tokens, "),
