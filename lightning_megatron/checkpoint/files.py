@@ -1,12 +1,12 @@
-"""The files of a checkpoint: finding complete ones, and reading without running code.
+"""Files of a checkpoint: finding complete checkpoints, and reading them without running code.
 
-What has the right name may be a link to a checkpoint that was never finished, and the right one may have another name:
-a run can be killed between any two of the steps that save, link and remove. Nothing is repaired here; the next save
-puts the names in order.
+A name may be a link to a checkpoint that was never finished, and a complete checkpoint may have another name: a run can
+be killed between any two of the steps that save, link and remove. Nothing is repaired here; the next save restores the
+names.
 
-Torch's distributed checkpoints keep their table of contents in a pickle, which torch loads without restriction: here
-its names become stand-ins that do nothing, and the table is made anew from what they have kept. Other files are read by
-``engine/pickles.py``; the rest about them is in ``lightning_megatron/files.py``.
+Torch's distributed checkpoints store their table of contents in a pickle, which torch loads without restriction. Here
+the names in it become stand-ins that do nothing, and the table is rebuilt from what they keep. Other files are read by
+``engine/pickles.py``; publication and checksums are in ``lightning_megatron/files.py``.
 
 Nothing here communicates or imports Megatron.
 """
@@ -46,17 +46,17 @@ META = COMPLETE_MARKER
 """Lightning's own state and the description of the run; written last, so its presence means "complete"."""
 
 FORMAT_VERSION = 1
-"""Of the folder as a whole; another number is refused."""
-_OWN_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description", "lightning"}
-"""What ``meta.pt`` always holds."""
+"""Version of the checkpoint format; other versions are refused."""
+_REQUIRED_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description", "lightning"}
+"""Keys that ``meta.pt`` always has."""
 
 COMMON = "common.pt"
-"""What Megatron does not shard: parameter groups and step counts."""
+"""State that Megatron does not shard: parameter groups and step counts."""
 
 TABLE = ".metadata"
-"""Torch's table of contents."""
+"""Torch's table of contents of the shards."""
 BACKENDS = "metadata.json"
-"""By which Megatron's own loader picks the code that reads the rest."""
+"""Formats, by which Megatron's own loader picks the code that reads the rest."""
 
 KNOWN_BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -64,18 +64,18 @@ KNOWN_BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What ``metadata.json`` says; from megatron-core 0.17 on without the common ones."""
+"""Content of ``metadata.json``; from megatron-core 0.17 on without the common ones."""
 
 # ---- completeness ---------------------------------------------------------------------------------------------------
 
 
 def is_distributed(path: Path) -> bool:
-    """Whether ``path`` is a distributed checkpoint of Megatron-Core, of ours or of another program."""
+    """Whether ``path`` is a distributed checkpoint of Megatron-Core, ours or another program's."""
     return (path / TABLE).is_file() and (path / BACKENDS).is_file()
 
 
 def check_complete(path: Path) -> None:
-    """Raise unless ``path`` is a finished checkpoint directory of ours.
+    """Raise unless ``path`` is a complete checkpoint directory of this package.
 
     Raises:
         CheckpointError: If it is missing, is not a directory, or was never finished.
@@ -88,7 +88,7 @@ def check_complete(path: Path) -> None:
 
 
 def check_backends(path: Path) -> None:
-    """Refuse distributed checkpoints of other formats, as Megatron-Core once wrote them.
+    """Raise if a distributed checkpoint has another format, such as older ones of Megatron-Core.
 
     Raises:
         CheckpointError: If the format is another one, or cannot be read.
@@ -97,8 +97,8 @@ def check_backends(path: Path) -> None:
         found = json.loads((path / BACKENDS).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         found = repr(error)
-    told = found if isinstance(found, dict) else {}
-    if (told.get("sharded_backend"), told.get("common_backend", "torch")) != ("torch_dist", "torch"):
+    backends = found if isinstance(found, dict) else {}
+    if (backends.get("sharded_backend"), backends.get("common_backend", "torch")) != ("torch_dist", "torch"):
         raise CheckpointError(
             f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give another"
         )
@@ -118,17 +118,17 @@ def load_plain(file: Path) -> Any:
 
 
 def load_meta(path: Path) -> dict[str, Any]:
-    """``meta.pt`` of a checkpoint.
+    """Read ``meta.pt`` of a checkpoint.
 
     Raises:
-        CheckpointError: If another program wrote it, or another version of this one.
+        CheckpointError: If another program wrote it, or a version of this one with another format.
     """
     meta = load_plain(path / META)
-    if not isinstance(meta, dict) or not meta.keys() >= _OWN_KEYS:
+    if not isinstance(meta, dict) or not meta.keys() >= _REQUIRED_KEYS:
         raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
     if (version := meta["format_version"]) != FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own"
+            f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
         )
     return meta
 
@@ -139,11 +139,11 @@ _TABLE_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem)\.\w+|torch\.(Size|serialization\._get_layout)"
     r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath"
 )
-"""Everything that a table of contents consists of, besides dtypes (torch 2.10 to 2.13)."""
+"""Names of all classes in a table of contents, besides dtypes (torch 2.10 to 2.13)."""
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Finds stand-ins for what the table of contents of a distributed checkpoint is made of, and nothing else."""
+    """Unpickler of tables of contents: replaces their classes by stand-ins, and refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -154,50 +154,50 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(path: Path) -> Any:
-    """The table of contents of a distributed checkpoint, a ``torch.distributed.checkpoint.metadata.Metadata``.
+    """Read the table of contents of a distributed checkpoint: a ``torch.distributed.checkpoint.metadata.Metadata``.
 
     Raises:
-        CheckpointError: If it names anything but what such a table consists of, points outside the checkpoint, or
-            cannot be read.
+        CheckpointError: If it names anything but the classes of such a table, points outside the checkpoint, or cannot
+            be read.
     """
     try:
-        kept = _TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state
-        entries, places = (_real(kept[name]) for name in ("state_dict_metadata", "storage_data"))
-        for name in (place.relative_path for place in places.values()):
+        state = _TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state
+        entries, locations = (_rebuild(state[name]) for name in ("state_dict_metadata", "storage_data"))
+        for name in (location.relative_path for location in locations.values()):
             if Path(name).name != name:
                 raise CheckpointError(f"it points outside itself, to {name!r}")
-        return metadata.Metadata(state_dict_metadata=entries, storage_data=places)  # what no reader needs is left out
+        return metadata.Metadata(state_dict_metadata=entries, storage_data=locations)  # all that readers need
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one") from None
 
 
-_PARTS = (
+_TABLE_CLASSES = (
     *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorStorageMetadata),
     *(metadata.MetadataIndex, filesystem._StorageInfo),
 )
 
 
-def _real(made: Any) -> Any:
-    """What the stand-ins of a table's parts have kept, as torch's own parts."""
-    if isinstance(made, dict):
-        return {_real(key): _real(value) for key, value in made.items()}
-    if isinstance(made, list):
-        return [_real(each) for each in made]
-    if not isinstance(made, StandIn):
-        return made
-    name = type(made).__name__
+def _rebuild(node: Any) -> Any:
+    """Rebuild torch's objects from the stand-ins of a table."""
+    if isinstance(node, dict):
+        return {_rebuild(key): _rebuild(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_rebuild(item) for item in node]
+    if not isinstance(node, StandIn):
+        return node
+    name = type(node).__name__
     if name == "Size":
-        return torch.Size(made.arguments[0])
+        return torch.Size(node.arguments[0])
     if name == "TensorProperties":
-        return metadata.TensorProperties(dtype=made.state[0])
-    part = next(each for each in _PARTS if each.__name__ == name)
-    return part(**_real(made.state or {}))
+        return metadata.TensorProperties(dtype=node.state[0])
+    kind = next(kind for kind in _TABLE_CLASSES if kind.__name__ == name)
+    return kind(**_rebuild(node.state or {}))
 
 
 def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemReader:
-    """Torch's reader of shards, on a disk or in a store, for a table of contents that was checked while it was read."""
+    """Torch's reader of shards, on a disk or in an object store, for a table of contents of ``read_table``."""
     reader = (FsspecReader if is_remote(path) else filesystem.FileSystemReader)(str(path))
     reader.read_metadata = lambda *_, **__: table  # type: ignore[method-assign]
     reader.set_up_storage_reader(table, is_coordinator=False)
@@ -206,7 +206,7 @@ def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemR
 
 # ---- finding --------------------------------------------------------------------------------------------------------
 
-ENDING = ".ckpt"
+SUFFIX = ".ckpt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +215,18 @@ class CheckpointInfo:
 
     path: Path
     step: int
-    """Optimizer steps that it has behind it."""
+    """Number of optimizer steps before it was saved."""
     time: float
-    """When it was saved, in seconds of the epoch."""
+    """When it was saved, in seconds since the epoch."""
     has_optimizer: bool = True
-    """Whether training can go on from it; False for ``save_weights_only``."""
+    """Whether training can resume from it; False for ``save_weights_only``."""
 
 
 def check_writable(folders: Iterable[Path]) -> None:
-    """Raise if checkpoints surely cannot be saved in one of ``folders``, which need not exist yet.
+    """Raise if it is certain that checkpoints cannot be saved in one of ``folders``, which need not exist yet.
 
     Raises:
-        CheckpointError: If it, or what is there of the path to it, is no folder or must not be written; in a store, if
+        CheckpointError: If it, or its nearest parent that exists, is not a writable directory; in an object store, if
             this rank cannot write and delete a file there.
     """
     for folder in folders:
@@ -236,11 +236,11 @@ def check_writable(folders: Iterable[Path]) -> None:
                 probe.write_bytes(b"")
                 probe.unlink()
             continue
-        there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            obstacle = "read-only" if there.is_dir() else "no folder"
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            obstacle = "read-only" if existing.is_dir() else "not a directory"
             raise CheckpointError(
-                f"checkpoints cannot be saved in {folder}: {there} is {obstacle}; give another dirpath"
+                f"checkpoints cannot be saved in {folder}: {existing} is {obstacle}; give another dirpath"
             )
 
 
@@ -254,101 +254,102 @@ def is_complete(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Links among them, and those of which only what an interrupted save left beside them is there."""
-    present = [path.name.partition(ENDING) for path in folder.iterdir()] if folder.is_dir() else []
-    return [folder / name for name in sorted({stem + ending for stem, ending, _ in present if ending})]
+    """Checkpoints in a directory, including links and those that an interrupted save left under other names."""
+    present = [path.name.partition(SUFFIX) for path in folder.iterdir()] if folder.is_dir() else []
+    return [folder / name for name in sorted({stem + suffix for stem, suffix, _ in present if suffix})]
 
 
-def find_complete(places: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:
-    """The complete checkpoints among ``places``, and those that are damaged or foreign.
+def find_complete(paths: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:
+    """Complete checkpoints among ``paths``, and damaged or foreign ones.
 
-    A link to one that was being written when its run was killed is neither, and so is what is not there.
+    A link to a checkpoint that was being written when its run was killed is neither, and nor is a path that does not
+    exist.
 
     Args:
-        places: Where to look.
-        to_resume: Leave out those that have only weights, unless there are no others.
+        paths: Paths of checkpoints.
+        to_resume: Leave out those with weights only, unless there are no others.
     """
     found: list[CheckpointInfo] = []
     others: list[Path] = []
-    for path in places:
+    for path in paths:
         try:
             check_complete(recover(path))
-            found.append(_described(path))
+            found.append(_checkpoint_info(path))
         except (CheckpointError, FileNotFoundError) as error:
-            if is_complete(path):  # else another process may have removed it meanwhile
-                rank_zero_warn(f"{error}. It is passed over, though its folder has all files")
+            if is_complete(path):  # otherwise another process may have removed it
+                rank_zero_warn(f"{error}. It is passed over, though all its files are there")
             was_begun = path.is_symlink() and Path(f"{path.resolve()}{PARTIAL}").exists()
             if (path.is_symlink() or path.exists()) and not was_begun:
                 others.append(path)
-    whole = [each for each in found if each.has_optimizer]
-    return (whole if to_resume and whole else found), others
+    resumable = [info for info in found if info.has_optimizer]
+    return (resumable if to_resume and resumable else found), others
 
 
 def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> CheckpointInfo:
-    """The checkpoint ``path``, or the one with most steps in the folder ``path``.
+    """The checkpoint ``path``, or the one with most steps in the directory ``path``.
 
     Args:
-        path: A checkpoint or a folder of some.
-        step: The one of the folder to take instead, or the step that the checkpoint must be of.
-        to_resume: Take one with only weights if the folder has no other.
+        path: A checkpoint or a directory of some.
+        step: Step of the checkpoint to take from the directory, or that the checkpoint must have.
+        to_resume: Take one with weights only if the directory has no other.
 
     Raises:
         CheckpointError: If there is none.
     """
-    path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has read what stands in a YAML file
-    own = recover(path)
+    path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has expanded a path in a YAML file
+    recovered = recover(path)
     others: list[Path] = []
-    if (own / META).is_file() or not own.is_dir():
-        check_complete(own)
-        found = [_described(path)]
+    if (recovered / META).is_file() or not recovered.is_dir():
+        check_complete(recovered)
+        found = [_checkpoint_info(path)]
     else:
         found, others = find_complete(list_checkpoints(path), to_resume=to_resume)
-    if of_step := [each for each in found if step in (None, each.step)]:
-        return newest(of_step)
+    if candidates := [each for each in found if step in (None, each.step)]:
+        return newest(candidates)
     if found:
         steps = ", ".join(str(step) for step in sorted({each.step for each in found}))
         raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
-    if (program := _other_program(path)) is not None:
-        raise CheckpointError(f"{path} is {program}; convert it with `lightning-megatron convert`")
+    if (kind := _foreign_kind(path)) is not None:
+        raise CheckpointError(f"{path} is {kind}; convert it with `lightning-megatron convert`")
     if others:
         names = ", ".join(each.name for each in others)
         raise CheckpointError(f"none of the checkpoints in {path} is complete: {names}; give another path")
     check_complete(path)
-    return _described(path)
+    return _checkpoint_info(path)
 
 
 def newest(found: Iterable[CheckpointInfo]) -> CheckpointInfo:
-    """The one with most steps, and of those the last one saved."""
+    """The checkpoint with most steps; among several, the last one saved."""
     return max(found, key=lambda each: (each.step, each.time))
 
 
 def is_checkpoint_within(path: Path, folders: Iterable[Path]) -> bool:
-    """Whether ``path`` really lies in one of ``folders``, and is a complete checkpoint, a link to one, or nothing.
+    """Whether ``path`` resolves into one of ``folders`` and is a complete checkpoint, a link to one, or nothing.
 
-    A path that a loaded state names may lead anywhere: ``checkpoints/../../documents``.
+    A path from a loaded state may lead anywhere: ``checkpoints/../../documents``.
     """
-    place = path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
-    if not any(folder.resolve() in place.parents for folder in folders):
+    resolved = path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
+    if not any(folder.resolve() in resolved.parents for folder in folders):
         return False
     return not recover(path.resolve()).exists() or is_complete(path.resolve())
 
 
-def _described(path: Path) -> CheckpointInfo:
+def _checkpoint_info(path: Path) -> CheckpointInfo:
     meta = recover(path) / META
     state = load_plain(meta)
-    known = state if isinstance(state, dict) else {}
+    content = state if isinstance(state, dict) else {}
     return CheckpointInfo(
         path=path,
-        step=int(known.get("lightning", {}).get("global_step", 0)),
-        time=float(known.get("time", meta.stat().st_mtime)),  # a copy has another mtime
-        has_optimizer=bool(known.get("has_optimizer", True)),
+        step=int(content.get("lightning", {}).get("global_step", 0)),
+        time=float(content.get("time", meta.stat().st_mtime)),  # a copy has another mtime
+        has_optimizer=bool(content.get("has_optimizer", True)),
     )
 
 
-def _other_program(path: Path) -> str | None:
+def _foreign_kind(path: Path) -> str | None:
     if (path / "config.json").is_file():
         return "a model of Hugging Face"
-    if is_distributed(path) and path.suffix != ENDING:  # one of ours that lost its meta.pt is damaged
+    if is_distributed(path) and path.suffix != SUFFIX:  # one of ours that lost its meta.pt is damaged
         return "a checkpoint that another program wrote with Megatron-Core"
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
         return "a checkpoint of Megatron-LM"

@@ -1,6 +1,6 @@
-"""Which runs can go on from a checkpoint, and loading it into one: on any layout, all of it or what fits.
+"""Loading a checkpoint into a run, at any layout: resuming, and initial weights for a new run.
 
-Megatron and torch plan who reads what. Their readers unpickle without restriction, or read files again that were
+Megatron and torch plan which rank reads what. Their readers unpickle without restriction, or read files again that were
 checked before: here they get only what was checked while it was read.
 """
 
@@ -55,14 +55,14 @@ from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import failures_as_errors, recover, remove, verify_checksums
 
-_OF_THE_MOMENTS = ("params", "step")
-"""What a parameter group has that belongs to the checkpoint; the rest is of the run."""
+_RESTORED_GROUP_KEYS = ("params", "step")
+"""Keys of a parameter group that are loaded from the checkpoint; the others keep the run's values."""
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """``meta.pt`` of a complete, undamaged checkpoint; every rank must call, and all raise alike.
+    """Read ``meta.pt`` of a complete, undamaged checkpoint; every rank must call, and all raise the same error.
 
-    All bytes are compared with their checksums first, shared out over the ranks.
+    All files are first compared with their checksums, shared among the ranks.
 
     Raises:
         CheckpointError: If the checkpoint is missing, unfinished, damaged, of another format or could run code.
@@ -74,39 +74,39 @@ def read_meta(path: Path) -> dict[str, Any]:
         return load_meta(path)
 
 
-def _as_stored(run: RunState, meta: Mapping[str, Any]) -> RunState:
-    """``run`` with the part of its weights that the checkpoint has."""
+def _with_saved_part(run: RunState, meta: Mapping[str, Any]) -> RunState:
+    """``run`` with the part of its weights that the checkpoint has: all, or the adapters."""
     return replace(run, part="adapters") if meta.get("part") == "adapters" else run
 
 
 def resume(run: RunState, path: Path) -> dict[str, Any]:
     """Load weights, and optimizer and random states if ``run`` has an optimizer; every rank must call.
 
-    The engine's random states are per rank and only come back on the layout that wrote them; on another one, the
-    user's streams go on as those of rank 0 did.
+    The engine's random states are per rank and are restored only on the layout that wrote them; on another one, the
+    user's random states continue as those of rank 0.
 
     Returns:
         Lightning's dict.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, unfinished, damaged, unsafe or of another model, or has no
-            optimizer state although one is wanted.
+        CheckpointError: If the checkpoint is missing, unfinished, damaged, unsafe or of another model, or lacks
+            optimizer state that ``run`` needs.
     """
     path = recover(path)
     meta = read_meta(path)
-    there, here = meta["layout"], layout_of(run.topology)
+    saved, current = meta["layout"], layout_of(run.topology)
     with raise_on_all_ranks():
         check_fits(run, meta, path)
-        rank = dist.get_rank() if there == here else 0
+        rank = dist.get_rank() if saved == current else 0
         random_states = {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
-    _load(_as_stored(run, meta), path)
-    if run.optimizer is not None and there == here:
+    _load(_with_saved_part(run, meta), path)
+    if run.optimizer is not None and saved == current:
         run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
         run.runtime.load_user_state(random_states)
         rank_zero_warn(
-            f"{path} was written at {_sizes(there)} and this run is at {_sizes(here)}: all goes on but the random "
-            "states, so dropout draws other numbers; resume at the same sizes to go on exactly"
+            f"{path} was written at {_sizes(saved)} and this run is at {_sizes(current)}: the engine's "
+            "random states are not restored, so dropout masks differ; resume at the same sizes for an exact resume"
         )
     lightning_state: dict[str, Any] = meta["lightning"]
     return lightning_state
@@ -118,56 +118,59 @@ def _sizes(layout: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def _load(run: RunState, path: Path) -> None:
-    """Load weights, and the optimizer's state if ``run`` has one; every rank must call."""
+    """Load weights, and the optimizer state if ``run`` has an optimizer; every rank must call."""
     loaded, _, _ = _load_sharded(sharded_state(run, is_loading=True), path)
-    _fill(run.chunks, loaded, strict=run.part == "all")
+    _load_state_dicts(run.chunks, loaded, strict=run.part == "all")
     if run.optimizer is not None:
         run.optimizer.load_sharded_state_dict(loaded["optimizer"])
 
 
-def _fill(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
+def _load_state_dicts(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=strict)
 
 
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
-    """Load what ``save.write_weights`` wrote into chunks of another layout, and delete it; every rank must call."""
-    _fill(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
+    """Load the weights that ``save.write_weights`` wrote, at any layout, and delete them; every rank must call."""
+    _load_state_dicts(chunks, _load_sharded(sharded_weights(chunks), folder)[0])
     dist.barrier()
     if dist.get_rank() == 0:
         remove(folder)
 
 
-# ---- which runs can go on -------------------------------------------------------------------------------------------
+# ---- compatibility of run and checkpoint ----------------------------------------------------------------------------
 
-_FREE = {
+_MAY_DIFFER = {
     *("family", "max_position_embeddings", "add_attention_output_bias", "problem_type", "make_vocab_size_divisible_by"),
     *("decoder_start_token_id", "pad_token_id", "init_method_std", "scaled_residual_init"),
     *("embedding_dropout", "hidden_dropout", "attention_output_dropout", "attention_dropout", "activation_dropout"),
     *("classifier_dropout", "lora_dropout", "experts.load_balancing_loss_coef"),
 }
-"""Fields of a model in which a run may differ from its checkpoint; in any other one it is another model."""
+"""Fields of a model's description that may differ between a run and its checkpoint; any other difference makes it
+another model."""
 
-_MAY_BE_STRETCHED = {
+_POSITION_FIELDS = {
     *("rotary_base", "rotary_base_of_windows", "rope_scaling", "sliding_window", "sliding_window_layers"),
 }
-"""A new run may begin with the weights and another reach of positions; a run does not change it on the way."""
+"""Fields of positions and attention range that may differ in a new run with the checkpoint's weights, but not when a
+run resumes."""
 
-_SHOWS_IN_WEIGHTS = {
+_VISIBLE_IN_WEIGHTS = {
     *("architecture", "task", "vocab_size", "num_labels", "num_tokentypes", "share_embeddings_and_output_weights"),
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "embedding_layernorm", "position_embedding_type", "lora"),
 }
-"""What can differ although the weights that two models share mean the same: one of them has more, or other rows."""
+"""Fields that may differ although the weights that both models have mean the same: one model has more weights, or other
+rows of the vocabulary."""
 
 
 def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
-    """Raise unless ``run`` can go on from the checkpoint at ``path``.
+    """Raise unless ``run`` can continue from the checkpoint at ``path``.
 
     Raises:
         CheckpointError: If the model or the optimizer is another one.
     """
-    _check_same(run, meta, path, _FREE if run.optimizer is not None else _FREE | _MAY_BE_STRETCHED)
+    _check_same(run, meta, path, _MAY_DIFFER if run.optimizer is not None else _MAY_DIFFER | _POSITION_FIELDS)
     if run.optimizer is None:
         return
     if not meta["has_optimizer"]:
@@ -176,23 +179,23 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
             "MegatronStrategy(load_from=...) or load_weights_only=True"
         )
     for name, value in run.optimizer.state_format.items():
-        written = meta["optimizer_format"].get(name)
-        if written != value:
+        saved = meta["optimizer_format"].get(name)
+        if saved != value:
             raise CheckpointError(
-                f"checkpoint {path} holds the state of another optimizer: {name} {written} there and {value} here; use "
+                f"checkpoint {path} holds the state of another optimizer: {name} {saved} there and {value} here; use "
                 "the same, or MegatronStrategy(load_weights_only=True)"
             )
 
 
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
-    """Raise if weights that ``run`` and the checkpoint both have would be used in different ways."""
-    saved, wanted = _flat(meta["model_description"]), _flat(run.model_description)
-    for name in (*wanted, EXPERT_BIAS):
-        # Checkpoints from before there were adapters, or of models without biases, say nothing of these.
-        is_told = name in saved or name in ("lora", EXPERT_BIAS)
-        if name not in free and is_told and saved.get(name) != wanted.get(name):
+    """Raise if weights that ``run`` and the checkpoint both have would be used differently."""
+    saved, expected = _flatten(meta["model_description"]), _flatten(run.model_description)
+    for name in (*expected, EXPERT_BIAS):
+        # Checkpoints written before there were adapters, or of models without biases, lack these fields.
+        is_saved = name in saved or name in ("lora", EXPERT_BIAS)
+        if name not in free and is_saved and saved.get(name) != expected.get(name):
             raise CheckpointError(
-                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {wanted.get(name)} here; "
+                f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {expected.get(name)} here; "
                 "give the model's config the checkpoint's values"
             )
     if meta.get("part") == "adapters" and run.base is None:
@@ -202,8 +205,8 @@ def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[st
         )
 
 
-def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A description whose experts, if it has any, are fields like the others: ``experts.num_experts``."""
+def _flatten(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a model's description: the experts' fields become ``experts.num_experts`` and so on."""
     flat = dict(description)
     if isinstance(experts := flat.get("experts"), Mapping):
         del flat["experts"]
@@ -216,13 +219,14 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFrom:
-    """Where a new run takes its weights from. It counts steps and samples from 0.
+    """Where a new run takes its initial weights from. Its counts of steps and samples begin at 0.
 
     Args:
-        path: A checkpoint, or a folder of some, of which the one with most steps counts.
-        step: The checkpoint of the folder to take instead; of a single checkpoint, the step that it must be of.
-        optimizer: Take the optimizer's moments along.
-        strict: Refuse a checkpoint that lacks weights of the model or has others too; otherwise a warning lists them.
+        path: A checkpoint, or a directory of some, of which the one with most steps is taken.
+        step: The checkpoint to take from the directory instead; for a single checkpoint, the step that it must have.
+        optimizer: Load the optimizer's moments, too.
+        strict: Refuse a checkpoint that lacks weights of the model or has additional ones; otherwise a warning lists
+            them.
     """
 
     path: str
@@ -234,15 +238,15 @@ class LoadFrom:
         """Check the values against each other.
 
         Raises:
-            ConfigError: If they do not fit together.
+            ConfigError: If they contradict each other.
         """
         if not self.path:
-            raise ConfigError("load_from must not be empty; give a checkpoint or a folder of some, or leave it out")
+            raise ConfigError("load_from must not be empty; give a checkpoint or a directory of some, or leave it out")
         if self.optimizer and not self.strict:
-            raise ConfigError("load_from: optimizer=True needs strict=True: weights that are new have no moments")
+            raise ConfigError("load_from: optimizer=True needs strict=True: new weights have no moments")
 
     def resolve(self) -> Path:
-        """The checkpoint.
+        """Path of the checkpoint.
 
         Raises:
             CheckpointError: If it is missing or not complete.
@@ -251,10 +255,10 @@ class LoadFrom:
 
 
 def load_initial_weights(run: RunState, options: LoadFrom) -> None:
-    """Load what ``options`` say into ``run``, inside the engine; every rank must call.
+    """Load the weights that ``options`` select into ``run``, inside the engine; every rank must call.
 
     Random states, learning rate and step count stay those of the new run, except for the step count of Adam's moments,
-    without which they would be scaled as if they had just begun.
+    without which their bias correction would be that of a first step.
 
     Args:
         run: With the optimizer if there is one.
@@ -270,52 +274,52 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
     else:
         optimizer = run.optimizer if options.optimizer else None
         groups = [] if optimizer is None else [dict(group) for group in optimizer.param_groups]
-        run_to_load = _as_stored(replace(run, optimizer=optimizer), meta)
+        run_to_load = _with_saved_part(replace(run, optimizer=optimizer), meta)
         is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
-        if optimizer is None and is_base:  # of adapters that begin
+        if optimizer is None and is_base:  # the adapters are new
             run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
         with raise_on_all_ranks():
             check_fits(run_to_load, meta, path)
         _load(run_to_load, path)
-        for group, before in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in before.items() if name not in _OF_THE_MOMENTS})
+        for group, own in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in own.items() if name not in _RESTORED_GROUP_KEYS})
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
-        run.optimizer.inner.reload_model_params()  # its own copies of the weights
+        run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
 
 
 @torch.no_grad()
 def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
-    """Load the weights that model and checkpoint both have, and of a vocabulary the rows of tokens that both have.
+    """Load the weights that both model and checkpoint have, and of vocabularies the rows of tokens that both have.
 
-    megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) makes all rows zero before it reads those that are
-    there, so the others are put back.
+    megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) sets all rows to zero before it reads those that are
+    there, so the others are restored.
     """
     with raise_on_all_ranks():
-        _check_same(run, meta, path, _FREE | _MAY_BE_STRETCHED | _SHOWS_IN_WEIGHTS)
-    state = sharded_weights(run.chunks, _as_stored(run, meta).part)
-    weights = [each for each in nested_values(dict(state)) if isinstance(each, ShardedTensor)]
-    vocabulary = [(each, each.data.detach().clone()) for each in weights if each.allow_shape_mismatch]
-    loaded, not_asked_for, not_there = _load_sharded(state, path, StrictHandling.RETURN_ALL)
-    _fill(run.chunks, loaded, strict=False)
-    # A model of the user's own need not describe itself.
-    there, here = (model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description))
-    for weight, before in vocabulary if there else []:
-        begin = max(there - weight.global_offset[0], 0)
-        weight.data[begin:].copy_(before[begin:])
-    names = sorted({weight.key for weight, _ in vocabulary} - {*not_there}) if there and here else []
-    missing = sorted([*not_there, *_surplus(here, there, names)])
-    others = [name for name in not_asked_for if not name.startswith("optimizer.")]
-    superfluous = sorted([*others, *_surplus(there, here, names)])
-    if missing or superfluous:
+        _check_same(run, meta, path, _MAY_DIFFER | _POSITION_FIELDS | _VISIBLE_IN_WEIGHTS)
+    state = sharded_weights(run.chunks, _with_saved_part(run, meta).part)
+    weights = [tensor for tensor in nested_values(dict(state)) if isinstance(tensor, ShardedTensor)]
+    vocabulary = [(tensor, tensor.data.detach().clone()) for tensor in weights if tensor.allow_shape_mismatch]
+    loaded, unexpected, absent = _load_sharded(state, path, StrictHandling.RETURN_ALL)
+    _load_state_dicts(run.chunks, loaded, strict=False)
+    # A user's own model need not have a description.
+    saved, size = (model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description))
+    for weight, initial in vocabulary if saved else []:
+        begin = max(saved - weight.global_offset[0], 0)
+        weight.data[begin:].copy_(initial[begin:])
+    names = sorted({weight.key for weight, _ in vocabulary} - {*absent}) if saved and size else []
+    missing = sorted([*absent, *_surplus(size, saved, names)])
+    extra = [name for name in unexpected if not name.startswith("optimizer.")]
+    unused = sorted([*extra, *_surplus(saved, size, names)])
+    if missing or unused:
         rank_zero_warn(
-            f"The run begins with the weights of {path}, except for those that it has not and that keep their initial "
-            f"values ({', '.join(missing) or 'none'}); not used are {', '.join(superfluous) or 'none'}"
+            f"The run begins with the weights of {path}, except for those that it lacks, which keep their initial "
+            f"values ({', '.join(missing) or 'none'}); not used are {', '.join(unused) or 'none'}"
         )
 
 
 def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
-    """What a vocabulary of ``more`` tokens has beyond one of ``fewer``."""
+    """Rows that a vocabulary of ``more`` tokens has beyond one of ``fewer``, as a warning names them."""
     return [f"rows {fewer} to {more - 1} of {name}" for name in names] if more > fewer else []
 
 
@@ -325,31 +329,32 @@ def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
 def _load_sharded(
     state: dict[str, Any], path: Path, strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
 ) -> tuple[dict[str, Any], set[str], set[str]]:
-    """As ``dist_checkpointing.load`` of megatron-core 0.16 to 0.19, but no code of the checkpoint runs: all must call.
+    """Load as ``dist_checkpointing.load`` of megatron-core 0.16 to 0.19, without running code; every rank must call.
 
-    Its strategies read the common part by themselves from 0.17 on, and with ``torch.load`` as the environment says.
+    From 0.17 on its strategies read the common part by themselves, with ``torch.load`` as the environment configures
+    it.
 
     Returns:
-        What was loaded; names in the checkpoint that ``state`` has not; names of ``state`` that are not there.
+        The loaded state; names in the checkpoint that ``state`` lacks; names in ``state`` that the checkpoint lacks.
     """
     with raise_on_all_ranks():
         check_backends(path)
         loaded, table = load_plain(path / COMMON), read_table(path)
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
-        prepared, not_saved, factories = load_preprocess(state)
-        merge(loaded, not_saved)
+        prepared, non_persistent, factories = load_preprocess(state)
+        merge(loaded, non_persistent)
         sharded, _ = extract_sharded_base(prepared)
-        here, everywhere = determine_global_metadata(sharded)
-        sharded, not_asked_for, not_there = validate_integrity_and_strict_load(
-            sharded, strict, True, here, everywhere, _entries(path, table)
+        local_metadata, global_metadata = determine_global_metadata(sharded)
+        sharded, unexpected, missing = validate_integrity_and_strict_load(
+            sharded, strict, True, local_metadata, global_metadata, _entries(path, table)
         )
         merge(loaded, _read_shards(sharded, table_reader(path, table)))
         apply_factory_merges(loaded, factories)
-    return loaded, not_asked_for, not_there
+    return loaded, unexpected, missing
 
 
 def _entries(path: Path, table: Metadata) -> dict[str, Any]:
-    """What the checkpoint has, as Megatron describes it."""
+    """Entries of the checkpoint as Megatron describes them."""
     entries = table.state_dict_metadata.items()
     objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
     tensors: dict[str, Any] = torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(path, table)
@@ -357,7 +362,7 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
 
 
 def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
-    """As Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
+    """Read shards as Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
     weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
     planner = _LoadPlanner(
         shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
@@ -376,7 +381,7 @@ def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, A
 
 class _LoadPlanner(torch_dist.MCoreLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """As torch's, of the data that is in the bytes, written anew: two readers may differ in what bytes mean."""
+        """As torch's, on plain data that was read and serialized again: two readers may interpret bytes differently."""
         data = read_pickle(value, foreign=False, name=f"its entry {read_item.dest_index.fqn}")
         stream = io.BytesIO()
         torch.save(data, stream)
@@ -384,18 +389,18 @@ class _LoadPlanner(torch_dist.MCoreLoadPlanner):
         super().load_bytes(read_item, stream)
 
     def create_local_plan(self) -> Any:
-        """As Megatron's; numbers that are not in the files would stay what they were in memory."""
+        """As Megatron's, but raises for elements that are not in the files: they would keep their values in memory."""
         plan = super().create_local_plan()
-        found: Counter[str] = Counter()
+        planned: Counter[str] = Counter()
         for item in plan.items:
-            found[item.dest_index.fqn] += math.prod(item.lengths)
+            planned[item.dest_index.fqn] += math.prod(item.lengths)
         for name, tensor in self.state_dict.items():
             shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
-            wanted = sum(shard.tensor.numel() for shard in shards)
-            # A vocabulary may be larger here than there.
-            if found[name] < wanted and name not in (self.allow_shape_mismatch_sharded_tensors or {}):
+            expected = sum(shard.tensor.numel() for shard in shards)
+            # The model's vocabulary may be larger than the checkpoint's.
+            if planned[name] < expected and name not in (self.allow_shape_mismatch_sharded_tensors or {}):
                 raise CheckpointError(
-                    f"{name}: expected {wanted} numbers for this rank, got {found[name]}; weights that were frozen "
+                    f"{name}: expected {expected} elements on this rank, got {planned[name]}; weights that were frozen "
                     "have no optimizer state: freeze the same ones, or use MegatronStrategy(load_weights_only=True)"
                 )
         return plan

@@ -87,7 +87,7 @@ def _train_below_a_file(run: Run, folder: Path) -> None:
     [
         (_train_on_a_full_disk, (1, (4, 4)), "step=4.ckpt is not written", ["step=3.ckpt"]),
         (_train_with_state_that_is_no_data, (), "its state must be plain data", []),
-        (_train_below_a_file, (), r"cannot be saved in \S+file/below: \S+file is no folder; give", ["file"]),
+        (_train_below_a_file, (), r"cannot be saved in \S+file/below: \S+file is not a directory; give", ["file"]),
     ],
     ids=["a last save fails", "a user's mistake", "a folder that cannot be made, before the first step"],
 )

@@ -92,7 +92,7 @@ MISTAKES = {
     # what they name,
     f"{_FIT} --trainer.accelerator tpu": "torch_xla",
     f"{_FIT} --trainer.logger MLFlowLogger": "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip",
-    f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is no folder",
+    f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is not a directory",
     f"{_FIT} --trainer.strategy megatron_tp3_pp1": "expected MegatronStrategy, megatron, megatron_tpN",
     f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes from 1 on",
     f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes from 1 on",
