@@ -170,7 +170,7 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     results.mkdir()
     (results / "notes.txt").touch()
     for message in run_ranks(_save_over, 2, results):
-        assert message.startswith(f"checkpoint {results} is not written: {results} is a folder of other files")
+        assert message.startswith(f"checkpoint {results} is not written: {results} is a directory of other files")
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "notes.txt"]
     (results / "notes.txt").rename(tmp_path / "notes.txt")
     assert run_ranks(_save_over, 1, results) == [""]  # the folder is empty
