@@ -113,7 +113,7 @@ class RunState:
 
 
 def layout_of(topology: Topology) -> dict[str, Any]:
-    """Sizes on which it depends which rank draws which random numbers."""
+    """Parallel sizes that determine which rank draws which random numbers."""
     sizes = asdict(topology.parallel)
     return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
 
