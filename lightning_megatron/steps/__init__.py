@@ -1,4 +1,4 @@
-"""Training objectives: what GPT, BERT and T5 learn from a batch."""
+"""Train steps: the training objectives of GPT, BERT and T5."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STEPS: dict[str, type[TrainStep]] = {
 
 
 def train_step_named(name: str) -> TrainStep:
-    """The objective called ``name``.
+    """Create the train step called ``name``.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If the name is unknown.
     """
     require_choice("train_step", name, _STEPS)
     return _STEPS[name]()

@@ -1,7 +1,7 @@
-"""Objectives of BERT: masked tokens and the order of sentences, and four kinds of fine-tuning.
+"""Train step of BERT: masked language modeling with sentence order, and fine-tuning for classification and questions.
 
-Each target has a weight in a prepared tensor called ``..._mask``, 0 for none; sums are over weights, so any cut of a
-batch into rows gives the same means.
+Each target has a weight in a prepared tensor called ``..._mask``, 0 for no target. Losses are sums divided by sums of
+weights, so that any split of a batch into microbatches gives the same means.
 """
 
 from __future__ import annotations
@@ -27,101 +27,101 @@ MEGATRON_NAMES = {
     "padding_mask": "attention_mask",
     "is_random": "next_sentence_label",
 }
-"""What Megatron's indexed samples call what Hugging Face calls otherwise."""
+"""Keys of Megatron's indexed samples, and Hugging Face's names for them."""
 
-_READ = ("attention_mask", "token_type_ids", "position_ids")
-"""What the model reads beside the tokens."""
+_INPUTS = ("attention_mask", "token_type_ids", "position_ids")
+"""Inputs of the model other than the tokens."""
 
 
 class _Head(NamedTuple):
-    """The labels of a loss term."""
+    """Keys of a loss term's labels, targets and weights."""
 
     labels: str
-    """Their key in a batch."""
+    """Key of the labels in a batch."""
     targets: str = "targets"
-    """Their key in a prepared batch."""
+    """Key of the targets in a prepared batch."""
     mask: str = "loss_mask"
-    """That of their weights."""
-    of_tokens: bool = False
-    """Whether each token has one, not each row."""
+    """Key of the target weights in a prepared batch."""
+    per_token: bool = False
+    """Whether labels are per token, not per row."""
 
 
 _HEADS: dict[str, dict[str, _Head]] = {
     "pretraining": {
-        "lm_loss": _Head("labels", of_tokens=True),
+        "lm_loss": _Head("labels", per_token=True),
         "sop_loss": _Head("next_sentence_label", "order", "order_mask"),
     },
-    "masked_lm": {"lm_loss": _Head("labels", of_tokens=True)},
+    "masked_lm": {"lm_loss": _Head("labels", per_token=True)},
     "sequence_classification": {"label_loss": _Head("labels")},
-    "token_classification": {"label_loss": _Head("labels", of_tokens=True)},
+    "token_classification": {"label_loss": _Head("labels", per_token=True)},
     "question_answering": {
         "start_loss": _Head("start_positions", "start", "start_mask"),
         "end_loss": _Head("end_positions", "end", "end_mask"),
     },
 }
-"""The loss terms of each task. All but ``lm_loss``, which the model gives, are of a softmax, or as ``problem_type``."""
+"""Loss terms of each task. The model computes ``lm_loss``; others are cross-entropies or follow ``problem_type``."""
 
 _OPTIONAL = {"token_classification": ("loss_mask",)} | dict.fromkeys(
     ("pretraining", "masked_lm"), ("loss_mask", "truncated", "next_sentence_label")
 )
-"""Keys that a batch may have, by task."""
+"""Optional keys of a batch, by task."""
 
 
 class BertTrainStep(MaskedLossStep):
-    """The objective of a BERT's task, each term a mean over its targets in the global batch.
+    """Loss of a BERT's task; each term is a mean over its targets in the global batch.
 
     Inputs are Hugging Face's, [b, s] each: ``input_ids`` and, optionally, ``attention_mask`` (1 for tokens and 0 for
-    padding; or numbers of segments that do not see each other), ``token_type_ids``, ``position_ids``; or Megatron's
-    ``text``, ``padding_mask``, ``types``. Any batch may carry ``sample_mask`` [b]: the loss of a row counts this much.
+    padding; or numbers of segments that do not attend to each other), ``token_type_ids``, ``position_ids``; or
+    Megatron's ``text``, ``padding_mask``, ``types``. Any batch may have ``sample_mask`` [b], weights of the rows.
 
     ==========================  =======================================================================================
     ``pretraining``             ``lm_loss`` of ``labels`` [b, s] and ``sop_loss`` of ``next_sentence_label`` (or
                                 ``is_random``) [b]
     ``masked_lm``               ``lm_loss`` of ``labels`` [b, s]
-    ``sequence_classification``  ``label_loss`` of ``labels``: float [b] or [b, n] regression, int [b] classes, float
-                                [b, n] several labels at once
+    ``sequence_classification``  ``label_loss`` of ``labels``: float [b] or [b, n] regression, int [b] single-label,
+                                float [b, n] multi-label classification
     ``token_classification``    ``label_loss`` of ``labels`` [b, s]
     ``question_answering``      ``start_loss`` and ``end_loss`` of ``start_positions`` and ``end_positions`` [b], half
                                 of the cross-entropies, so that their sum is Hugging Face's loss
     ==========================  =======================================================================================
 
-    Labels of -100 (and -1, Megatron's) are no targets; ``loss_mask`` [b, s] weighs those of tokens.
+    Labels of -100 (and -1, Megatron's) are ignored; ``loss_mask`` [b, s] has weights of per-token labels.
     """
 
     architecture = "bert"
 
     def __init__(self, binary_head: bool = True) -> None:
-        """Choose what pretraining learns.
+        """Set the options.
 
         Args:
-            binary_head: Whether pretraining learns the order of sentences too; other tasks do not look at it.
+            binary_head: Whether pretraining includes the sentence order loss; no effect on other tasks.
         """
         self.binary_head = binary_head
 
     def bind(self, model: ModelConfig) -> None:
-        """Choose the objective by the model's task.
+        """Set the model to train, and choose the loss terms by its task.
 
         Raises:
-            ConfigError: If the model is no BERT, or its head has another width than its task needs.
+            ConfigError: If the model is no BERT, or its ``num_labels`` or ``problem_type`` does not fit its task.
         """
         super().bind(model)
         self._heads = {name: h for name, h in _HEADS[model.task].items() if self.binary_head or name != "sop_loss"}
         self.loss_terms = tuple(self._heads)  # type: ignore[misc]
         self.masks = {name: head.mask for name, head in self._heads.items()}
-        is_of_rows, n = model.task == "sequence_classification", model.num_labels
-        self._problem: ProblemType | None = model.problem_type if is_of_rows else "single_label_classification"
+        per_row, n = model.task == "sequence_classification", model.num_labels
+        self._problem: ProblemType | None = model.problem_type if per_row else "single_label_classification"
         if self._problem is not None:
             require_choice("problem_type", self._problem, get_args(ProblemType))
         if "label_loss" in self._heads and self._problem == "single_label_classification" and n < 2:
             raise ConfigError(
-                f"num_labels={n} leaves nothing to choose for task={model.task!r}; use num_labels=2, or "
+                f"num_labels={n}: expected at least 2 for task={model.task!r}; use num_labels=2, or "
                 "problem_type='regression' for one value"
             )
         if model.task == "question_answering" and n != 2:
-            raise ConfigError(f"num_labels={n} for task='question_answering'; use num_labels=2")
+            raise ConfigError(f"num_labels={n}: expected 2 for task='question_answering'; use num_labels=2")
 
-    def _problem_of(self, labels: Tensor) -> ProblemType:
-        """Told by the config, else by the first batch, as Hugging Face's ``MegatronBertForSequenceClassification``."""
+    def _infer_problem(self, labels: Tensor) -> ProblemType:
+        """Problem type of the config, else of the first batch, as ``MegatronBertForSequenceClassification`` does."""
         if self._problem is not None:
             return self._problem
         if self.model.num_labels == 1:
@@ -129,41 +129,41 @@ class BertTrainStep(MaskedLossStep):
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
+        """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
 
-        Attention without a mask is faster, and on the host it costs nothing to see that there is none. A subclass that
-        prepares batches in its own way is expected to have keys of its own, which are not looked at.
+        Attention without a mask is faster, and the check is cheap on the host. Batches of a subclass with its own
+        ``prepare_batch`` are not checked, as their keys may differ.
 
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
         if type(self).prepare_batch is not BertTrainStep.prepare_batch:
             return
-        named = self._named(batch)
-        tokens = named["input_ids"]
+        renamed = self._renamed(batch)
+        tokens = renamed["input_ids"]
         base.check_tokens("input_ids", tokens, self.model)
-        base.check_token_inputs(named, tokens.shape[0], tokens.shape[1], self.model)
-        self._check_first_tokens(named)
+        base.check_token_inputs(renamed, tokens.shape[0], tokens.shape[1], self.model)
+        self._check_first_tokens(renamed)
         for head in self._heads.values():
-            self._check_labels(head, named)
-        if "attention_mask" in named and bool((named["attention_mask"] == 1).all()):
+            self._check_labels(head, renamed)
+        if "attention_mask" in renamed and bool((renamed["attention_mask"] == 1).all()):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
-    def _check_first_tokens(self, named: Batch) -> None:
+    def _check_first_tokens(self, batch: Batch) -> None:
         reads_first_token = self.model.task == "sequence_classification" or "sop_loss" in self._heads
-        if not reads_first_token or "attention_mask" not in named:
+        if not reads_first_token or "attention_mask" not in batch:
             return
-        counted = named["sample_mask"] != 0 if "sample_mask" in named else True
-        padded = (named["attention_mask"][:, 0] == 0) & counted
+        counted = batch["sample_mask"] != 0 if "sample_mask" in batch else True
+        padded = (batch["attention_mask"][:, 0] == 0) & counted
         if padded.any():
             raise DataError(
                 f"attention_mask[{int(padded.nonzero()[0])}, 0] is 0, and the head reads that token; pad on the right"
             )
 
-    def _check_labels(self, head: _Head, named: Batch) -> None:
-        name, labels, model = head.labels, named[head.labels], self.model
-        (rows, length), n = named["input_ids"].shape, model.num_labels
-        if (problem := self._problem_of(labels)) != "single_label_classification":
+    def _check_labels(self, head: _Head, batch: Batch) -> None:
+        name, labels, model = head.labels, batch[head.labels], self.model
+        (rows, length), n = batch["input_ids"].shape, model.num_labels
+        if (problem := self._infer_problem(labels)) != "single_label_classification":
             rule = f"num_labels={n}, problem_type={problem!r}"
             if not labels.is_floating_point():
                 raise DataError(f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()")
@@ -172,78 +172,79 @@ class BertTrainStep(MaskedLossStep):
             if problem == "multi_label_classification":
                 base.check_values(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
             return
-        shapes = [(rows, length)] if head.of_tokens else [(rows,), (rows, 1)]
-        base.check_integers(name, labels, f"one for each {'token' if head.of_tokens else 'row'}", *shapes)
+        shapes = [(rows, length)] if head.per_token else [(rows,), (rows, 1)]
+        base.check_integers(name, labels, f"one per {'token' if head.per_token else 'row'}", *shapes)
         if name == "labels" and model.has_output_layer:
-            counted = labels.masked_fill(named["loss_mask"] == 0, base.IGNORE_INDEX) if "loss_mask" in named else labels
+            counted = labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX) if "loss_mask" in batch else labels
             base.check_range(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
         elif name == "labels":
             base.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
         elif name == "next_sentence_label":
-            base.check_range(name, labels, 2, "kinds of order", base.IGNORED_LABELS)
+            base.check_range(name, labels, 2, "sentence orders", base.IGNORED_LABELS)
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """``tokens`` [b, s] int64, the user's mask, token types and positions, and the targets with their masks.
+        """Return ``tokens`` [b, s] int64, mask, token types and positions if any, and targets with their weights.
 
         Raises:
-            DataError: If there are keys that it does not understand.
+            DataError: If a key is unknown or missing.
         """
-        named = self._named(batch)
-        prepared = {"tokens": named["input_ids"].long(), **{n: named[n].long() for n in _READ if n in named}}
+        renamed = self._renamed(batch)
+        prepared = {"tokens": renamed["input_ids"].long(), **{n: renamed[n].long() for n in _INPUTS if n in renamed}}
         for head in self._heads.values():
-            labels, length = named[head.labels], named["input_ids"].shape[1]
-            self._problem = self._problem_of(labels)
+            labels, length = renamed[head.labels], renamed["input_ids"].shape[1]
+            self._problem = self._infer_problem(labels)
             if self._problem == "single_label_classification":
-                labels = labels.long() if head.of_tokens else labels.long().reshape(-1)
+                labels = labels.long() if head.per_token else labels.long().reshape(-1)
                 if self.model.task == "question_answering":
-                    # What lies before the row counts as its start, what lies after it is ignored: Hugging Face's rule.
+                    # As in Hugging Face, negative positions count as 0, and positions after the row are ignored.
                     labels = labels.clamp(min=0).masked_fill(labels >= length, base.IGNORE_INDEX)
                 targets, counted = labels.clamp(min=0), labels >= 0
             else:
                 targets = labels.float().reshape(-1, self.model.num_labels)
                 counted = torch.ones_like(targets)
-            prepared |= {head.targets: targets, head.mask: base.target_weights(counted, named)}
+            prepared |= {head.targets: targets, head.mask: base.target_weights(counted, renamed)}
         return prepared
 
-    def _named(self, batch: Batch) -> Batch:
-        """The batch by Hugging Face's names."""
+    def _renamed(self, batch: Batch) -> Batch:
+        """Return the batch by Hugging Face's names."""
         task = self.model.task
-        needed = dict.fromkeys(("input_ids", *(head.labels for head in self._heads.values())), "")
-        if "next_sentence_label" in needed:
-            needed["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
-        known = {*_READ, "sample_mask", *needed, *_OPTIONAL.get(task, ())}
-        return base.rename_keys(batch, known, needed, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
+        required = dict.fromkeys(("input_ids", *(head.labels for head in self._heads.values())), "")
+        if "next_sentence_label" in required:
+            required["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
+        known = {*_INPUTS, "sample_mask", *required, *_OPTIONAL.get(task, ())}
+        return base.rename_keys(batch, known, required, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
-        """What ``BertChunk.forward`` returns: losses or logits on the last stage, hidden states before it."""
+        """Run a microbatch: losses or logits on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         mask = batch.get("attention_mask")
         if mask is not None and self.model.task == "question_answering":
-            # The softmax is over padding, too. Segments let it see padding, Hugging Face the tokens.
+            # The softmax over positions includes padding, which must attend to tokens as in Hugging Face. As a segment
+            # of its own it would attend to padding.
             mask = (mask == 0)[:, None, None, :]
         labels = batch["targets"] if self.model.has_output_layer else None
         output = model(batch["tokens"], batch.get("position_ids"), mask, batch.get("token_type_ids"), labels=labels)
         return output, partial(self.loss_func, batch)
 
     def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """The terms of the class's table.
+        """Return the loss terms of the task.
 
         Args:
             batch: The prepared microbatch.
-            output: What ``BertChunk.forward`` returned.
+            output: The output of ``BertChunk.forward``.
         """
         terms = {}
-        for (name, head), found in zip(self._heads.items(), self._of_heads(output), strict=False):
-            losses = found if name == "lm_loss" else self._losses(found.float(), batch[head.targets])
+        for (name, head), head_output in zip(self._heads.items(), self._head_outputs(output), strict=False):
+            losses = head_output if name == "lm_loss" else self._losses(head_output.float(), batch[head.targets])
             terms[name] = base.loss_term(losses, batch[head.mask])
         if self.model.task == "pretraining" and "sop_loss" not in terms:
-            # Its weights must have a gradient, if only zero: the engine waits for that of every weight.
+            # Gives the unused pooler and binary head zero gradients: gradient reduction waits for every parameter.
             unused = 0.0 * output[1].float().sum()
             terms["lm_loss"] = terms["lm_loss"]._replace(sum=terms["lm_loss"].sum + unused)
         return terms
 
-    def _of_heads(self, output: Output) -> tuple[Tensor, ...]:
-        """The losses of tokens [b, s], or logits [b, n] or [b, s, n], of each term."""
+    def _head_outputs(self, output: Output) -> tuple[Tensor, ...]:
+        """Output of each loss term: per-token losses [b, s], or logits [b, n] or [b, s, n]."""
         if self.model.task == "question_answering":
             return output.unbind(-1)  # type: ignore[no-any-return]
         return output if isinstance(output, tuple) else (output,)
@@ -257,9 +258,9 @@ class BertTrainStep(MaskedLossStep):
         return 0.5 * losses if self.model.task == "question_answering" else losses
 
     def metrics(self) -> dict[str, Metric]:
-        """Masked tokens: ``perplexity`` and ``sop_accuracy``; labels: ``accuracy`` and ``f1`` (regression: ``mse``).
+        """Return ``perplexity`` and ``sop_accuracy``, or for labels ``accuracy`` and ``f1`` (regression: ``mse``).
 
-        For questions ``exact_match``: how often both the start and the end are right.
+        Question answering: ``exact_match``, the fraction of rows whose predicted start and end are both correct.
         """
         n, heads = self.model.num_labels, self._heads
         if "lm_loss" in heads:
@@ -276,28 +277,28 @@ class BertTrainStep(MaskedLossStep):
         return {"accuracy": Accuracy(**options), "f1": F1Score(**options)}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take in the targets of one microbatch; what carries no loss does not count."""
+        """Update the metrics with one microbatch; targets with weight 0 do not count."""
         if "lm_loss" in self._heads:
             super().update_metrics(metrics, batch, output[0])
             if "sop_loss" in self._heads:
                 metrics["sop_accuracy"].update(output[1].argmax(-1) == batch["order"], batch["order_mask"] > 0)
         elif "start_loss" in self._heads:
-            places = output.argmax(1)
-            right = (places[:, 0] == batch["start"]) & (places[:, 1] == batch["end"])
-            metrics["exact_match"].update(right, (batch["start_mask"] > 0) & (batch["end_mask"] > 0))
+            positions = output.argmax(1)
+            is_correct = (positions[:, 0] == batch["start"]) & (positions[:, 1] == batch["end"])
+            metrics["exact_match"].update(is_correct, (batch["start_mask"] > 0) & (batch["end_mask"] > 0))
         else:
-            self._update_metrics_of_labels(metrics, batch, output)
+            self._update_label_metrics(metrics, batch, output)
 
-    def _update_metrics_of_labels(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
+    def _update_label_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
         targets, counted = batch["targets"], batch["loss_mask"] > 0
         if self._problem == "single_label_classification":
-            found, wanted = output.flatten(0, -2).float(), targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
+            preds, targets = output.flatten(0, -2).float(), targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
         elif not counted.any():
             return
         elif self._problem == "regression":
-            found, wanted = output[counted].float(), targets[counted]
-        else:  # not logits: torchmetrics takes those that all lie in 0..1 for probabilities
+            preds, targets = output[counted].float(), targets[counted]
+        else:  # not logits: torchmetrics takes logits that are all in 0..1 for probabilities
             rows = counted[:, 0]
-            found, wanted = (output[rows] > 0).long(), (targets[rows] > 0.5).long()
+            preds, targets = (output[rows] > 0).long(), (targets[rows] > 0.5).long()
         for metric in metrics.values():
-            metric.update(found, wanted)
+            metric.update(preds, targets)

@@ -1,4 +1,4 @@
-"""Objectives of GPT (next tokens, and the last words of LAMBADA), and what those of BERT and T5 share with them."""
+"""Train steps of GPT: causal language modeling, LAMBADA's last-word accuracy; base class of BERT's and T5's steps."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", 
 
 
 class MaskedLossStep(TrainStep):
-    """An objective whose prepared batches have the weight of each target."""
+    """Train step whose prepared batches contain a weight for each target."""
 
     architecture: ClassVar[Architecture]
-    """Of the models that it trains."""
+    """Architecture of the models that it trains."""
     loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
     masks: Mapping[str, str] = {"lm_loss": "loss_mask"}
-    """Where the weights of each term's targets are."""
+    """Batch key of the target weights, by loss term."""
 
     def bind(self, model: ModelConfig) -> None:
-        """Learn which model is trained.
+        """Set the model to train.
 
         Raises:
-            ConfigError: If it is of another architecture, with the name of the step for that.
+            ConfigError: If the model has a different architecture, with the name of the right train step.
         """
         if model.architecture != self.architecture:
             raise ConfigError(
@@ -42,7 +42,7 @@ class MaskedLossStep(TrainStep):
         super().bind(model)
 
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Repeat the last row without targets."""
+        """Pad the batch to ``num_rows`` by repeating the last row, with target weights of 0."""
         rows = next(iter(batch.values())).shape[0]
         padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
         for mask in self.masks.values():
@@ -50,15 +50,15 @@ class MaskedLossStep(TrainStep):
         return padded
 
     def seq_length(self, batch: Batch) -> int:
-        """Tokens per row."""
+        """Return the number of tokens per row."""
         return batch["tokens"].shape[1]
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The number of targets of each term, known from the masks alone."""
+        """Return the sum of target weights of each term, known from the masks alone."""
         return {term: batch[mask].sum() for term, mask in self.masks.items()}
 
     def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """The masked sum of the per-token losses.
+        """Return the weighted sum of the per-token losses.
 
         Args:
             batch: The prepared microbatch.
@@ -67,11 +67,11 @@ class MaskedLossStep(TrainStep):
         return {"lm_loss": base.loss_term(output, batch["loss_mask"])}
 
     def metrics(self) -> dict[str, Metric]:
-        """``perplexity`` of the targets."""
+        """Return ``perplexity`` of the targets."""
         return {"perplexity": base.Perplexity()}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take in the losses of one microbatch, each with its weight."""
+        """Update the metrics with the weighted losses of one microbatch."""
         metrics["perplexity"].update(output.float(), batch["loss_mask"])
 
 
@@ -80,26 +80,26 @@ class GPTTrainStep(MaskedLossStep):
 
     Accepts two kinds of batches, [b, s] each:
 
-    * Hugging Face's: ``input_ids`` and, optionally, ``labels`` (at the tokens' own positions, -100 ignored; absent:
-      every token is a target that ``attention_mask`` does not call padding), ``attention_mask`` (1 for tokens and 0
-      for padding; or numbers of segments that do not see each other), ``position_ids``.
-    * Megatron's: ``text`` [b, s + 1], whose first s tokens predict the last s; negative numbers are padding.
+    * Hugging Face's: ``input_ids`` and, optionally, ``labels`` (not shifted, -100 ignored; by default all tokens that
+      are not padding by ``attention_mask``), ``attention_mask`` (1 for tokens and 0 for padding; or numbers of segments
+      that do not attend to each other), ``position_ids``.
+    * Megatron's: ``text`` [b, s + 1], whose first s tokens predict the last s; negative values are padding.
 
-    Either may carry ``loss_mask`` [b, s]: the loss of what a position predicts counts this much; and ``sample_mask``
-    [b]: the loss of a row does (0 for repeated or filled-in rows).
+    Either may have ``loss_mask`` [b, s], weights of the losses by the position that predicts; and ``sample_mask`` [b],
+    weights of the rows (0 for repeated or padded rows).
 
-    With padding on the left, give the first token of a row the label -100: what padding predicts says nothing, and
-    Hugging Face's implementations of attention do not agree on it either.
+    With padding on the left, give the first token of a row the label -100: predictions from padding are meaningless,
+    and Hugging Face's attention implementations do not agree on them either.
 
     Args:
-        eod_token: The token that ends each document of a row, for the following three.
-        reset_position_ids: Whether positions count from 0 in each document.
-        reset_attention_mask: Whether tokens see only their own document.
-        eod_mask_loss: Whether what follows an end of document is no target.
+        eod_token: The token that ends each document of a row, for the following three options.
+        reset_position_ids: Whether positions restart from 0 in each document.
+        reset_attention_mask: Whether tokens attend only to their own document.
+        eod_mask_loss: Whether to exclude the token after an end of document from the loss.
     """
 
     architecture = "gpt"
-    # Here too for subclasses whose __init__ does not call this one.
+    # Class attributes for subclasses whose __init__ does not call this one.
     eod_token: int | None = None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
@@ -113,10 +113,10 @@ class GPTTrainStep(MaskedLossStep):
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
     ) -> None:
-        """Choose what the end of a document means.
+        """Set the options.
 
         Raises:
-            ConfigError: If an option is about the ends of documents and ``eod_token`` is None.
+            ConfigError: If another option is set and ``eod_token`` is None.
         """
         self.eod_token = eod_token
         self.reset_position_ids = reset_position_ids
@@ -124,13 +124,13 @@ class GPTTrainStep(MaskedLossStep):
         self.eod_mask_loss = eod_mask_loss
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and eod_token is None:
-                raise ConfigError(f"{name}=True needs to know where documents end; give eod_token, the tokenizer's end")
+                raise ConfigError(f"{name}=True: expected eod_token, got None; give the tokenizer's end of document")
 
     def bind(self, model: ModelConfig) -> None:
-        """Learn the vocabulary.
+        """Set the model to train.
 
         Raises:
-            ConfigError: If the model is no GPT, or ``eod_token`` is none of its tokens.
+            ConfigError: If the model is no GPT, or ``eod_token`` is not in its vocabulary.
         """
         super().bind(model)
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
@@ -139,10 +139,10 @@ class GPTTrainStep(MaskedLossStep):
             )
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes and numbers out of range; drop a mask that hides nothing.
+        """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
 
-        Attention without a mask is faster, and on the host it costs nothing to see that there is none. A subclass that
-        prepares batches in its own way is expected to have keys of its own, which are not looked at.
+        Attention without a mask is faster, and the check is cheap on the host. Batches of a subclass with its own
+        ``prepare_batch`` are not checked, as their keys may differ.
 
         Raises:
             DataError: With the key, the value, the rule and the fix.
@@ -152,7 +152,7 @@ class GPTTrainStep(MaskedLossStep):
         self._check_keys(batch)
         name = "text" if "text" in batch else "input_ids"
         if name == "text":
-            base.check_integers("text", batch["text"], "they number rows of the embedding")
+            base.check_integers("text", batch["text"], "token ids")
             base.check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
         else:
             base.check_tokens("input_ids", batch["input_ids"], self.model)
@@ -165,44 +165,44 @@ class GPTTrainStep(MaskedLossStep):
             del batch["attention_mask"]
 
     def _check_keys(self, batch: Batch) -> None:
-        needed = {} if "text" in batch else {"input_ids": " (or 'text')"}
-        base.rename_keys(batch, _KNOWN_KEYS, needed, "GPTTrainStep")
+        required = {} if "text" in batch else {"input_ids": " (or 'text')"}
+        base.rename_keys(batch, _KNOWN_KEYS, required, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
-                raise DataError(f"batch keys 'text' and {key!r} both say what is to be learned; leave one of them out")
+                raise DataError(f"batch keys 'text' and {key!r} both define the targets; leave one of them out")
         if "position_ids" in batch and self.reset_position_ids:
             raise DataError("position_ids are given, and reset_position_ids=True would replace them; leave one out")
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """``tokens``, ``targets`` int64, ``loss_mask`` fp32 and, if any, segments and positions int64: [b, s] each.
+        """Return ``tokens``, ``targets`` int64, ``loss_mask`` fp32, segments and positions int64 if any: [b, s] each.
 
         Raises:
-            DataError: If there are keys that it does not understand.
+            DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
-        given: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
-        tokens, targets = _tokens_and_targets(batch, given.get("attention_mask"))
-        # No token is negative, so neither is a label that nobody has checked.
+        inputs: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
+        tokens, targets = _tokens_and_targets(batch, inputs.get("attention_mask"))
+        # All negative labels are ignored, as labels may not have been checked.
         loss_mask = base.target_weights(targets >= 0, batch)
         if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
-        prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **given}
+        prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **inputs}
         if self.eod_token is not None and self.reset_attention_mask:
             documents = document_ids(tokens, self.eod_token)
-            prepared["attention_mask"] = intersect_segments(documents, given.get("attention_mask"))
+            prepared["attention_mask"] = intersect_segments(documents, inputs.get("attention_mask"))
         if self.eod_token is not None and self.reset_position_ids:
             prepared["position_ids"] = document_positions(tokens, self.eod_token)
         return prepared
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
-        """Per-token losses [b, s] on the last stage, hidden states before it."""
+        """Run a microbatch: per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"), labels=batch["targets"])
         return output, partial(self.loss_func, batch)
 
 
 def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and the token that each should predict, [b, s] int64; ``IGNORE_INDEX`` where there is none."""
+    """Input tokens and the target of each, [b, s] int64; ``IGNORE_INDEX`` for no target."""
     if "text" in batch:
         text = batch["text"].long()
         targets = text[:, 1:]
@@ -217,35 +217,35 @@ def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tu
 
 
 def document_ids(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
-    """Which document of its row each token is in: [b, s] int64, from 1; an ``eod_token`` ends its document.
+    """Number of each token's document within its row: [b, s] int64, from 1; an ``eod_token`` ends its document.
 
     Args:
         tokens: [b, s].
-        eod_token: What stands at the end of each document.
+        eod_token: The last token of each document.
     """
     is_end = (tokens == eod_token).long()
     return 1 + is_end.cumsum(-1) - is_end
 
 
 def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
-    """Where in its document each token is: [b, s] int64, from 0.
+    """Position of each token within its document: [b, s] int64, from 0.
 
     Args:
         tokens: [b, s].
-        eod_token: What stands at the end of each document.
+        eod_token: The last token of each document.
     """
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     starts = torch.zeros_like(tokens)
-    starts[:, 1:] = torch.where(tokens[:, :-1] == eod_token, places[:, 1:], 0)
-    return places - starts.cummax(-1).values
+    starts[:, 1:] = torch.where(tokens[:, :-1] == eod_token, positions[:, 1:], 0)
+    return positions - starts.cummax(-1).values
 
 
 def intersect_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Segments within which tokens are of the same document and, as the mask says, of the same segment: [b, s] int64.
+    """Split the segments of an attention mask by document: [b, s] int64.
 
     Args:
-        documents: [b, s], at least 1 and at most s.
-        attention_mask: [b, s], 0 for padding, which stays padding; None for no mask.
+        documents: [b, s], document numbers, at least 1 and at most s.
+        attention_mask: [b, s], segment numbers, 0 for padding, which remains 0; None for no mask.
     """
     if attention_mask is None:
         return documents
@@ -253,7 +253,7 @@ def intersect_segments(documents: torch.Tensor, attention_mask: torch.Tensor | N
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each position when labels stand at the positions of the tokens themselves.
+    """Turn labels at the tokens' own positions into targets of the positions that predict them.
 
     Args:
         labels: [b, s], ``IGNORE_INDEX`` where there is no target.
@@ -267,16 +267,16 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The target of each position when every token is one, but neither padding nor what would follow from padding.
+    """Next token of each position as its target, except padding and predictions from padding.
 
-    Padding is told by its position, not by its token: a model whose padding is the end-of-text token learns that too.
+    The mask identifies padding, not the token id: a model that pads with the end-of-text token still learns that token.
 
     Args:
         tokens: [b, s].
         attention_mask: [b, s], 0 for padding; None for no mask.
 
     Returns:
-        [b, s]: the token one to the right, ``IGNORE_INDEX`` where there is no target.
+        [b, s]: the token one to the right, ``IGNORE_INDEX`` for no target.
     """
     if attention_mask is None:
         return shift_labels(tokens)
@@ -284,32 +284,32 @@ def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> to
     return shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX)).masked_fill(is_padding, base.IGNORE_INDEX)
 
 
-# ---- last words -----------------------------------------------------------------------------------------------------
+# ---- last word (LAMBADA) --------------------------------------------------------------------------------------------
 
 
 class TokenOutput(NamedTuple):
-    """What the last stage knows of each token of a microbatch."""
+    """Output of the last stage for a microbatch."""
 
     losses: torch.Tensor
     """[b, s], fp32: cross-entropy of the target."""
     is_predicted: torch.Tensor
-    """[b, s], bool: whether no other token is more likely."""
+    """[b, s], bool: whether the target is the most likely token."""
 
 
 class LastWordTrainStep(GPTTrainStep):
-    """``GPTTrainStep`` that also counts the rows all of whose targets are the most likely tokens.
+    """``GPTTrainStep`` with last-word accuracy: the fraction of rows whose targets are all predicted greedily.
 
     A row's targets are the tokens of the last word, each predicted from the true tokens before it (batches of
-    ``TextEvaluationDataModule(task="last_word")``, or any of a GPT whose ``labels`` are -100 elsewhere). Validation and
-    test log ``last_word_accuracy``, right rows among those with targets, besides the loss and the perplexity of the
-    targets. Of several tokens that are equally likely the first counts, as ``argmax`` finds it.
+    ``TextEvaluationDataModule(task="last_word")``, or any GPT batch whose ``labels`` are -100 elsewhere). Validation
+    and test log ``last_word_accuracy`` over the rows with targets, besides the loss and perplexity of the targets. Of
+    equally likely tokens the first one counts, as with ``argmax``.
 
     Source: Megatron-LM core_r0.16, tasks/zeroshot_gpt/evaluate.py (task LAMBADA).
     """
 
     @override
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
-        """``TokenOutput`` on the last stage, whose TP ranks exchange maxima; hidden states before it."""
+        """Run a microbatch: ``TokenOutput`` on the last stage, with all-reduces over tp; hidden states before it."""
         batch = self.get_batch(data_iterator)
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
         chunk: Any = unwrap(model)
@@ -326,13 +326,13 @@ class LastWordTrainStep(GPTTrainStep):
 
     @override
     def metrics(self) -> dict[str, Metric]:
-        """``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
+        """Return ``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
         return {**super().metrics(), "last_word_accuracy": base.WeightedMean()}
 
     @override
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take in one microbatch; a row without targets (or with the weight 0) does not count."""
+        """Update the metrics with one microbatch; rows without targets (or with weight 0) do not count."""
         super().update_metrics(metrics, batch, output.losses)
         is_target = batch["loss_mask"] > 0
-        is_right = (output.is_predicted | ~is_target).all(dim=-1)
-        metrics["last_word_accuracy"].update(is_right, is_target.any(dim=-1))
+        is_correct = (output.is_predicted | ~is_target).all(dim=-1)
+        metrics["last_word_accuracy"].update(is_correct, is_target.any(dim=-1))

@@ -1,4 +1,4 @@
-"""Objective of T5: cross-entropy of the decoder's tokens, on Hugging Face batches and on Megatron's samples."""
+"""Train step of T5: cross-entropy of the decoder's tokens, for Hugging Face batches and Megatron's samples."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MEGATRON_NAMES = {
     "enc_mask": "attention_mask",
     "dec_mask": "decoder_attention_mask",
 }
-"""What Megatron's samples call what Hugging Face calls otherwise."""
+"""Keys of Megatron's samples, and Hugging Face's names for them."""
 
 _KNOWN = (*MEGATRON_NAMES.values(), "enc_dec_mask", "labels", "loss_mask", "sample_mask", "truncated")
-"""Whether a sample was cut short (``truncated``) changes nothing."""
+"""Keys of a batch by Hugging Face's names; ``truncated`` is ignored."""
 
 
 class T5TrainStep(MaskedLossStep):
@@ -32,34 +32,33 @@ class T5TrainStep(MaskedLossStep):
 
     * Hugging Face's: ``input_ids`` [b, s_enc] and ``labels`` [b, s_dec] (-100 ignored) and, optionally,
       ``attention_mask`` [b, s_enc], ``decoder_input_ids`` and ``decoder_attention_mask`` [b, s_dec]. Without
-      ``decoder_input_ids`` the decoder reads the labels shifted to the right by one.
+      ``decoder_input_ids`` the decoder's input is the labels shifted right by one.
     * Megatron's: ``text_enc``, ``text_dec``, ``labels`` (-1 ignored) and, optionally, ``enc_mask``, ``dec_mask``,
-      ``enc_dec_mask``: 1 where something is to be seen, [b, keys] or [b, queries, keys], causal or not.
+      ``enc_dec_mask``: 1 for visible keys, [b, keys] or [b, queries, keys], causal or not.
 
-    Padding of the encoder is hidden from both stacks; the decoder sees backwards only, its own padding too unless a
-    mask hides it. Either kind may carry ``loss_mask`` [b, s_dec] and ``sample_mask`` [b]: the loss of a token, and of a
-    row, counts this much.
+    Encoder padding is masked in both stacks; the decoder is causal, and attends to its own padding unless masked.
+    Either kind may have ``loss_mask`` [b, s_dec] and ``sample_mask`` [b], weights of tokens and of rows.
     """
 
     architecture = "t5"
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes and kinds, numbers out of range, and masks that contradict each other.
+        """Refuse unknown keys, wrong shapes and dtypes, values out of range, and inconsistent masks.
 
-        A subclass that prepares batches in its own way is expected to have keys of its own, which are not looked at.
+        Batches of a subclass with its own ``prepare_batch`` are not checked, as their keys may differ.
 
         Raises:
             DataError: With the key, the value and the rule.
         """
         if type(self).prepare_batch is not T5TrainStep.prepare_batch:
             return
-        named = _named(batch)
+        renamed = _renamed(batch)
         for name in ("input_ids", "decoder_input_ids"):
-            if name in named:
-                base.check_tokens(name, named[name], self.model)
-        labels = named["labels"]
+            if name in renamed:
+                base.check_tokens(name, renamed[name], self.model)
+        labels = renamed["labels"]
         base.check_tokens("labels", labels, self.model, ignored=base.IGNORED_LABELS)
-        encoder, decoder = tuple(named["input_ids"].shape), tuple(labels.shape)
+        encoder, decoder = tuple(renamed["input_ids"].shape), tuple(labels.shape)
         allowed: dict[str, tuple[tuple[int, ...], ...]] = {
             "decoder_input_ids": (decoder,),
             "loss_mask": (decoder,),
@@ -68,54 +67,54 @@ class T5TrainStep(MaskedLossStep):
             "decoder_attention_mask": (decoder, (*decoder, decoder[1])),
             "enc_dec_mask": (encoder, (*decoder, encoder[1])),
         }
-        for name in (each for each in allowed if each in named):
-            base.check_shape(name, named[name], "as the tokens that it is about", *allowed[name])
+        for name in (key for key in allowed if key in renamed):
+            base.check_shape(name, renamed[name], "the shape of its tokens", *allowed[name])
             if name in ("attention_mask", "decoder_attention_mask", "enc_dec_mask"):
-                is_right = (named[name] == 0) | (named[name] == 1)
-                base.check_values(name, named[name], is_right, "1 to be seen or 0")
-        if "enc_dec_mask" in named:
-            seen = visible_keys(named.get("attention_mask", torch.ones_like(named["input_ids"])))
-            # Rows of padding in the decoder may be told to see nothing.
-            if not torch.equal(visible_keys(named["enc_dec_mask"]).bool(), seen.bool()):
-                raise DataError("enc_dec_mask shows other tokens of the encoder than enc_mask; give both the same")
+                is_valid = (renamed[name] == 0) | (renamed[name] == 1)
+                base.check_values(name, renamed[name], is_valid, "1 (visible) or 0")
+        if "enc_dec_mask" in renamed:
+            visible = visible_keys(renamed.get("attention_mask", torch.ones_like(renamed["input_ids"])))
+            # Keys visible to any query, as decoder padding may attend to nothing.
+            if not torch.equal(visible_keys(renamed["enc_dec_mask"]).bool(), visible.bool()):
+                raise DataError("enc_dec_mask: expected the visible encoder tokens of enc_mask, got others; correct it")
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and the masks [b, s] that there are.
+        """Return ``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and masks [b, s] if any.
 
         Raises:
-            DataError: If there are keys that it does not understand.
+            DataError: If a key is unknown or missing.
         """
-        named = _named(batch)
-        labels = named["labels"].long()
-        # Megatron's -1, too: no token is negative.
+        renamed = _renamed(batch)
+        labels = renamed["labels"].long()
+        # All negative labels are ignored, including Megatron's -1.
         labels = labels.masked_fill(labels < 0, base.IGNORE_INDEX)
         decoder_ids = (
-            named["decoder_input_ids"].long() if "decoder_input_ids" in named else shift_right(labels, self.model)
+            renamed["decoder_input_ids"].long() if "decoder_input_ids" in renamed else shift_right(labels, self.model)
         )
         prepared = {
-            "encoder_ids": named["input_ids"].long(),
+            "encoder_ids": renamed["input_ids"].long(),
             "decoder_ids": decoder_ids,
             "targets": labels.clamp(min=0),
-            "loss_mask": base.target_weights(labels != base.IGNORE_INDEX, named),
+            "loss_mask": base.target_weights(labels != base.IGNORE_INDEX, renamed),
         }
-        for ours, theirs in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
-            if theirs in named:
-                prepared[ours] = visible_keys(named[theirs])
+        for mask, name in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
+            if name in renamed:
+                prepared[mask] = visible_keys(renamed[name])
         return prepared
 
     def seq_length(self, batch: Batch) -> int:
-        """Tokens per row of both stacks: stages send the states of encoder and decoder in one message."""
+        """Return encoder plus decoder tokens per row: pipeline stages send both hidden states in one tensor."""
         return sum(self.split_lengths(batch).values())
 
     def split_lengths(self, batch: Batch) -> Mapping[str, int]:
-        """Tokens of the encoder and of the decoder, each of which sequence parallelism splits."""
+        """Return encoder and decoder lengths, each of which sequence parallelism splits."""
         return {
             "length of input_ids": batch["encoder_ids"].shape[1],
             "length of labels": batch["decoder_ids"].shape[1],
         }
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
-        """Per-token losses [b, s_dec] on the last stage, packed hidden states before it."""
+        """Run a microbatch: per-token losses [b, s_dec] on the last stage, hidden states of both stacks before it."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["encoder_ids"],
@@ -127,17 +126,17 @@ class T5TrainStep(MaskedLossStep):
         return output, partial(self.loss_func, batch)
 
 
-def _named(batch: Batch) -> Batch:
-    """The batch by Hugging Face's names."""
+def _renamed(batch: Batch) -> Batch:
+    """Return the batch by Hugging Face's names."""
     return base.rename_keys(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
 
 
 def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    """What the decoder reads to predict ``labels``, as Hugging Face's T5: the start token and all but the last of them.
+    """Decoder input for ``labels``, as in Hugging Face's T5: the start token and all labels but the last.
 
     Args:
-        labels: [b, s], int64; where one is negative, for no target, stands padding.
-        model: Knows the tokens that start and pad.
+        labels: [b, s], int64; negative labels (no target) become padding.
+        model: Config with the decoder's start token and the padding token.
     """
     shifted = labels.roll(1, dims=1)
     shifted = shifted.masked_fill(shifted < 0, model.pad_token_id)
@@ -146,6 +145,6 @@ def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def visible_keys(mask: torch.Tensor) -> torch.Tensor:
-    """1 for keys that any query sees, else 0: [b, keys] int64, of a mask [b, keys] or [b, queries, keys]."""
+    """Reduce a mask [b, keys] or [b, queries, keys] to the keys visible to any query: [b, keys] int64, 1 or 0."""
     visible = mask > 0.5 if mask.is_floating_point() else mask != 0
     return (visible.any(dim=1) if visible.dim() == 3 else visible).long()

@@ -203,7 +203,7 @@ class _Stream(IterableDataset[Batch]):
 
 REFUSED = (
     *("predict has fewer samples than data-parallel replicas",) * 2,
-    "input_ids has 41 tokens per row to read, max_position_embeddings=40; cut them",
+    "input_ids: expected at most max_position_embeddings=40 tokens, got 41; truncate them",
     "a DataLoader does not tell its samples",
     "this Trainer has predicted nothing yet",
     "predictions=None: expected the result of Trainer.predict",

@@ -94,9 +94,9 @@ def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"architecture": "gpt"}, "BertTrainStep trains BERTs, and .* use train_step='gpt'"),
-    ({"task": "question_answering", "num_labels": 3}, "num_labels=3 .* use num_labels=2"),
+    ({"task": "question_answering", "num_labels": 3}, "num_labels=3: expected 2 .* use num_labels=2"),
     ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; choose from"),
-    ({"task": "token_classification", "num_labels": 1}, "num_labels=1 leaves nothing to choose"),
+    ({"task": "token_classification", "num_labels": 1}, "num_labels=1: expected at least 2 for task='token_cl"),
 ])  # fmt: skip
 def test_a_model_that_this_objective_cannot_train_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

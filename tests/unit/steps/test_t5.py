@@ -73,10 +73,10 @@ def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
     [
         ({"input_ids": IDS + 90}, r"input_ids\[0, 2\] is 99 and must be in 0..96 \(vocab_size=97\)"),
         ({"decoder_input_ids": LABELS}, r"decoder_input_ids\[0, 1\] is -100"),
-        ({"input_ids": IDS[:, :0]}, "at least 1 each"),
-        ({"attention_mask": -1e4 * (IDS == 0)}, r"attention_mask\[0, 3\] is -10000.0 and must be 1 to be seen or 0"),
+        ({"input_ids": IDS[:, :0]}, r"\[rows, tokens >= 1\], got shape \[2, 0\]"),
+        ({"attention_mask": -1e4 * (IDS == 0)}, r"attention_mask\[0, 3\] is -10000.0 and must be 1 \(visible\) or 0"),
         ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
-        ({"enc_dec_mask": 1 - IDS // 9}, "enc_dec_mask shows other tokens of the encoder than enc_mask"),
+        ({"enc_dec_mask": 1 - IDS // 9}, "enc_dec_mask: expected the visible encoder tokens of enc_mask"),
         ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
     ],
 )
