@@ -1,1 +1,1 @@
-"""PyTorch implementations for the places of Megatron-Core that Transformer Engine or Apex usually fill."""
+"""PyTorch and Triton implementations of the parts of Megatron-Core that Transformer Engine or Apex usually provide."""

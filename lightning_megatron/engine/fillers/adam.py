@@ -1,9 +1,9 @@
-"""AdamW, Adam and SGD on fused kernels, which clip, and leave out a step that is not finite, without the host.
+"""AdamW, Adam and SGD on fused kernels, which clip gradients and skip non-finite steps without a host synchronization.
 
-megatron-core 0.16.1 takes Transformer Engine's or Apex's Adam, behind a pass that clips and before one that copies the
-weights, or without them ``torch.optim.AdamW``, unfused. These optimizers keep Apex's contract, which checkpoints are
-written by: ``step`` is an integer of the parameter group, moments are called ``exp_avg`` and ``exp_avg_sq``. They are
-used whatever is installed: on a GPU one kernel clips, updates and copies (``triton_kernels.py``).
+megatron-core 0.16.1 uses Transformer Engine's or Apex's Adam, with a pass before it that clips and one after it that
+copies the weights, or else ``torch.optim.AdamW``, unfused. These optimizers keep Apex's conventions, which checkpoints
+rely on: ``step`` is an integer of the parameter group, moments are called ``exp_avg`` and ``exp_avg_sq``. They are used
+whatever is installed: on a GPU one kernel clips, updates and copies (``triton_kernels.py``).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.optim.optimizer import ParamsT
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """Common part: what tells the next step to clip or to change nothing, and the state that is saved."""
+    """Base class: clipping or skipping of the next step by tensors on the device, and the state that is saved."""
 
     state_names: tuple[str, ...]
-    """Of the per-parameter tensors, each in the parameter's shape and dtype."""
+    """Names of the per-parameter tensors, each of the parameter's shape and dtype."""
     grad_scale: Tensor | None = None
-    """[] or [1], fp32: what the next step divides gradients by; as torch's GradScaler tells fused optimizers."""
+    """[] or [1], fp32: divisor of the gradients in the next step; torch's GradScaler sets it on fused optimizers."""
     found_inf: Tensor | None = None
-    """[1], fp32: not 0 for the next step to change nothing but its count."""
-    low_copies: Mapping[Tensor, Tensor] | None = None
-    """The 16-bit copies of parameters; None as long as they are not known."""
+    """[1], fp32: if not 0, the next step changes nothing but its count."""
+    model_params: Mapping[Tensor, Tensor] | None = None
+    """16-bit model parameter of each main parameter; None until they are known."""
     has_copied = False
-    """Whether the last step has updated these, too."""
+    """Whether the last step has updated ``model_params``, too."""
 
     def uncount_step(self) -> None:
-        """Take back the count of a step that ``found_inf`` has left out."""
+        """Decrement the step count after a step that ``found_inf`` skipped."""
         for group in self.param_groups:
             if "step" in group:
                 group["step"] -= 1
 
     def materialize_state(self) -> None:
-        """Create the state of every parameter that has none, as zeros."""
+        """Create zero states for all parameters that have none."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
@@ -49,13 +49,13 @@ class MasterOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def _with_gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
+    def _kernel_inputs(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
         parameters = [p for p in group["params"] if p.grad is not None]
         return parameters, [p.grad for p in parameters], [self._state_of(p) for p in parameters]
 
 
 class FusedAdam(MasterOptimizer):
-    """AdamW or Adam: all parameters of a group in a few kernels.
+    """AdamW or Adam, with a few kernels for all parameters of a group.
 
     Source: Kingma and Ba 2015; Loshchilov and Hutter 2019 for ``adam_w_mode``.
     """
@@ -70,16 +70,16 @@ class FusedAdam(MasterOptimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """Take what ``megatron.core.optimizer`` passes to Apex's FusedAdam.
+        """Accept the arguments that ``megatron.core.optimizer`` passes to Apex's FusedAdam.
 
         Args:
-            params: Parameters or groups of them.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            weight_decay: Fraction of a weight that is taken off per unit of learning rate.
+            weight_decay: Decay coefficient; see ``adam_w_mode``.
             betas: Decay of the first and of the second moment.
-            eps: Added to the root of the second moment.
-            adam_w_mode: Whether the decay acts on the weight (AdamW) instead of on the gradient.
-            capturable: False, as the engine's option for an optimizer in a CUDA graph is not offered here (0.19).
+            eps: Added to the square root of the second moment.
+            adam_w_mode: Whether the decay acts on the weight (AdamW) instead of the gradient.
+            capturable: Always False, as the engine's option for an optimizer in a CUDA graph (0.19) is not offered.
         """
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")
@@ -88,17 +88,17 @@ class FusedAdam(MasterOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; ``step`` counts in all groups, also empty ones."""
+        """Update every parameter that has a gradient; ``step`` is incremented in all groups, also empty ones."""
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             group["step"] += 1
-            parameters, gradients, states = self._with_gradients(group)
+            parameters, gradients, states = self._kernel_inputs(group)
             if not parameters:
                 continue
             if parameters[0].is_cuda and parameters[0].dtype == gradients[0].dtype == torch.float32:
-                self._step_in_one_pass(group, parameters, gradients, states)
+                self._step_triton(group, parameters, gradients, states)
                 continue
-            # The kernel reads one step per parameter and writes none of them, so all can be the same tensor.
+            # The kernel reads one step tensor per parameter and writes none, so all can be the same.
             step = torch.full((), float(group["step"]), dtype=torch.float32, device=parameters[0].device)
             kernel(
                 parameters,
@@ -118,35 +118,35 @@ class FusedAdam(MasterOptimizer):
                 found_inf=self.found_inf,
             )
 
-    def _step_in_one_pass(
+    def _step_triton(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]]
     ) -> None:
         from lightning_megatron.engine.fillers import triton_kernels  # Triton is on GPUs only
 
-        copies = self.low_copies or {}
-        lows = [copies.get(parameter) for parameter in parameters]
+        model_params = self.model_params or {}
+        lows = [model_params.get(parameter) for parameter in parameters]
         moments = ([state[name] for state in states] for name in self.state_names)
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
-        key = tuple(tuple(0 if each is None else each.data_ptr() for each in tensors) for tensors in lists)
+        key = tuple(tuple(0 if x is None else x.data_ptr() for x in tensors) for tensors in lists)
         if self._tables.get(id(group), ((), ()))[0] != key:
             table = triton_kernels.adam_table(key, [p.numel() for p in parameters], parameters[0].device)
             self._tables[id(group)] = key, table
-        low = next((each.dtype for each in lows if each is not None), None)
-        self.has_copied = self.low_copies is not None
+        low = next((x.dtype for x in lows if x is not None), None)
+        self.has_copied = self.model_params is not None
         table = self._tables[id(group)][1]
         triton_kernels.adam_step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
 
 
 class FusedSGD(MasterOptimizer):
-    """SGD with momentum; the momentum is called ``exp_avg``, the only names that the engine's checkpoints know."""
+    """SGD with momentum, which is stored as ``exp_avg``: the engine's checkpoints know only Adam's names."""
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.0) -> None:
-        """Take what ``megatron.core.optimizer`` passes to torch's SGD.
+        """Accept the arguments that ``megatron.core.optimizer`` passes to torch's SGD.
 
         Args:
-            params: Parameters or groups of them.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            weight_decay: Times the weight, added to the gradient.
+            weight_decay: Multiple of the weight that is added to the gradient.
             momentum: Decay of the accumulated gradient; 0 keeps no state.
         """
         self.state_names = ("exp_avg",) if momentum != 0.0 else ()
@@ -156,7 +156,7 @@ class FusedSGD(MasterOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            parameters, gradients, states = self._with_gradients(group)
+            parameters, gradients, states = self._kernel_inputs(group)
             if not parameters:
                 continue
             torch._fused_sgd_(
@@ -169,16 +169,16 @@ class FusedSGD(MasterOptimizer):
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
-                # A momentum of zeros makes the first step what torch's SGD makes of it.
+                # With a momentum of zeros the first step equals that of torch's SGD.
                 is_first_step=False,
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
             )
 
 
-# ---- what Megatron does around its optimizers, changed ---------------------------------------------------------------
+# ---- patches of Megatron's optimizers --------------------------------------------------------------------------------
 
 
 def with_leaf_shards(original: Callable[..., Any]) -> Any:
-    """``_build_model_and_main_param_groups`` whose float32 shards are leaf tensors, not nodes of an autograd graph."""
+    """``_build_model_and_main_param_groups`` with leaf tensors as float32 shards, not nodes of an autograd graph."""
     return staticmethod(torch.no_grad()(original))

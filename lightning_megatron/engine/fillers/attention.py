@@ -43,7 +43,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: with an explicit mask its backward returns NaN at s % 128 == 64 (pytorch#196678, torch 2.11)."""
 
-PER_MASK = masks.PerMask()
+MASK_CACHE = masks.TensorCache()
 """Dense scores, block masks and ALiBi's biases of the masks that are alive, shared by all layers."""
 
 
@@ -169,12 +169,12 @@ class SDPAttention(MegatronModule):
                 return self._attend_by_blocks(q, k, v, mask, pattern)
             runs = None
             if mask is not None and self._keeps_scores and can_use_varlen(q, k, pattern):
-                runs = PER_MASK.get(mask, "runs", runs_of)
+                runs = MASK_CACHE.get(mask, "runs", runs_of)
             if runs is not None:
                 return attend_to_runs(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
         alibi = self._alibi_of(q)
         make = partial(_added_scores, pattern, alibi, q.dtype, q.device)
-        scores = make(None) if mask is None else PER_MASK.get(mask, (pattern, alibi, q.dtype), make)
+        scores = make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
         return self._attend(q, k, v, scores, dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, dropout: float) -> Tensor:
@@ -189,7 +189,7 @@ class SDPAttention(MegatronModule):
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
-            blocks = PER_MASK.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
+            blocks = MASK_CACHE.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
         of_keys = _key_biases(self._alibi_of(q), segments, pattern, q.device)
         biases = None if of_keys is None else (of_keys, of_keys[..., pattern.first_query :])
         # What a graph is compiled for, except lengths: layers of a kind share one.
@@ -221,8 +221,8 @@ def _added_scores(
     biases = _key_biases(alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device)
     if hidden is None and biases is None:
         return None
-    bias = None if biases is None else masks.relative(biases, pattern.num_queries)
-    return masks.added_scores(hidden, bias, dtype)
+    bias = None if biases is None else masks.relative_biases(biases, pattern.num_queries)
+    return masks.additive_mask(hidden, bias, dtype)
 
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
@@ -231,7 +231,7 @@ def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, 
         return None
     if segments is None:
         return masks.key_biases(alibi, None, pattern.num_keys, device)
-    return PER_MASK.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
+    return MASK_CACHE.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
 
 
 def attend_capped(
@@ -595,5 +595,5 @@ class TokenStep:
                 biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
                 # Relative to the query, whose key is at ``slot``: near keys get small numbers, as in ``relative``.
                 bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
-            self._made[key] = masks.added_scores(hidden[:, None, None], bias, dtype)
+            self._made[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
         return self._made[key]

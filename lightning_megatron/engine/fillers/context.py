@@ -1,22 +1,22 @@
-"""Context parallelism: each sequence split over the cp group, and the attention that sees all of it.
+"""Context parallelism: the tokens of each row sharded over the cp group, with attention over the full row.
 
-Outside of attention a token's states depend on that token alone, so a rank computes only those of its own tokens. A
-model's chunks take whole rows and give whole rows back: masks, labels, losses and metrics know nothing of the split,
-and every cp rank has the same loss (Megatron-Core splits the batch instead, and leaves it to whoever writes a loss to
-add it up). What travels for that, one loss per token, is nothing beside what attention exchanges, in one of two ways:
+Outside of attention a token's states depend on that token alone, so a rank computes only its own tokens. Model chunks
+take and return full rows: masks, labels, losses and metrics do not depend on the sharding, and every cp rank has the
+same loss (Megatron-Core shards the batch instead, and every loss function has to reduce over the cp group). Gathering
+one loss per token for that is negligible beside the communication of attention, of which there are two forms:
 
-- ``a2a`` (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509): heads for tokens. Each rank attends with its share
-  of the heads over whole rows in their order, so documents, windows, ALiBi, biases and dropout are as on one rank and
-  the same kernels serve. Two all-to-alls a layer, forward and backward, of what a rank has; GPUs of one host copy into
-  each other's memory instead (``peer_copies.py``). Ranks own a run of tokens.
+- ``a2a`` (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509) exchanges tokens for heads. Each rank attends with
+  its share of the heads over full rows in order, so documents, windows, ALiBi, biases and dropout work as on one rank,
+  with the same kernels. Two all-to-alls of a rank's shard per layer, forward and backward; GPUs of one host copy into
+  each other's memory instead (``peer_copies.py``). Each rank owns one contiguous run of tokens.
 - ``all_gather`` (Llama 3, arXiv 2407.21783, section 3.3.2) where there are too few key/value heads for that: each rank
-  attends with its queries to the keys and values of all. Ranks own two runs of tokens, the r-th from the beginning and
-  the r-th from the end (zigzag), for causal attention gives late tokens more to do. Attention to the keys up to a run
-  is causal attention of the last queries to all, which ``SDPAttention`` computes with cached keys, too. Gradients of
-  keys and values are added in float32.
+  attends with its own queries to the keys and values of all ranks. Each rank owns two runs of tokens, the r-th from the
+  beginning and the r-th from the end (zigzag), to balance causal attention, in which later tokens cost more. Attention
+  of a run to all keys up to its end is causal attention with fewer queries than keys, which ``SDPAttention`` computes
+  for cached keys, too. Gradients of keys and values are reduce-scattered in float32.
 
-Exchanging keys and values in a ring, Megatron's ``p2p``, needs the softmax's denominators of each part, which torch's
-kernels keep to themselves where there is a mask.
+A ring exchange of keys and values (Megatron's ``p2p``) needs the softmax denominators of each part, which torch's
+kernels do not return for masked attention.
 """
 
 from __future__ import annotations
@@ -35,90 +35,91 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.engine.fillers import peer_copies
-from lightning_megatron.engine.fillers.attention import CAUSAL, PER_MASK, SDPAttention
+from lightning_megatron.engine.fillers.attention import CAUSAL, MASK_CACHE, SDPAttention
 from lightning_megatron.engine.fillers.masks import Alibi
 from lightning_megatron.engine.fillers.peer_copies import Collectives
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Which tokens of a row a rank of the cp group owns; all of them at cp=1, and while text is generated."""
+    """Sharding of a row's tokens over the cp group; at cp=1, and during generation, every rank owns all tokens."""
 
     config: TransformerConfig
-    """Of the model: its ``context_parallel_size`` and ``cp_comm_type`` count, at the moment of a call."""
+    """The model's config; its ``context_parallel_size`` and ``cp_comm_type`` are read at each call."""
 
     @property
     def size(self) -> int:
-        """Ranks that share a row."""
+        """Number of ranks that share a row."""
         size: int = self.config.context_parallel_size
         return size
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """These ranks."""
+        """The context-parallel process group."""
         group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
         return group
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This process's rank in the cp group."""
         return self.group.rank()
 
     @property
     def exchanges_heads(self) -> bool:
-        """Whether a rank attends with some heads over whole rows (``a2a``)."""
+        """Whether each rank attends with a share of the heads over full rows (``a2a``)."""
         return self.size > 1 and self.config.cp_comm_type == "a2a"
 
-    def own_heads(self, of_all: Tensor, dim: int) -> Tensor:
-        """Of something that each head has, what is of the heads that this rank attends with."""
-        return of_all.chunk(self.size, dim)[self.rank] if self.exchanges_heads else of_all
+    def own_heads(self, full: Tensor, dim: int) -> Tensor:
+        """Slice a per-head tensor to the heads that this rank attends with."""
+        return full.chunk(self.size, dim)[self.rank] if self.exchanges_heads else full
 
-    def own_queries(self, of_all: Tensor, dim: int) -> Tensor:
-        """Of something that each query has, what is of the queries that this rank attends with."""
-        return of_all if self.exchanges_heads else self.own_tokens(of_all, dim)
+    def own_queries(self, full: Tensor, dim: int) -> Tensor:
+        """Slice a per-query tensor to the queries that this rank attends with."""
+        return full if self.exchanges_heads else self.own_tokens(full, dim)
 
-    def own_tokens(self, whole: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
-        """What is of this rank's tokens (or another's), in their order.
+    def own_tokens(self, full: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
+        """Slice a per-token tensor to the tokens of this rank (or of ``rank``), in order.
 
         Args:
-            whole: As long along ``dim`` as the row; 2 x cp divides it.
-            dim: Of the tokens.
-            rank: Another one of the group.
+            full: Of the full row along ``dim``, whose length 2 x cp divides.
+            dim: Token dimension.
+            rank: Another rank of the cp group; None for this one.
         """
         n = self.size
         if n == 1:
-            return whole
+            return full
         r = self.rank if rank is None else rank
         if self.exchanges_heads:
-            return whole.chunk(n, dim)[r]
-        runs = whole.chunk(2 * n, dim)
+            return full.chunk(n, dim)[r]
+        runs = full.chunk(2 * n, dim)
         return torch.cat((runs[r], runs[2 * n - 1 - r]), dim)
 
     def gather_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
-        """The opposite of ``own_tokens``; every rank of the group must call.
+        """All-gather tokens into full rows, the inverse of ``own_tokens``; collective over the cp group.
 
-        All ranks compute the same with it, so the gradient of a rank's part is in each of them: it is taken, not added.
+        All ranks compute the same from the result, so each has the gradient of the full rows: the backward pass slices
+        it, without a reduction.
 
         Args:
-            own: This rank's part.
-            dim: Of the tokens.
+            own: This rank's tokens.
+            dim: Token dimension.
         """
         if self.size == 1:
             return own
-        first = own.transpose(0, dim).contiguous()
-        gathered = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=False, group=self.group)
+        moved = own.transpose(0, dim).contiguous()
+        gathered = gather_from_sequence_parallel_region(moved, tensor_parallel_output_grad=False, group=self.group)
         return self.restore_order(gathered).transpose(0, dim).contiguous()
 
-    def broadcast_first_token(self, found: Tensor) -> Tensor:
-        """What was computed from the row's first token, on all ranks; theirs, from their own first token, is dropped.
+    def broadcast_first_token(self, output: Tensor) -> Tensor:
+        """Broadcast rank 0's output, which is of the row's first token; collective over the cp group.
 
         Args:
-            found: Of the same shape on all ranks of the group, which must all call.
+            output: Computed from the first token of this rank; of the same shape on all ranks.
         """
-        return found if self.size == 1 else self.gather_tokens(found[None], 0)[0]
+        return output if self.size == 1 else self.gather_tokens(output[None], 0)[0]
 
     def restore_order(self, gathered: Tensor) -> Tensor:
-        """Tokens of rank 0, of rank 1, ... in the order of the row; along the first axis."""
+        """Reorder tokens that were gathered rank by rank into the order of the row, along the first dimension."""
         n = self.size
         if self.exchanges_heads:
             return gathered
@@ -128,10 +129,10 @@ class ContextParallel:
 
 
 class ContextParallelAttention(SDPAttention):
-    """``SDPAttention`` of queries, keys and values of the tokens that this rank of the cp group owns."""
+    """``SDPAttention`` for queries, keys and values that are sharded over the cp group."""
 
-    exchange: Collectives | None = None
-    """By which heads are exchanged for tokens; None for NCCL or gloo."""
+    collectives: Collectives | None = None
+    """Implementation of the all-to-all; None for NCCL or gloo."""
 
     @override
     def forward(
@@ -144,16 +145,16 @@ class ContextParallelAttention(SDPAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Weighted sums of the values, [sq/cp, b, np * hn]; every rank of the cp group must call.
+        """Attention output, [sq/cp, b, np * hn]; collective over the cp group.
 
         Args:
             query: [sq/cp, b, np, hn].
             key: [sk/cp, b, ng, hn]; ng divides np.
             value: [sk/cp, b, ng, hn].
-            attention_mask: Of the whole rows, as ``SDPAttention`` takes it; with causal attention [b, sk].
-            attn_mask_type: What is hidden besides.
-            attention_bias: Of the heads and queries that this rank attends with (``own_heads``, ``own_queries``) and
-                all keys.
+            attention_mask: Mask of the full rows, as for ``SDPAttention``; with causal attention [b, sk].
+            attn_mask_type: Replaces the layer's mask type for this call.
+            attention_bias: Bias of the heads and queries that this rank attends with (``own_heads``,
+                ``own_queries``) and all keys.
             packed_seq_params: Unused.
         """
         context, attend, mask, bias = ContextParallel(self.config), super().forward, attention_mask, attention_bias
@@ -161,22 +162,22 @@ class ContextParallelAttention(SDPAttention):
         if context.size == 1:
             return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
-            exchange = self.exchange or Collectives(context.group)
-            together = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
-            query, key, value = (x for each in together for x in exchange.all_to_all(*each, split_dim=2, concat_dim=0))
-            return exchange.all_to_all(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[0]
-        gathered: Tensor = _GatheredKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
+            exchange = (self.collectives or Collectives(context.group)).all_to_all
+            messages = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
+            query, key, value = (x for message in messages for x in exchange(*message, split_dim=2, concat_dim=0))
+            return exchange(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[0]
+        gathered: Tensor = _GatherKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
-                gathered, mask = _own_last(context, gathered, mask)
+                gathered, mask = _rotate_own_last(context, gathered, mask)
             else:
                 gathered = context.restore_order(gathered)
             return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
         gathered, outputs = context.restore_order(gathered), []
-        for run, number in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
-            end = (number + 1) * len(run)
-            seen = None if mask is None else _first_keys(mask, end)
-            outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], seen, kind, bias))
+        for run, index in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
+            end = (index + 1) * len(run)
+            run_mask = None if mask is None else _first_keys(mask, end)
+            outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], run_mask, kind, bias))
         return torch.cat(outputs)
 
     @override
@@ -188,37 +189,37 @@ class ContextParallelAttention(SDPAttention):
 
 
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let attention exchange heads by copies, if the ranks of the cp group can; every rank must call."""
+    """Let attention exchange heads by peer copies where the GPUs support it; collective over the cp group."""
     attentions = [m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)]
-    exchange = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
+    collectives = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
     for attention in attentions:
-        attention.exchange = exchange
+        attention.collectives = collectives
 
 
 def _first_keys(mask: Tensor, end: int) -> Tensor:
-    """[b, end]: one tensor for all layers, for which they then share what they make of it."""
-    first: Tensor = PER_MASK.get(mask, ("first keys", end), lambda own: own[:, :end].contiguous())
+    """Mask of the first ``end`` keys, [b, end]: one tensor for all layers, which share what is derived from it."""
+    first: Tensor = MASK_CACHE.get(mask, ("first keys", end), lambda own: own[:, :end].contiguous())
     return first
 
 
-def _own_last(context: ContextParallel, gathered: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Keys of rank 0, of rank 1, ... and their mask, turned so that this rank's come last, as its queries' places are.
+def _rotate_own_last(context: ContextParallel, gathered: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rotate keys that were gathered rank by rank, and their mask, so that this rank's come last, like its queries.
 
-    Where nothing depends on a key's place but whether its segment is the query's.
+    Only for attention that depends on the segments of keys, not on their positions.
     """
     after = context.rank + 1
-    turned = gathered.roll(-after * (len(gathered) // context.size), 0)
+    rotated = gathered.roll(-after * (len(gathered) // context.size), 0)
     if mask is None:
-        return turned, None
+        return rotated, None
     if mask.dim() == 4 and mask.shape[2] > 1:
         mask = context.own_tokens(mask, 2)
     ranks = [(after + i) % context.size for i in range(context.size)]
-    keys = PER_MASK.get(mask, "own last", lambda own: torch.cat([context.own_tokens(own, -1, r) for r in ranks], -1))
-    return turned, keys
+    keys = MASK_CACHE.get(mask, "own last", lambda own: torch.cat([context.own_tokens(own, -1, r) for r in ranks], -1))
+    return rotated, keys
 
 
-class _GatheredKeys(torch.autograd.Function):
-    """All ranks' [s/cp, ...], one after the other: [s, ...]; gradients are reduce-scattered in float32."""
+class _GatherKeys(torch.autograd.Function):
+    """All-gather [s/cp, ...] rank by rank into [s, ...]; gradients are reduce-scattered in float32."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -230,7 +231,7 @@ class _GatheredKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        whole = gradient.float().contiguous()
-        own = whole.new_empty(len(whole) // ctx.group.size(), *whole.shape[1:])
-        dist.reduce_scatter_tensor(own, whole, group=ctx.group)
+        full = gradient.float().contiguous()
+        own = full.new_empty(len(full) // ctx.group.size(), *full.shape[1:])
+        dist.reduce_scatter_tensor(own, full, group=ctx.group)
         return own.to(gradient.dtype), None

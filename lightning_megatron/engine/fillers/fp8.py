@@ -1,23 +1,23 @@
-"""Linears of transformer layers in fp8: forward, input gradient and weight gradient by ``torch._scaled_mm``.
+"""FP8 linears of transformer layers: forward, input-gradient and weight-gradient products by ``torch._scaled_mm``.
 
-One scale per tensor from its largest magnitude at that moment ("tensorwise", current scaling): e4m3 for activations and
+One scale per tensor from its current absolute maximum ("tensorwise", current scaling): e4m3 for activations and
 weights, e5m2 for gradients (Micikevicius et al. 2022, arXiv 2209.05433). Weight gradients are fp32 and added to
 ``main_grad``; weights are quantized once a step, for all its microbatches. Embedding, output layer, heads, attention,
-norms and what is saved stay as in bf16. Activations are kept in fp8 for the backward pass.
+norms and checkpoints stay as in bf16. Activations are kept in fp8 for the backward pass.
 
-- Under sequence parallelism the bytes that are gathered are fp8, half of bf16's, in both passes: activations before a
-  column-parallel linear, which are kept, and gradients before a row-parallel one. All ranks of the tp group take the
-  group's largest magnitude first (one all-reduce of a number), so the gathered tensor is exactly the one that one rank
-  would make. GPUs of one host copy beside the products (``peer_copies.py``).
+- Under sequence parallelism tensors are all-gathered in fp8, half the bytes of bf16, in both passes: activations before
+  a column-parallel linear, which are kept, and gradients before a row-parallel one. The ranks of the tp group first
+  all-reduce the absolute maximum (one number), so the gathered tensor is exactly what one rank would compute. GPUs of
+  one host overlap the copies with the products (``peer_copies.py``).
 - Tensors that are not gathered (weights, activations inside a block) have a scale per shard, which is never coarser.
-- Training, validation and test compute so, whatever goes through ``Schedule``; text is generated in bf16.
-- Where the first microbatch of a step is, its weight gradient is written, not added: the buffer has just been zeroed.
+- Training, validation and test run in fp8 (everything that goes through ``Schedule``); generation runs in bf16.
+- The first microbatch of a step writes its weight gradient instead of adding it: the buffer has just been zeroed.
 
-On an H200, by turns with bf16 in the same run: llama-1b 74,319 instead of 62,406 tokens/s (peak 52.2 instead of 52.9
+On an H200, alternating with bf16 in the same run: llama-1b 74,319 instead of 62,406 tokens/s (peak 52.2 instead of 52.9
 GiB), 8 layers of Llama-3-8B 49,836 instead of 38,931 (62.2 instead of 60.1: weights in fp8 and transposed).
 
-Rejected: scales per row (measured 0.9 x of bf16 elsewhere, the GEMM is slower), scales of earlier steps (a state that
-checkpoints would have to hold), Transformer Engine's layers (other weight names, modules and random streams).
+Rejected: scales per row (measured 0.9 x of bf16 elsewhere, the GEMM is slower), delayed scaling by earlier steps (state
+that checkpoints would have to hold), Transformer Engine's layers (other weight names, modules and random streams).
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ if TYPE_CHECKING:
 Recipe = Literal["tensorwise"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""Of numbers, which every side of a matrix must be; tokens are filled up with zeros."""
-_SMALLEST = 1e-30
-"""Instead of an amax of 0, and small enough for any gradient."""
+ALIGNMENT = 16
+"""Each dimension of a matrix must be a multiple of it; the token dimension is padded with zeros."""
+_MIN_AMAX = 1e-30
+"""Lower bound of the absolute maximum, against division by 0; small enough for any gradient."""
 
 FAST_BACKWARD = True
-"""Whether gradients are summed in the tensor cores' own (14-bit) registers, as the forward pass is.
+"""Whether gradients are accumulated in the tensor cores' own (14-bit) registers, as in the forward pass.
 
 It makes a step 2 % faster, and the products of a Llama-3-8B layer 0.2 to 0.4 % less exact where quantizing costs 6 %.
 The loss of 1,000 steps is within the noise of seeds (``python -m benchmarks.convergence``, which sets this).
 """
-MEASURED = {2048: 1.22, 4096: 1.31}
-"""Steps per second over those of bf16, by hidden size: llama-1b and 8 layers of Llama-3-8B on an H200, torch 2.11."""
+MEASURED_SPEEDUPS = {2048: 1.22, 4096: 1.31}
+"""Steps per second relative to bf16, by hidden size: llama-1b and 8 layers of Llama-3-8B on an H200, torch 2.11."""
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- quantization ----------------------------------------------------------------------------------------------------
 
 
 def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist.ProcessGroup | None = None) -> Operand:
-    """``x`` as fp8 numbers with one scale.
+    """Quantize ``x`` to fp8 with one scale.
 
     Args:
         x: [m, n], contiguous.
-        dtype: An fp8 format.
-        columns: Whether the transpose is needed.
-        group: Whose parts are to have one scale: one all-reduce; every rank must call. None for this rank alone.
+        dtype: An fp8 dtype.
+        columns: Whether the transpose is needed, too.
+        group: Ranks whose shards share the scale (one all-reduce, collective over it); None for this rank alone.
     """
-    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(1)  # NaN if a number is
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(1)  # NaN if an element is
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return _cast(x, dtype, amax, rows=True, columns=columns)
@@ -77,36 +77,36 @@ def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist
 
 def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, *, rows: bool, columns: bool) -> Operand:
     m, n = x.shape
-    straight = torch.empty((m, n), dtype=dtype, device=x.device) if rows else None
-    filled = -(-m // MULTIPLE) * MULTIPLE
-    transposed = torch.empty((n, filled), dtype=dtype, device=x.device) if columns else None
+    quantized = torch.empty((m, n), dtype=dtype, device=x.device) if rows else None
+    padded = -(-m // ALIGNMENT) * ALIGNMENT
+    transposed = torch.empty((n, padded), dtype=dtype, device=x.device) if columns else None
     if x.is_cuda:
         from lightning_megatron.engine.fillers import triton_kernels
 
-        return Operand(straight, transposed, triton_kernels.fp8_cast(x, amax, _SMALLEST, straight, transposed))
-    # Two tensors are divided as IEEE says, and as the kernel does; a number by a tensor is not.
-    amax, most = amax.clamp(min=_SMALLEST), torch.full_like(amax, torch.finfo(dtype).max)
-    numbers = (x.float() * (most / amax)).to(dtype)
+        return Operand(quantized, transposed, triton_kernels.fp8_cast(x, amax, _MIN_AMAX, quantized, transposed))
+    # Division of two tensors is rounded correctly, as in the kernel; division of a number by a tensor is not.
+    amax, limit = amax.clamp(min=_MIN_AMAX), torch.full_like(amax, torch.finfo(dtype).max)
+    values = (x.float() * (limit / amax)).to(dtype)
     if transposed is not None:
-        transposed.zero_()[:, :m] = numbers.t()
-    return Operand(numbers if rows else None, transposed, amax / most)
+        transposed.zero_()[:, :m] = values.t()
+    return Operand(values if rows else None, transposed, amax / limit)
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
 
 class Fp8Linear(SplitLinear):
-    """A parallel linear of Megatron's in fp8; outside of ``quantized_weights`` it multiplies in bf16."""
+    """Product of Megatron's parallel linears in fp8; outside of ``quantized_weights`` in bf16."""
 
     is_active = False
 
     def __init__(self, module: ColumnParallelLinear | RowParallelLinear) -> None:
-        """Take over the product of ``module``."""
+        """Replace the product of ``module``."""
         super().__init__(module, Collectives(module.tp_group))
         self.weight: Operand | None = None
-        """Of the running step, once a microbatch has needed it."""
+        """Quantized weight of the current step; None until a microbatch needs it."""
         self.has_gradient = False
-        """Whether a microbatch of the running step has left one in ``main_grad``."""
+        """Whether a microbatch of the current step has written ``main_grad``."""
 
     @override
     def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
@@ -115,14 +115,14 @@ class Fp8Linear(SplitLinear):
 
     @override
     def weight_operand(self, weight: Tensor, *, columns: bool) -> Operand:
-        """Quantized when it is first needed in a step: by then its ranks have gathered it."""
+        """Quantize at first use in a step: by then the parameters have been all-gathered."""
         if self.weight is None or (columns and self.weight.columns is None):
             self.weight = quantize(weight.detach(), E4M3, columns=columns)
         return self.weight
 
     @override
     def transposed(self, rows: Tensor) -> Tensor:
-        """Exactly."""
+        """Transpose fp8 rows, exactly: the scale is 1."""
         unscaled = torch.full((1,), torch.finfo(rows.dtype).max, device=rows.device)
         columns: Tensor = _cast(rows, rows.dtype, unscaled, rows=False, columns=True).columns
         return columns
@@ -130,12 +130,12 @@ class Fp8Linear(SplitLinear):
     @override
     def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
         def write(rows: Tensor, out: Tensor) -> Tensor:
-            # cuBLAS takes for granted that what it writes to is aligned as torch's own tensors are, and of this dtype
-            # (gradients may be in bf16).
+            # cuBLAS assumes that its output is aligned as torch's own allocations are, and of this dtype (gradients may
+            # be in bf16).
             fits, fast = out.dtype is dtype and not out.data_ptr() % 256, FAST_BACKWARD or rows.dtype is E4M3
-            where = out if fits else None
-            product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=where)
-            product = product if where is out else out.copy_(product)
+            target = out if fits else None
+            product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=target)
+            product = product if target is out else out.copy_(product)
             return product if bias is None else product.add_(bias)
 
         return Product(len(weight), dtype, write)
@@ -151,14 +151,14 @@ class Fp8Linear(SplitLinear):
 
 
 def use_fp8(chunks: torch.nn.Module) -> None:
-    """Let the linears of all transformer layers of ``chunks`` multiply in fp8; nothing happens a second time.
+    """Run the linears of all transformer layers of ``chunks`` in fp8; idempotent.
 
     Raises:
-        ConfigError: If there are none.
+        ConfigError: If there are no such linears.
     """
     layers = [layer for layer in chunks.modules() if isinstance(layer, TransformerLayer)]
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    linears = [each for layer in layers for each in layer.modules() if isinstance(each, kinds)]
+    linears = [module for layer in layers for module in layer.modules() if isinstance(module, kinds)]
     if not linears:
         raise ConfigError("fp8: expected Megatron's parallel linears, got none from model_provider; leave fp8 out")
     for linear in linears:
@@ -167,14 +167,14 @@ def use_fp8(chunks: torch.nn.Module) -> None:
 
 
 def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
-    """All of ``chunks``; none without fp8."""
+    """All fp8 linears of ``chunks``; none without fp8."""
     linears = (getattr(module, "_forward_impl", None) for chunk in chunks for module in chunk.modules())
     return [linear for linear in linears if isinstance(linear, Fp8Linear)]
 
 
 @contextlib.contextmanager
 def quantized_weights(linears: Iterable[Fp8Linear]) -> Iterator[None]:
-    """While active, ``linears`` multiply in fp8, and weights and gradient buffers are those of one step."""
+    """Context of one step: ``linears`` multiply in fp8, keep quantized weights, and write their first gradient."""
     for linear in linears:
         linear.is_active, linear.has_gradient = True, False
     try:
@@ -184,14 +184,14 @@ def quantized_weights(linears: Iterable[Fp8Linear]) -> Iterator[None]:
             linear.is_active, linear.weight = False, None
 
 
-# ---- what can be combined --------------------------------------------------------------------------------------------
+# ---- validation ------------------------------------------------------------------------------------------------------
 
 
 def known_recipe(recipe: Recipe | None) -> Recipe | None:
-    """``recipe``, if there is one of that name.
+    """Return ``recipe`` if it is known.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If it is not.
     """
     if recipe is not None:
         require_choice("fp8", recipe, get_args(Recipe))
@@ -199,22 +199,22 @@ def known_recipe(recipe: Recipe | None) -> Recipe | None:
 
 
 def size_warning(model: ModelConfig) -> str | None:
-    """What to tell whoever trains a model narrower than those that fp8 was measured with; None of others."""
-    least = min(MEASURED)
-    if model.hidden_size >= least:
+    """Warning for a model narrower than those that fp8 was measured with; None for others."""
+    smallest = min(MEASURED_SPEEDUPS)
+    if model.hidden_size >= smallest:
         return None
-    figures = ", ".join(f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED.items())
+    figures = ", ".join(f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED_SPEEDUPS.items())
     return (
-        f"fp8: hidden_size={model.hidden_size} is below {least}, from where on it was measured to pay ({figures}, on "
-        "an H200); compare a few steps with and without"
+        f"fp8: hidden_size={model.hidden_size} is below {smallest}, the smallest size measured to be faster "
+        f"({figures}, on an H200); compare a few steps with and without fp8"
     )
 
 
 def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless the linears of ``model`` can be multiplied in fp8.
+    """Check that the linears of ``model`` can run in fp8.
 
     Raises:
-        ConfigError: If the run is not in bf16, the GPU has no fp8, or a side of a matrix is not a multiple of 16.
+        ConfigError: If the run is not in bf16, the GPU has no fp8, or a matrix dimension is not a multiple of 16.
     """
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")
@@ -225,12 +225,12 @@ def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: to
             f"{torch.cuda.get_device_name(device)} with {'.'.join(map(str, capability))}; leave fp8 out"
         )
     queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    sides = {
+    sizes = {
         "hidden_size": model.hidden_size,
         "ffn_hidden_size / tp": model.ffn_hidden_size / tp,
         "num_attention_heads * kv_channels / tp": queries / tp,
         "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * groups) / tp,
     }
-    for name, side in sides.items():
-        if side % MULTIPLE:
-            raise ConfigError(f"fp8: expected {name} to be a multiple of {MULTIPLE}, got {side:g}; choose another")
+    for name, size in sizes.items():
+        if size % ALIGNMENT:
+            raise ConfigError(f"fp8: expected {name} to be a multiple of {ALIGNMENT}, got {size:g}; choose another")

@@ -576,12 +576,12 @@ def copy_shards(self: Any) -> None:
     if self.is_stub_optimizer:
         return
     masters: MasterOptimizer = self.optimizer
-    if masters.low_copies is None:  # found once: every microsecond that the host spends here the GPU may be idle
-        masters.low_copies = {
+    if masters.model_params is None:  # found once: every microsecond that the host spends here the GPU may be idle
+        masters.model_params = {
             main: _shard_in_buffer(self, parameter)
             for pair in zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True)
             for main, parameter in zip(*pair, strict=True)
         }
     if not masters.has_copied:
-        copy(list(masters.low_copies), list(masters.low_copies.values()))
+        copy(list(masters.model_params), list(masters.model_params.values()))
     masters.has_copied = False

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.masks import PerMask
+from lightning_megatron.engine.fillers.masks import TensorCache
 
 # ---- a residual and the norm behind it -------------------------------------------------------------------------------
 # A residual's addition and the norm that reads the sum in one Triton kernel each way, with bias and dropout.
@@ -193,7 +193,7 @@ def add_norm(
 # Computed in float32 and rounded once, where the engine's function rounds sines, products and sums: closer to the
 # truth.
 
-_TABLES = PerMask()
+_TABLES = TensorCache()
 """Cosines and sines of the angles that are alive."""
 
 _HEADS_AT_ONCE = 16

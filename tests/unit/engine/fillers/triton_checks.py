@@ -191,13 +191,13 @@ def test_the_optimizer_updates_copies_where_they_are() -> None:
     group["step"] = 1
 
     def stepped() -> None:
-        optimizer._step_in_one_pass(group, *optimizer._with_gradients(group))
+        optimizer._step_triton(group, *optimizer._kernel_inputs(group))
 
     stepped()
     assert not optimizer.has_copied
     for _ in range(2):  # the copies move
         low = torch.zeros(3000, dtype=torch.bfloat16, device=DEVICE)
-        optimizer.low_copies = {weight: low}
+        optimizer.model_params = {weight: low}
         stepped()
         assert optimizer.has_copied
         torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=0.0)
