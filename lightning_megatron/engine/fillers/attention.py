@@ -5,10 +5,10 @@ Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/d
 
 - no mask, or causal alone: torch's scaled_dot_product_attention without a mask;
 - segments, windows and ALiBi without dropout, from 512 tokens on: FlexAttention, compiled, without an s x s tensor;
-- segments with dropout, or in short rows: variable-length FlashAttention, each run of a segment a sequence of its own
+- segments with dropout, or in short rows: variable-length FlashAttention, with one sequence per run of a segment
   (Dao 2023, https://arxiv.org/abs/2307.08691); a dense mask takes twice as long;
-- one query per row, while text is generated: split-K (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023);
-- anything else, and everything on the CPU: a dense mask that all layers share.
+- one query per row, in generation: split-K (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023);
+- anything else, and everything on the CPU: a dense additive mask that all layers share.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _BACKENDS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN: with an explicit mask its backward returns NaN at s % 128 == 64 (pytorch#196678, torch 2.11)."""
 
 MASK_CACHE = masks.TensorCache()
-"""Dense scores, block masks and ALiBi's biases of the masks that are alive, shared by all layers."""
+"""Additive masks, block masks and ALiBi biases derived from attention masks, shared by all layers."""
 
 
 class SDPAttention(MegatronModule):
     """Core attention for self- and cross-attention, MHA, GQA and MQA, on CPU and CUDA.
 
-    The softmax is computed in float32 by every backend, so ``apply_query_key_layer_scaling`` has nothing to do:
+    The softmax is computed in float32 by every backend, so ``apply_query_key_layer_scaling`` is a no-op:
     Megatron divides the scores by the layer number and multiplies them again in float32, against float16 overflow.
     """
 
@@ -69,37 +69,37 @@ class SDPAttention(MegatronModule):
         alibi: AlibiKind | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Take what ``megatron.core.transformer.attention.Attention`` passes to its core attention, and three more.
+        """Accept the arguments of Megatron's ``Attention`` for its core attention, and three more.
 
         The last three are for ``functools.partial`` in a layer's spec.
 
         Args:
-            config: Of the layer.
+            config: The model's config.
             layer_number: From 1.
-            attn_mask_type: What is hidden where a call says nothing else.
+            attn_mask_type: Default mask type; a call may replace it.
             attention_type: ``self`` or ``cross``.
-            attention_dropout: Replaces the config's.
-            softmax_scale: What scores are multiplied by; None for 1 / sqrt(head width).
-            cp_comm_type: Unused; the config has it, too.
-            pg_collection: Unused; the groups are Megatron's.
-            sliding_window: How many tokens back, itself included, a token sees; None for all.
-            alibi: Whose linear biases are added; None for none.
-            softcap: Scores x become softcap * tanh(x / softcap) before keys are hidden; None leaves them.
+            attention_dropout: Replaces the config's; None keeps it.
+            softmax_scale: Factor of the scores; None for 1 / sqrt(head width).
+            cp_comm_type: Unused; read from the config.
+            pg_collection: Unused; the groups are Megatron's global ones.
+            sliding_window: Latest tokens that a token sees, itself included; None for all.
+            alibi: Variant of the linear biases; None for none.
+            softcap: Replaces scores x by softcap * tanh(x / softcap) before the mask; None for no cap.
 
         Raises:
             ConfigError: If the window is empty.
         """
         super().__init__(config=config)
         if sliding_window is not None and sliding_window < 1:
-            raise ConfigError(f"sliding_window={sliding_window} would hide a token from itself; give at least 1")
+            raise ConfigError(f"sliding_window={sliding_window}: expected at least 1, the token itself")
         self.attn_mask_type = attn_mask_type
         self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
-        self.kv_cache: KeyValueCache | None = None  # set while text is generated
+        self.kv_cache: KeyValueCache | None = None  # set during generation
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
-        self._keeps_scores = alibi is None and softcap is None
+        self._has_plain_scores = alibi is None and softcap is None
         has_slopes = alibi is not None and config.tensor_model_parallel_size > 1
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank() if has_slopes else 0
         self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -116,16 +116,16 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Weighted sums of the values.
+        """Compute attention.
 
         Args:
             query: [sq, b, np, hn].
             key: [sk, b, ng, hn]; ng divides np.
             value: [sk, b, ng, hn].
-            attention_mask: Integers [b, sk], the segment of each key (``masks.py``), cached ones included; or
-                bool [b or 1, 1, sq or 1, sk], True where a key must not be seen; None for no mask.
+            attention_mask: Segment ids of all keys, cached ones included, integers [b, sk] (``masks.py``); or bool
+                [b or 1, 1, sq or 1, sk], True for hidden keys; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
-            attention_bias: Added to the scores in place of a mask, [b or 1, np or 1, sq or 1, sk].
+            attention_bias: Additive mask that replaces ``attention_mask``, [b or 1, np or 1, sq or 1, sk].
             packed_seq_params: Unused; packed rows have a mask of segments.
 
         Returns:
@@ -141,69 +141,69 @@ class SDPAttention(MegatronModule):
             step = self.kv_cache.step
         causal, sk = kind in CAUSAL and sq > 1, k.shape[2]
         window = None if self.sliding_window is None or sk <= self.sliding_window else self.sliding_window
-        # torch's kernels need no mask where nothing is hidden, or only the future, from the first key on.
-        is_plain = self._keeps_scores and window is None and (not causal or sq == sk)
+        # Without a mask torch's kernels attend to all keys, or causally from the first key on.
+        is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
-        # Forking the tracker copies random states on the host: only where a mask is really drawn.
+        # Forking the tracker copies random states on the host, so only for actual dropout.
         fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
         with fork:
             if step is not None:
-                out = self._attend(q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout)
+                out = self._attend_dense(q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout)
             elif attention_bias is not None:
-                out = _attend_with_scores(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
+                out = _sdpa_with_mask(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
                     q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
                 )
             else:
                 pattern = Pattern(num_queries=sq, num_keys=sk, causal=causal, window=window, cross=self.is_cross)
-                out = self._attend_to_some(q, k, v, mask, pattern, dropout)
+                out = self._attend_masked(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
-    def _attend_to_some(
+    def _attend_masked(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern, dropout: float
     ) -> Tensor:
-        """Where a mask, a window, ALiBi or a cap has a say: [b, np, sq, hn]."""
-        if mask is None or mask.dim() == 2:  # of segments
+        """Attend with a mask, causality over cached keys, a window, ALiBi or a soft cap: [b, np, sq, hn]."""
+        if mask is None or mask.dim() == 2:  # segments
             if dropout == 0.0 and can_use_flex(q, k):
-                return self._attend_by_blocks(q, k, v, mask, pattern)
+                return self._attend_flex(q, k, v, mask, pattern)
             runs = None
-            if mask is not None and self._keeps_scores and can_use_varlen(q, k, pattern):
-                runs = MASK_CACHE.get(mask, "runs", runs_of)
+            if mask is not None and self._has_plain_scores and can_use_varlen(q, k, pattern):
+                runs = MASK_CACHE.get(mask, "runs", segment_runs)
             if runs is not None:
-                return attend_to_runs(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
+                return attend_varlen(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
         alibi = self._alibi_of(q)
-        make = partial(_added_scores, pattern, alibi, q.dtype, q.device)
-        scores = make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
-        return self._attend(q, k, v, scores, dropout)
+        make = partial(_additive_mask, pattern, alibi, q.dtype, q.device)
+        added = make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
+        return self._attend_dense(q, k, v, added, dropout)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, dropout: float) -> Tensor:
-        """By dense scores, which are added: [b, np, sq, hn]."""
+    def _attend_dense(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float) -> Tensor:
+        """Attend with a dense additive mask: [b, np, sq, hn]."""
         if self.softcap is not None:
-            return attend_capped(q, k, v, scores, dropout, self.softmax_scale, self.softcap)
-        assert scores is not None, "what hides nothing is plain"
-        return _attend_with_scores(q, k, v, scores, dropout, self.softmax_scale)
+            return attend_capped(q, k, v, added, dropout, self.softmax_scale, self.softcap)
+        assert added is not None, "expected an additive mask: attention without one is plain"
+        return _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
 
-    def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
-        """By FlexAttention: [b, np, sq, hn]."""
+    def _attend_flex(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
+        """Attend by FlexAttention: [b, np, sq, hn]."""
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
             blocks = MASK_CACHE.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
-        of_keys = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        biases = None if of_keys is None else (of_keys, of_keys[..., pattern.first_query :])
-        # What a graph is compiled for, except lengths: layers of a kind share one.
+        key_biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
+        biases = None if key_biases is None else (key_biases, key_biases[..., pattern.first_query :])
+        # All that a graph is specialized on except lengths: layers of one kind share a graph.
         heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, torch.is_grad_enabled())
         hidden = (pattern.causal, pattern.window, pattern.cross)
-        kind = (*heads, *hidden, of_keys is not None and of_keys.dim(), self.softcap, self.softmax_scale)
+        kind = (*heads, *hidden, key_biases is not None and key_biases.dim(), self.softcap, self.softmax_scale)
         function = _compiled_flex(kind) if q.is_cuda else _flex
         return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
-        """The linear biases of the heads of ``q``: [b, np, sq, hn]."""
+        """ALiBi of the heads of ``q``, [b, np, sq, hn]; None without ALiBi."""
         if self.alibi is None:
             return None
-        # Not num_attention_heads_per_partition: with fewer groups than ranks that counts the heads of a group.
+        # Not num_attention_heads_per_partition, which counts the heads of a group if there are fewer groups than ranks.
         return Alibi(
             kind=self.alibi,
             num_heads=self.config.num_attention_heads,
@@ -213,10 +213,10 @@ class SDPAttention(MegatronModule):
         )
 
 
-def _added_scores(
+def _additive_mask(
     pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, device: torch.device, mask: Tensor | None
 ) -> Tensor | None:
-    """What a mask, if any, a pattern and ALiBi add to the scores, as one dense tensor; None for nothing."""
+    """Dense additive mask of a mask, a pattern and ALiBi; None if nothing is added."""
     hidden = masks.hidden_keys(mask, pattern, device)
     biases = _key_biases(alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device)
     if hidden is None and biases is None:
@@ -226,7 +226,7 @@ def _added_scores(
 
 
 def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
-    """ALiBi's biases of the keys: [b, np, sk] or [np, sk], fp32."""
+    """ALiBi biases of the keys, [b, np, sk] or [np, sk], fp32; None without ALiBi."""
     if alibi is None:
         return None
     if segments is None:
@@ -237,19 +237,19 @@ def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, 
 def attend_capped(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float, scale: float | None, cap: float
 ) -> Tensor:
-    """Weighted sums of the values, whose scores are capped before masks hide keys: [b, np, sq, hn].
+    """Attention with scores that are soft-capped before the mask is added: [b, np, sq, hn].
 
     Args:
         q: [b, np, sq, hn].
         k: [b, ng, sk, hn]; ng divides np.
         v: [b, ng, sk, hn].
-        added: To the capped scores, [b or 1, np or 1, sq or 1, sk]; None where no key is hidden.
-        dropout: Probability with which a weight is dropped.
-        scale: What scores are multiplied by; None for 1 / sqrt(hn).
-        cap: Of the scores.
+        added: Additive mask, [b or 1, np or 1, sq or 1, sk]; None if no key is hidden.
+        dropout: Probability of dropping a weight.
+        scale: Factor of the scores; None for 1 / sqrt(hn).
+        cap: Bound of the scaled scores.
     """
     rows, heads, queries, width = q.shape
-    grouped = (rows, k.shape[1], -1, width)  # the heads of a group are queries of one head, and no key is copied
+    grouped = (rows, k.shape[1], -1, width)  # heads of a group become queries of one head, so no key is copied
     products = torch.matmul(q.reshape(grouped), k.transpose(2, 3)) * (width**-0.5 if scale is None else scale)
     scores = soft_capped(products.view(rows, heads, queries, -1), cap)
     weights = torch.softmax(scores if added is None else scores + added, dim=-1, dtype=torch.float32).to(v.dtype)
@@ -257,50 +257,49 @@ def attend_capped(
     return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
 
 
-def _attend_with_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, dropout: float, scale: float | None) -> Tensor:
-    """Weighted sums of the values: [b, np, sq, hn].
+def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, added: Tensor, dropout: float, scale: float | None) -> Tensor:
+    """Attention by torch's scaled_dot_product_attention or, for one query, split-K: [b, np, sq, hn].
 
     Args:
         q: [b, np, sq, hn].
         k: [b, ng, sk, hn]; ng divides np.
         v: [b, ng, sk, hn].
-        scores: Added, [b or 1, np or 1, sq or 1, sk].
-        dropout: Probability with which a weight is dropped.
-        scale: What scores are multiplied by; None for 1 / sqrt(hn).
+        added: Additive mask, [b or 1, np or 1, sq or 1, sk].
+        dropout: Probability of dropping a weight.
+        scale: Factor of the scores; None for 1 / sqrt(hn).
     """
     shape, groups = q.shape, k.shape[1]
-    if q.shape[2] == 1:  # the heads of a group are queries of one head, and no key is copied
+    if q.shape[2] == 1:  # heads of a group become queries of one head, so no key is copied
         q = q.reshape(len(q), groups, -1, q.shape[3])
-        if scores.shape[1] > 1:
-            scores = scores.reshape(len(scores), groups, -1, scores.shape[3])
-        # A sum of parts has no gradients: torch's operator gives none of its denominators.
-        parts = 1 if dropout > 0.0 or q.requires_grad or k.requires_grad else num_key_parts(q, k)
-        if parts > 1:
-            return attend_in_parts(q, k, v, scores, parts, scale).reshape(shape)
+        if added.shape[1] > 1:
+            added = added.reshape(len(added), groups, -1, added.shape[3])
+        # Split-K is not differentiable: torch's operator gives no gradients of its denominators.
+        splits = 1 if dropout > 0.0 or q.requires_grad or k.requires_grad else num_key_splits(q, k)
+        if splits > 1:
+            return attend_split_k(q, k, v, added, splits, scale).reshape(shape)
     if not q.is_cuda:
         grouped = q.shape[1] != groups
-        out = F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, added, dropout_p=dropout, scale=scale, enable_gqa=grouped)
         return out.reshape(shape)
     if (repeats := q.shape[1] // groups) > 1:
-        # The memory-efficient kernel knows no groups; repeated heads cost less than the [b, np, s, s] of the fallback.
+        # The memory-efficient kernel has no GQA; repeated heads cost less than the [b, np, s, s] of the fallback.
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     with sdpa_kernel(_BACKENDS_WITH_MASK):
-        out = F.scaled_dot_product_attention(q, k, v, scores, dropout_p=dropout, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, added, dropout_p=dropout, scale=scale)
     return out.reshape(shape)
 
 
 # ---- FlexAttention ---------------------------------------------------------------------------------------------------
 
-SHORTEST_FLEX = 512
-"""Below this many queries or keys a dense mask is small, and compiling takes longer than it saves."""
+MIN_FLEX_LENGTH = 512
+"""Minimum number of queries and keys: below it a dense mask is small, and compilation costs more than it saves."""
 
-
-_NUMBERS = itertools.count()
+_FUNCTION_IDS = itertools.count()
 
 
 def can_use_flex(q: Tensor, k: Tensor) -> bool:
-    """Whether the compiled kernels take these queries and keys ([b, np, s, hn])."""
-    return _has_kernels(q) and min(q.shape[2], k.shape[2]) >= SHORTEST_FLEX and 16 <= q.shape[3] <= 256
+    """Whether FlexAttention's compiled kernels support these queries and keys ([b, np, s, hn])."""
+    return _has_kernels(q) and min(q.shape[2], k.shape[2]) >= MIN_FLEX_LENGTH and 16 <= q.shape[3] <= 256
 
 
 def _has_kernels(q: Tensor) -> bool:
@@ -321,30 +320,30 @@ def _flex(
     cap: float | None,
     scale: float | None,
 ) -> Tensor:
-    """Weighted sums of the values: [b, np, sq, hn].
+    """Attention by FlexAttention: [b, np, sq, hn].
 
     Args:
         q: [b, np, sq, hn].
         k: [b, ng, sk, hn].
         v: [b, ng, sk, hn].
-        mask: Of ``masks.block_mask``.
-        biases: ALiBi: what the positions of keys and of queries add to the scores, whose difference counts, [b, np, s]
-            or [np, s] fp32.
-        cap: Of the scores before that, see ``attend_capped``; None for none.
-        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+        mask: Result of ``masks.block_mask``.
+        biases: ALiBi biases of keys and of queries, whose difference is added to the scores, [b, np, s] or [np, s]
+            fp32; None without ALiBi.
+        cap: Soft cap of the scores, applied first, see ``attend_capped``; None for none.
+        scale: Factor of the scores; None for 1 / sqrt(hn).
     """
 
-    def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if biases is None:
             return score
-        of_keys, of_queries = biases
-        if of_keys.dim() == 3:
-            return score + (of_keys[row, head, key] - of_queries[row, head, query])
-        return score + (of_keys[head, key] - of_queries[head, query])
+        key_biases, query_biases = biases
+        if key_biases.dim() == 3:
+            return score + (key_biases[row, head, key] - query_biases[row, head, query])
+        return score + (key_biases[head, key] - query_biases[head, query])
 
-    score_mod = None if biases is None and cap is None else change
+    score_mod = None if biases is None and cap is None else modify
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
@@ -352,11 +351,11 @@ def _flex(
 
 @functools.cache
 def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
-    """Compiled once per kind of attention, for all lengths: the second length makes the graph dynamic.
+    """``_flex``, compiled once per kind of attention for all lengths: the second length makes the graph dynamic.
 
-    Each kind has a code object of its own, because torch counts graphs by it and gives up, uncompiled, after eight.
+    Each kind has its own code object: torch limits recompilations per code object to eight, then runs it uncompiled.
     """
-    name = f"_flex_{next(_NUMBERS)}"
+    name = f"_flex_{next(_FUNCTION_IDS)}"
     function = types.FunctionType(_flex.__code__.replace(co_name=name), globals(), name)
     compiled: Callable[..., Tensor] = torch.compile(function)
     return compiled
@@ -365,227 +364,225 @@ def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
 # ---- variable-length FlashAttention ----------------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
-    """Where the runs of equal segment numbers are in a batch of rows that lie one after the other."""
+class SegmentRuns(NamedTuple):
+    """Runs of equal segment ids in the concatenated rows of a batch, as FlashAttention's sequences."""
 
-    bounds: Tensor
-    """Their beginnings and the end of the last: [runs + 1], int32."""
-    longest: int
-    """Tokens of the longest."""
+    cu_seqlens: Tensor
+    """Beginnings of the runs and the end of the last: [runs + 1], int32."""
+    max_seqlen: int
+    """Length of the longest run."""
 
 
-def runs_of(segments: Tensor) -> Runs | None:
-    """The runs of [b, s] segment numbers; None if a segment is in several pieces, which would have to see each other.
+def segment_runs(segments: Tensor) -> SegmentRuns | None:
+    """Runs of equal segment ids in [b, s] segments; None if a segment has several runs, which would see each other.
 
-    Padding (0) may be in pieces: what it sees does not matter. The host waits for the numbers, once for each mask.
+    Padding (0) may have several runs: what it sees does not matter. Synchronizes with the device, once for each mask.
     """
     rows, length = segments.shape
-    numbers = segments.cpu()
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    ids = segments.cpu()
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     row, column = begins.nonzero(as_tuple=True)
-    of_tokens = numbers[row, column] != 0
-    pairs = torch.stack((row, numbers[row, column]), dim=1)[of_tokens]
+    is_segment = ids[row, column] != 0
+    pairs = torch.stack((row, ids[row, column]), dim=1)[is_segment]
     if len(torch.unique(pairs, dim=0)) < len(pairs):
         return None
     bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()
-    return Runs(bounds=bounds.to(segments.device, non_blocking=True), longest=int(bounds.diff().max()))
+    return SegmentRuns(cu_seqlens=bounds.to(segments.device, non_blocking=True), max_seqlen=int(bounds.diff().max()))
 
 
 def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """Whether the kernel takes these queries and keys ([b, np, s, hn]) and hides what ``pattern`` says."""
+    """Whether variable-length FlashAttention supports these queries and keys ([b, np, s, hn]) and ``pattern``."""
     fits = q.shape[2] == k.shape[2] and not pattern.cross and pattern.window is None
     return _has_kernels(q) and fits and q.shape[3] % 8 == 0 and q.shape[3] <= 256
 
 
-def attend_to_runs(
-    q: Tensor, k: Tensor, v: Tensor, runs: Runs, *, causal: bool, dropout: float, scale: float | None
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, runs: SegmentRuns, *, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
-    """Weighted sums of the values: [b, np, s, hn].
+    """Attention within each run by variable-length FlashAttention: [b, np, s, hn].
 
     Args:
         q: [b, np, s, hn].
         k: [b, ng, s, hn].
         v: [b, ng, s, hn].
-        runs: What sees each other.
-        causal: Whether a query sees no later key.
-        dropout: Probability with which a weight is dropped.
-        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+        runs: Tokens that see each other.
+        causal: Whether later keys are hidden from a query.
+        dropout: Probability of dropping a weight.
+        scale: Factor of the scores; None for 1 / sqrt(hn).
     """
     b, np, s, hn = q.shape
     if (repeats := np // k.shape[1]) > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
-    # torch's own operator below scaled_dot_product_attention, which has no argument for sequences in one batch.
+    # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        *packed, runs.bounds, runs.bounds, runs.longest, runs.longest, dropout, causal, False, scale=scale
+        *packed, *[runs.cu_seqlens] * 2, *[runs.max_seqlen] * 2, dropout, causal, False, scale=scale
     )[0]
     return out.view(b, s, np, hn).transpose(1, 2)
 
 
 # ---- split-K, for one query per row ----------------------------------------------------------------------------------
 
-SMALLEST_PART = 128
-"""Keys: the memory-efficient kernel reads so many at once."""
+SPLIT_SIZE = 128
+"""Minimum keys of a split, which the memory-efficient kernel reads at once."""
 
 
-def num_key_parts(q: Tensor, k: Tensor) -> int:
-    """Into how many equal parts the keys are to be cut; 1 where that gains nothing, or they cannot be.
+def num_key_splits(q: Tensor, k: Tensor) -> int:
+    """Number of equal splits of the keys; 1 on the CPU, without a gain, or for shapes that the kernel does not support.
 
     Args:
-        q: [b, ng, repeats, hn], of CUDA in a dtype and width that torch's memory-efficient kernel takes, or 1 is
-            returned.
+        q: [b, ng, repeats, hn].
         k: [b, ng, sk, hn].
     """
-    if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SMALLEST_PART != 0:
+    if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SPLIT_SIZE != 0:
         return 1
-    most = torch.cuda.get_device_properties(q.device).multi_processor_count // (k.shape[0] * k.shape[1])
-    blocks = k.shape[2] // SMALLEST_PART
-    return max(parts for parts in range(1, max(most, 1) + 1) if blocks % parts == 0)
+    max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (k.shape[0] * k.shape[1])
+    blocks = k.shape[2] // SPLIT_SIZE
+    return max(splits for splits in range(1, max(max_splits, 1) + 1) if blocks % splits == 0)
 
 
-def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, parts: int, scale: float | None) -> Tensor:
-    """Weighted sums of the values: [b, ng, repeats, hn].
+def attend_split_k(q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, scale: float | None) -> Tensor:
+    """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hn].
 
     Args:
         q: [b, ng, repeats, hn], the queries that share keys.
-        k: [b, ng, sk, hn]; ``parts`` divides sk.
+        k: [b, ng, sk, hn]; ``splits`` divides sk.
         v: [b, ng, sk, hn].
-        scores: Added, [b or 1, ng or 1, repeats or 1, sk]; each part has finite ones.
-        parts: How many.
-        scale: What the scores are multiplied by; None for 1 / sqrt(hn).
+        added: Additive mask, [b or 1, ng or 1, repeats or 1, sk], with finite values in each split.
+        splits: Number of splits.
+        scale: Factor of the scores; None for 1 / sqrt(hn).
     """
     rows, groups, repeats, width = q.shape
-    keys, values = (x.unflatten(2, (parts, -1)).flatten(0, 1) for x in (k, v))
-    queries = q.flatten(0, 1)[:, None].expand(-1, parts, -1, -1)
-    added = scores.unflatten(3, (parts, -1)).transpose(2, 3)
-    added = added.expand(rows, groups, parts, repeats, -1).flatten(0, 1)
-    # torch's own operator below scaled_dot_product_attention, which keeps the logarithms of denominators to itself.
+    keys, values = (x.unflatten(2, (splits, -1)).flatten(0, 1) for x in (k, v))
+    queries = q.flatten(0, 1)[:, None].expand(-1, splits, -1, -1)
+    added = added.unflatten(3, (splits, -1)).transpose(2, 3)
+    added = added.expand(rows, groups, splits, repeats, -1).flatten(0, 1)
+    # The operator beneath torch's scaled_dot_product_attention, which itself does not return the log-sum-exps.
     outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         queries, keys, values, added, True, scale=scale
     )
-    joined: Tensor = _compiled_joining()(outputs, log_sums)
-    return joined.view(rows, groups, repeats, width)
+    combined: Tensor = _compiled_combine()(outputs, log_sums)
+    return combined.view(rows, groups, repeats, width)
 
 
-def _joined(outputs: Tensor, log_sums: Tensor) -> Tensor:
-    """[n, repeats, hn], of the parts' outputs, [n, parts, repeats, hn], and log_sums, [n, parts, >= repeats] fp32."""
+def _combine_splits(outputs: Tensor, log_sums: Tensor) -> Tensor:
+    """[n, repeats, hn] of outputs [n, splits, repeats, hn] and log-sum-exps [n, splits, >= repeats], fp32."""
     weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
     return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 
 
 @functools.cache
-def _compiled_joining() -> Callable[[Tensor, Tensor], Tensor]:
-    """Compiled once per process for all sizes: eagerly it is five kernels in each layer."""
-    return torch.compile(_joined, dynamic=True)
+def _compiled_combine() -> Callable[[Tensor, Tensor], Tensor]:
+    """``_combine_splits``, compiled once per process for all sizes: eagerly it is five kernels per layer."""
+    return torch.compile(_combine_splits, dynamic=True)
 
 
-# ---- caches of keys and values, while text is generated --------------------------------------------------------------
-# Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) keeps them one level higher, in
-# Attention, where it knows one position for all rows of a batch, rotates queries and keys by it, and refuses virtual
-# pipeline stages. Below the rotation nothing has to be known but the order in which tokens came.
+# ---- KV cache --------------------------------------------------------------------------------------------------------
+# Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) caches one level higher, in
+# Attention, with one position for all rows of a batch by which it rotates queries and keys, and refuses virtual
+# pipeline stages. A cache of rotated keys needs no positions, only the order of tokens.
 #
-# The caches never change their size. In a TokenStep a pass that reads one token per row looks at the same slots
-# whatever the texts' length, and nothing of it depends on numbers of the host, so that a GPU can replay it as a CUDA
-# graph.
+# Caches have a fixed size. In a TokenStep a pass over one token per row attends to the same slots whatever the length
+# of the sequences, and depends on no value of the host, so that a GPU can replay it as a CUDA graph.
 
 SLOT_ALIGNMENT = 8
-"""Slots come in multiples of it: the memory-efficient kernel copies masks whose rows do not."""
+"""Slots are a multiple of it: the memory-efficient kernel copies masks whose rows are not."""
 
-MANY_SLOTS = 512
-"""Above it slots come in multiples of ``SMALLEST_PART``, so that they can be cut into parts."""
+MAX_UNSPLIT_SLOTS = 512
+"""Above it slots are a multiple of ``SPLIT_SIZE``, for split-K."""
 
 
 def slots_for(tokens: int) -> int:
-    """How many slots a cache for so many tokens has."""
-    alignment = SLOT_ALIGNMENT if tokens <= MANY_SLOTS else SMALLEST_PART
+    """Number of slots of a cache for ``tokens`` tokens per row."""
+    alignment = SLOT_ALIGNMENT if tokens <= MAX_UNSPLIT_SLOTS else SPLIT_SIZE
     return -(-tokens // alignment) * alignment
 
 
 class KeyValueCache:
-    """Keys and values of one layer on one rank, in the dtype in which they are computed, at addresses that stay."""
+    """Keys and values of one layer on one rank, in the dtype in which they are computed, at fixed addresses."""
 
     step: TokenStep | None = None
-    """Set while single tokens are read whose place only the device knows."""
+    """Set for steps of one token whose slot only the device knows."""
 
     def __init__(self, slots: int) -> None:
-        """Memory is taken when the first keys come.
+        """Create an empty cache, which allocates memory for the first keys.
 
         Args:
-            slots: How many tokens a row may have.
+            slots: Maximum number of tokens of a row.
         """
         self.length = 0
-        """Tokens of a row that are there, those of steps apart."""
+        """Tokens of a row in the cache, without those of a ``TokenStep``."""
         self._slots = slots
-        self._kept: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of the next tokens and return all: [b, ng, length, hn] each, without copying them.
+        """Append the next tokens and return views of all keys and values: [b, ng, length, hn] each.
 
-        In a step they go to the slot that the device knows, and all slots that the step looks at are returned.
+        In a ``TokenStep`` they are written to its slot, and all slots that the step attends to are returned.
 
         Args:
-            key: [b, ng, s, hn]; s is 0 where nothing comes to an encoder's output.
+            key: [b, ng, s, hn]; s is 0 if nothing is added to an encoder's output.
             value: [b, ng, s, hn].
         """
-        if not self._kept:
-            # Not empty: what stands in a slot that nobody sees is multiplied by 0, and NaN would stay NaN.
-            self._kept = [new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)]
+        if not self._buffers:
+            # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
+            self._buffers = [new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)]
         first = self.length
         if self.step is None:
             self.length += key.shape[2]
-        for kept, new in zip(self._kept, (key, value), strict=True):
+        for buffer, new in zip(self._buffers, (key, value), strict=True):
             if self.step is None:
-                kept[:, :, first : self.length] = new
+                buffer[:, :, first : self.length] = new
             else:
-                kept.index_copy_(2, self.step.slot, new)
-        keys, values = self._seen()
+                buffer.index_copy_(2, self.step.slot, new)
+        keys, values = self._visible()
         return keys, values
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row ``rows[i]`` was; as many rows as before stay where they are in memory.
+        """Replace row i by row ``rows[i]``; in place if the number of rows stays the same.
 
         Args:
             rows: [b], int64; there may be more rows than before, or fewer.
         """
-        if len(rows) == len(self._kept[0]):
-            for seen in self._seen():
-                seen.copy_(seen.index_select(0, rows))
+        if len(rows) == len(self._buffers[0]):
+            for visible in self._visible():
+                visible.copy_(visible.index_select(0, rows))
         else:
-            self._kept = [kept.index_select(0, rows) for kept in self._kept]
+            self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
 
-    def _seen(self) -> list[Tensor]:
-        """What a query looks at."""
-        seen = self.length if self.step is None else self.step.num_keys
-        return [kept[:, :, :seen] for kept in self._kept]
+    def _visible(self) -> list[Tensor]:
+        """Keys and values that a query attends to."""
+        length = self.length if self.step is None else self.step.num_keys
+        return [buffer[:, :, :length] for buffer in self._buffers]
 
 
 class TokenStep:
-    """Where the one token of each row stands, and what is in the slots of the caches, for all layers of a pass."""
+    """Cache slot of the one token of each row, and which slots hold tokens, for all layers of a pass."""
 
     def __init__(self, slot: Tensor, is_token: Tensor) -> None:
-        """Point to buffers of the device, which whoever advances the texts writes to.
+        """Refer to buffers on the device, which the decoding loop updates.
 
         Args:
             slot: [1], int64, the slot of the newest token; the same in all rows.
-            is_token: [b, slots], bool, False for the padding of prompts; of slots behind ``slot`` it does not matter.
+            is_token: [b, slots], bool, False for padding of prompts; slots after ``slot`` are ignored.
         """
         self.slot = slot
         self.num_keys = is_token.shape[1]
-        """How many slots a query looks at."""
+        """Number of slots that a query attends to."""
         self._is_token = is_token
-        self._made: dict[Hashable, Tensor] = {}
+        self._masks: dict[Hashable, Tensor] = {}
 
     def additive_mask(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, made once in a pass for all layers of a kind: [b, np or 1, 1, slots].
+        """Additive mask, [b, np or 1, 1, slots], computed once in a pass for all layers of a kind.
 
         Args:
-            window: How many tokens back, itself included, a token sees; None for all.
-            alibi: Whose linear biases are added; None for none.
-            dtype: Of the queries.
+            window: Latest tokens that a token sees, itself included; None for all.
+            alibi: Linear biases; None for none.
+            dtype: Dtype of the queries.
         """
         key = (window, alibi, dtype)
-        if key not in self._made:
+        if key not in self._masks:
             slots = torch.arange(self.num_keys, device=self.slot.device)
             hidden = ~self._is_token | (slots > self.slot)
             if window is not None:
@@ -593,7 +590,7 @@ class TokenStep:
             bias = None
             if alibi is not None:
                 biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
-                # Relative to the query, whose key is at ``slot``: near keys get small numbers, as in ``relative``.
+                # Relative to the query, whose key is at ``slot``: small for near keys, as in ``relative_biases``.
                 bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
-            self._made[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
-        return self._made[key]
+            self._masks[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
+        return self._masks[key]

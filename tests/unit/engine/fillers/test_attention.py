@@ -67,7 +67,7 @@ def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None
 
 @pytest.mark.parametrize("first", [0, 1], ids=["all", "keys and values"])
 def test_one_query_with_gradients_is_not_attended_to_in_parts(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "num_key_parts", lambda q, k: 2)  # as on a GPU
+    monkeypatch.setattr(attention, "num_key_splits", lambda q, k: 2)  # as on a GPU
     qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
     layer = _layer("padding", "cross", HEADS)
@@ -145,8 +145,8 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     layer.config.num_attention_heads, layer.tp_rank = 2 * HEADS, 1
     q, k, v = (x.detach().permute(1, 2, 0, 3) for x in _qkv(pattern.num_queries, pattern.num_keys, width=16))
     segments = _segments(pattern.num_keys) if has_segments else None
-    by_blocks = layer._attend_by_blocks(q, k, v, segments, pattern)
-    torch.testing.assert_close(by_blocks, layer._attend_to_some(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
+    by_blocks = layer._attend_flex(q, k, v, segments, pattern)
+    torch.testing.assert_close(by_blocks, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_single_pairs_are_scored_as_the_dense_mask_says(
     ],
 )
 def test_runs_are_where_numbers_change(rows: list[list[int]], bounds: list[int] | None) -> None:
-    found = attention.runs_of(torch.tensor(rows))
-    assert (None if found is None else found.bounds.tolist()) == bounds
+    found = attention.segment_runs(torch.tensor(rows))
+    assert (None if found is None else found.cu_seqlens.tolist()) == bounds
     if found is not None:
-        assert found.longest == int(found.bounds.diff().max())
+        assert found.max_seqlen == int(found.cu_seqlens.diff().max())
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class _Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
-    found, by_blocks, by_runs = _Calls(), SDPAttention._attend_by_blocks, attention.attend_to_runs
+    found, by_blocks, by_runs = _Calls(), SDPAttention._attend_flex, attention.attend_varlen
     # torch falls back to scores of s x s without a word if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
@@ -187,8 +187,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
         found.runs += 1
         return by_runs(*args, **options)
 
-    monkeypatch.setattr(SDPAttention, "_attend_by_blocks", counted_blocks)
-    monkeypatch.setattr(attention, "attend_to_runs", counted_runs)
+    monkeypatch.setattr(SDPAttention, "_attend_flex", counted_blocks)
+    monkeypatch.setattr(attention, "attend_varlen", counted_runs)
     return found
 
 
@@ -289,12 +289,12 @@ def test_parts_give_on_a_gpu_what_all_keys_give_at_once_and_none_waits(
     scores = torch.zeros(rows, 1, 1, length)
     scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # whole parts
     given = [x.to("cuda", dtype) for x in (q, k, v, scores)]
-    parts = attention.num_key_parts(given[0], given[1])
-    assert parts == length // attention.SMALLEST_PART
-    attention.attend_in_parts(*given, parts, 0.3)  # compiles
+    parts = attention.num_key_splits(given[0], given[1])
+    assert parts == length // attention.SPLIT_SIZE
+    attention.attend_split_k(*given, parts, 0.3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = attention.attend_in_parts(*given, parts, 0.3)
+        actual = attention.attend_split_k(*given, parts, 0.3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q, k, v, scores = (x.double().cpu() for x in given)

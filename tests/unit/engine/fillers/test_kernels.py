@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
-from lightning_megatron.engine.fillers.experts import Dispatcher, _products
+from lightning_megatron.engine.fillers.experts import Dispatcher, _grouped_matmul
 from lightning_megatron.engine.fillers.kernels import recompute_activation, token_losses
 from lightning_megatron.models.gpt import mask_padded_vocab_
 
@@ -40,7 +40,7 @@ def test_rows_of_experts_are_gathered_again_where_norms_are() -> None:
         inputs = [each.clone().requires_grad_() for each in (tokens, probs, weights)]
         sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], chosen, inputs[1]))
         rows, ends, factors = dispatcher.dispatch_postprocess(*sent)
-        outputs = dispatcher.combine_preprocess(_products(rows, inputs[2], ends) * factors[:, None])
+        outputs = dispatcher.combine_preprocess(_grouped_matmul(rows, inputs[2], ends) * factors[:, None])
         outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
         kept.append(rows.untyped_storage().nbytes())
         gradients.append(torch.autograd.grad(outputs.square().sum(), inputs))
