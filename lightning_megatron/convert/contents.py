@@ -1,8 +1,8 @@
-"""What a path holds: which iteration of several, and which kind of checkpoint.
+"""Detect the format of a checkpoint, and select one of several iterations.
 
-No weight is read, no model is built and no code of a checkpoint is run. Known are directories of ``MegatronStrategy``
-(``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``) and legacy ones of Megatron-LM, both also below
-``iter_0000N``, and Hugging Face model directories.
+No weight is read, no model is built and no code of a checkpoint is run. Known formats: directories of
+``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``), legacy checkpoints of
+Megatron-LM (both also below ``iter_0000N``), Hugging Face model directories and ``peft`` adapters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ _MAX_NAMES = 5
 
 
 def iteration_folder(path: Path, iteration: int | None = None) -> Path:
-    """``path``, or the folder in it of ``iteration``, or if that is None of the one that the tracker file names.
+    """Directory of one iteration below ``path``, or ``path`` itself if it holds no iterations.
+
+    Args:
+        path: Directory of a checkpoint or of several iterations, or a file.
+        iteration: Iteration to select; None: the one that the tracker file names.
 
     Raises:
-        CheckpointError: If there is no such iteration, or several and nothing says which.
-        ConfigError: If ``iteration`` is given, and ``path`` does not hold several.
+        CheckpointError: If there is no such iteration, or several and no tracker file.
+        ConfigError: If ``iteration`` is given and ``path`` holds no iterations.
     """
     names = [each.name for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
     found = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
@@ -58,7 +62,7 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
 
 
 def join_names(names: list[str]) -> str:
-    """The first of the names of files, for messages."""
+    """The first few names as a comma-separated list, for messages."""
     return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
 
 
@@ -66,18 +70,21 @@ def join_names(names: list[str]) -> str:
 
 
 def find_source(path: Path, iteration: int | None = None) -> Source | None:
-    """The checkpoint at ``path`` by its headers, not yet described; None if there is none of a known kind.
+    """Detect the format of the checkpoint at ``path`` and open its headers; None if the format is unknown.
 
     Args:
-        path: A folder, or a file of one.
-        iteration: As for ``iteration_folder``.
+        path: A directory, or a file of one.
+        iteration: See ``iteration_folder``.
+
+    Returns:
+        The source, before ``Source.describe``.
 
     Raises:
-        CheckpointError: If it is unfinished, damaged or unsafe.
-        ConfigError: As ``iteration_folder``.
+        CheckpointError: If the checkpoint is unfinished, damaged or unsafe.
+        ConfigError: See ``iteration_folder``.
     """
-    whole = path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
-    path = iteration_folder(whole or path, iteration)
+    directory = path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
+    path = iteration_folder(directory or path, iteration)
     if (path / META).is_file():
         return StrategySource(path)
     if is_distributed(path):
@@ -90,15 +97,15 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
 
 
 def open_source(path: Path, config: Path | None = None, iteration: int | None = None) -> Source:
-    """Open the checkpoint at ``path``, whatever its format.
+    """Open a checkpoint of any format and describe its model.
 
     Args:
-        path: A folder or file, or the name of a model on the hub.
-        config: A Hugging Face ``config.json`` for checkpoints that do not say what their model is; likewise.
-        iteration: Which one below a folder of several; None for that of the tracker file.
+        path: A directory or file, or the name of a model on the hub.
+        config: Hugging Face ``config.json`` (or a name on the hub) that describes the model; None: the checkpoint's.
+        iteration: Iteration to select below a directory of several; None: the one that the tracker file names.
 
     Raises:
-        CheckpointError: If there is none, or it is damaged or unsafe.
+        CheckpointError: If there is no checkpoint, or it is damaged or unsafe.
         ConfigError: If an option would do nothing, or there is no such model on the hub.
     """
     path, config = local_folder(path, "model"), config and local_folder(config, "config")

@@ -1,8 +1,8 @@
 """Convert checkpoints through a live model on the CPU: load it from any format, save it to any format.
 
-In one process the model is whole, and memory holds one copy of it; under ``torchrun`` each process holds the part that
-the layout gives it. Whatever can be wrong without a weight being read is said first, and the target gets its name when
-all of it is written.
+One process holds the full model in memory once; under ``torchrun`` each process holds its shard of the tp x pp layout.
+Everything that can be checked without reading weights is checked first. The target is written under a temporary name
+and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ _DTYPES = {
     **{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
     **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
 }
-"""What ``--dtype`` may be."""
+"""Values of ``--dtype``."""
 
 
 def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
-    """Write the weights of one checkpoint as another; without a GPU, and no code from it is run.
+    """Convert a checkpoint to another format or layout, on the CPU and without running code of the checkpoint.
 
-    Under ``torchrun`` every process must call, tp x pp of them.
+    Collective over the world: under ``torchrun`` each of the tp x pp processes must call.
 
     Args:
-        options: What to read and to write.
-        average_with: More checkpoints of the same model, of any format; the mean of all is written.
+        options: Source, target and format.
+        average_with: Further checkpoints of the same model, of any format; the mean of all is written.
 
     Returns:
-        The kind of what was read.
+        Name of the source format, for messages.
 
     Raises:
-        ConfigError: If the options do not fit together or the model.
-        CheckpointError: If the source is missing, damaged, unsafe or of an unknown kind, or the target cannot be
-            written; nothing new is at ``save_path`` then.
+        ConfigError: If the options conflict with each other or with the model.
+        CheckpointError: If the source is missing, damaged, unsafe or of an unknown format, or the target cannot be
+            written; ``save_path`` is then unchanged.
     """
     world = _world_size()
     layout = _check_options(options, world)
@@ -85,7 +85,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
-    others = [_check_same_model(open_source(each, options.config), source) for each in average_with]
+    others = [_check_same_model(open_source(path, options.config), source) for path in average_with]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loading = WeightLoader(chunks, source)
@@ -96,7 +96,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
             if others:
                 _average(chunks, loading, others, dtype)
             companions = companion_files(source.companions, options.tokenizer)
-            if options.to in ("hf", "megatron-legacy"):  # which have no adapters
+            if options.to in ("hf", "megatron-legacy"):  # these formats have no adapters
                 stack.enter_context(merged(chunks))
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
@@ -110,16 +110,16 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
                 call_on_all_ranks(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
             if options.to in ("megatron", "megatron-legacy"):
-                beside = folder / COMPANIONS if options.to == "megatron" else folder
-                call_on_all_ranks(lambda: copy_companions(companions, beside) if dist.get_rank() == 0 else None)
+                target = folder / COMPANIONS if options.to == "megatron" else folder
+                call_on_all_ranks(lambda: copy_companions(companions, target) if dist.get_rank() == 0 else None)
     return source.kind
 
 
 def _check_same_model(source: Source, first: Source) -> Source:
-    """``source``, if its weights can be averaged with those of ``first``.
+    """Return ``source`` with the vocabulary padding of ``first``, after checking that both hold the same model.
 
     Raises:
-        CheckpointError: If it is another model.
+        CheckpointError: If the models differ.
     """
     padded = replace(source.model, make_vocab_size_divisible_by=first.model.make_vocab_size_divisible_by)
     if names := differences(padded.to_dict(), first.model.to_dict()):
@@ -132,11 +132,12 @@ def _check_same_model(source: Source, first: Source) -> Source:
 
 @torch.no_grad()
 def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], dtype: torch.dtype | None) -> None:
-    """Put the mean of all checkpoints into ``chunks``: summed in fp32, in ``dtype`` or those of the first.
+    """Average the weights in ``chunks`` with those of ``others``, in place.
+
+    Sums are fp32; the mean is stored in ``dtype``, or if None in the dtypes of the first checkpoint.
 
     Raises:
-        CheckpointError: If a file is damaged, one checkpoint has a head and another not, or a mean is infinite in
-            ``dtype``.
+        CheckpointError: If a file is damaged, only some of the checkpoints have a head, or a mean overflows ``dtype``.
     """
     named = [pair for chunk in chunks for pair in chunk.named_parameters()]
     weights = [weight for _, weight in named]
@@ -149,9 +150,9 @@ def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], d
         for total, weight in zip(sums, weights, strict=True):
             total += weight
     with raise_on_all_ranks():
-        for (name, weight), total, of_first in zip(named, sums, dtypes, strict=True):
+        for (name, weight), total, stored_dtype in zip(named, sums, dtypes, strict=True):
             mean = total / (len(others) + 1)
-            weight.data = mean.to(dtype or of_first)
+            weight.data = mean.to(dtype or stored_dtype)
             check_overflow(name, mean, weight)
 
 
@@ -159,20 +160,22 @@ def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], d
 
 
 def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
-    """Check what needs no file.
+    """Check the options that need no file.
 
     Returns:
-        The layout that is written, or that the processes have.
+        Layout of the target or, under ``torchrun``, of the processes.
 
     Raises:
-        ConfigError: If an option has no meaning, or would do nothing.
+        ConfigError: If an option is invalid, or would have no effect.
     """
     require_choice("to", options.to, get_args(Format))
     if options.dtype is not None:
         require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
-    layout_options = () if world > 1 else ("tp", "pp", "vpp")  # which torchrun's processes need for any target
+    layout_options = (
+        () if world > 1 else ("tp", "pp", "vpp")
+    )  # under torchrun they lay out the processes, for any target
     useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
     if options.to in ("hf", "peft"):
         useless = (*useless, *layout_options, "make_vocab_size_divisible_by")
@@ -190,13 +193,13 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
 
 
 def _check_paths(options: ConvertOptions) -> Path:
-    """Check where to write.
+    """Check that the target does not exist or is an empty directory.
 
     Returns:
-        ``save_path``, absolute and without links.
+        ``save_path``, absolute, symbolic links resolved.
 
     Raises:
-        ConfigError: If something is there already.
+        ConfigError: If the target exists.
     """
     save = options.save_path.resolve()
     if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
@@ -206,15 +209,15 @@ def _check_paths(options: ConvertOptions) -> Path:
 
 
 def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig) -> None:
-    """Check whether the model can be cut as asked for.
+    """Check whether the target format and layout can hold the model.
 
     Raises:
-        ConfigError: If tp does not divide its heads, or it has fewer layers than pp x vpp, or the tokenizer has more
-            tokens than its vocabulary.
-        CheckpointError: If Hugging Face has no such model.
+        ConfigError: If tp does not divide the attention heads, there are fewer layers than pp x vpp, the target format
+            or split cannot represent the model, or the tokenizer has more tokens than the vocabulary.
+        CheckpointError: If Hugging Face has no such model, or there are no adapters to write.
     """
     model = source.model
-    # In one process layers need not divide: the rule for pp is about what the engine trains evenly.
+    # In one process layers need not divide: the rule for pp concerns training only.
     (layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)).check_model(model)
     stages, layers = layout.pp * layout.num_model_chunks, model.num_layers + model.num_decoder_layers
     if stages > layers:
@@ -225,13 +228,13 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
     if options.to == "megatron-legacy":
         if model.experts is not None:
             raise ConfigError(
-                "to=megatron-legacy: expected a model without experts, for which that format has names, got "
+                "to=megatron-legacy: expected a model without experts, which that format cannot hold, got "
                 f"{model.family}; use to=megatron or to=hf"
             )
         split_layers(model, layout)
         if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
             raise ConfigError(
-                f"pp={layout.pp}: Megatron-LM cuts an encoder-decoder at other layers than torchrun's processes; "
+                f"pp={layout.pp}: Megatron-LM splits an encoder-decoder at other layers than torchrun's processes; "
                 "convert it in one process"
             )
     if options.to == "peft" and model.lora is None:
@@ -253,8 +256,8 @@ def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[K
     names = ", ".join(hugging_face_names(missing, source.model))
     if options.to != "hf":
         raise CheckpointError(
-            f"{source.path} lacks tensors of its head ({names}), and a checkpoint to go on from must be whole; convert "
-            "it to=hf, or train from it as it is (pretrained=True begins a new head)"
+            f"{source.path} lacks tensors of its head ({names}), and to={options.to} needs all weights; convert it "
+            "to=hf, or train from it directly (pretrained=True initializes a new head)"
         )
     _log.warning("not in %s and left out: %s", source.path, names)
 
@@ -263,7 +266,7 @@ def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[K
 
 
 def _world_size() -> int:
-    """Processes that convert together: those of torchrun, or of a world that exists."""
+    """World size: of the initialized process group, else of torchrun, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
@@ -271,7 +274,7 @@ def _world_size() -> int:
 
 @contextlib.contextmanager
 def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topology]]:
-    """The engine on this process's CPU; a world of one where there is no other, which ends with the context."""
+    """Initialize the engine on the CPU; creates a process group if there is none, and destroys it on exit."""
     is_own = not dist.is_initialized()
     if is_own and _world_size() > 1:
         dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -289,13 +292,15 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topolo
 
 
 def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
-    """This process's chunks, whose weights take no memory before they are filled.
+    """Build this rank's model chunks; their weights take no memory until they are filled.
 
     Raises:
-        ConfigError: If that will be more than the host has.
+        ConfigError: If the filled weights would not fit in host memory.
     """
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
-    check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)  # what is stored has two bytes or more
+    check_host_memory(
+        model, replace(settings, params_dtype=torch.bfloat16), 1
+    )  # stored weights have two bytes or more each
     with unchanged_environment():
         return list(build_chunks(model, settings))
 
@@ -303,7 +308,7 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
 def _save_megatron(
     chunks: list[Any], source: Source, runtime: Runtime, topology: groups.Topology, folder: Path
 ) -> None:
-    """Write a ``*.ckpt`` without an optimizer: a run begins with these weights, and does not go on."""
+    """Write a ``*.ckpt`` without optimizer state: usable to initialize a run, not to resume one."""
     model = source.model
     run = RunState(
         chunks=chunks,

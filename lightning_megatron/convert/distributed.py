@@ -1,7 +1,8 @@
-"""Distributed checkpoints (torch_dist), of ``MegatronStrategy`` and of other programs with Megatron-Core, as sources.
+"""Sources for distributed checkpoints (torch_dist) of ``MegatronStrategy`` and of other programs with Megatron-Core.
 
-Each rank reads the boxes that are its shards by torch's reader. Names of other programs are understood however they
-were wrapped, cut or fused. Optimizer states are left alone.
+Each rank reads only the regions of its shards, with torch's ``FileSystemReader``. Tensor names of other programs are
+mapped to those of the rules: without wrapper prefixes, layers stacked or numbered, norms fused or separate. Optimizer
+state is ignored.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
 from lightning_megatron.models.config import variant_of
 
 COMPANIONS = "hugging_face"
-"""Folder of a ``*.ckpt`` with the tokenizer and the generation config that belong to it."""
+"""Directory in a ``*.ckpt`` with the tokenizer and generation config of the model."""
 
 _RUN_FIELDS = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
-"""What a run may have decided that its config does not say: T5's weight files tell whether its output layer is tied."""
+"""Model fields that a run sets and its Hugging Face config lacks (for T5, weight files decide about tied embeddings)."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _UNFUSED_NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
-"""What norms are called where they are modules of their own, and in the fused layers that rules name."""
+"""Names of norms as separate modules, and in the fused layers that rules name."""
 
 
 def _common_state(path: Path) -> Any:
-    """The same of megatron-core 0.17 on, which keeps it among the shards, as the only entry of a list."""
+    """Common state of a checkpoint of megatron-core 0.17 or newer, which stores it in a shard file, in a one-item list."""
     for index, entry in read_table(path).storage_data.items():
         if index.fqn == "common_state/shard_0_1":
             with (path / entry.relative_path).open("rb") as file:
@@ -65,57 +66,57 @@ def _common_state(path: Path) -> Any:
 
 
 _FORMAT_ERRORS = (ArithmeticError, LookupError, AttributeError, TypeError, ValueError)
-"""What is raised where a file holds something else than its writer puts there."""
+"""Exceptions raised by a file whose content has an unexpected structure."""
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
 class DistributedSource(Source):
-    """The weights of a distributed checkpoint."""
+    """Weights of a distributed checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Look at the table of contents, and whether the files are there that it names.
+        """Read the checkpoint's metadata, and check that the files it names exist.
 
         Raises:
-            CheckpointError: If the table is damaged, could run code, or names files that are missing or too short.
+            CheckpointError: If the metadata is damaged or could run code, or if files are missing or too short.
         """
         super().__init__(path)
         check_backends(path)
         table, sizes = read_table(path), file_sizes(path)
         try:
             ends = [(each.relative_path, each.offset + each.length) for each in table.storage_data.values()]
-            cut_off = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
+            truncated = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
             self.stored = {
                 str(name): Stored(tuple(map(operator.index, each.size)), each.properties.dtype, each)
                 for name, each in table.state_dict_metadata.items()
-                if isinstance(each, TensorStorageMetadata)  # else bytes: what no layout shards
+                if isinstance(each, TensorStorageMetadata)  # else bytes: objects that are not sharded
             }
         except _FORMAT_ERRORS as error:
             raise CheckpointError(
                 f"checkpoint {path} has a damaged table of contents ({error!r}); use another"
             ) from None
-        if cut_off:
-            name, end = cut_off[0]
+        if truncated:
+            name, end = truncated[0]
             raise CheckpointError(
                 f"checkpoint {path} is damaged: expected {end} bytes in {name}, got {sizes.get(name, 'no such file')}; "
                 "use another"
             )
         folders = (path / COMPANIONS, path)
-        self.companions = next((each for each in folders if each.is_dir() and companion_files(each)), None)
+        self.companions = next((folder for folder in folders if folder.is_dir() and companion_files(folder)), None)
         self._found: dict[Key, Stored] = {}
         self._reader = table_reader(path, table)
 
     def find(self, known: Collection[str] = ()) -> dict[Key, Stored]:
-        """The model's tensors, each with its entry and its index along the first axes of that.
+        """Find the model's tensors, each located by its entry and its index along the leading axes of that.
 
         Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns],
         and the experts of a layer: ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` has a second such axis. It
-        may also write each layer by itself (``decoder.layers.3.mlp...``), and models without fused norms call these
-        otherwise.
+        may also write one entry per layer (``decoder.layers.3.mlp...``), and in models without fused norms these have
+        names of their own.
 
         Args:
-            known: The names in the rules of the model's family; none if the model is not known yet.
+            known: Tensor names in the rules of the model's family; empty if the model is not known yet.
         """
         for entry, stored in self.weights.items():
             if NO_WEIGHTS.search(entry):
@@ -145,9 +146,9 @@ class DistributedSource(Source):
         try:
             items = create_read_items_for_chunk_list(name, self.stored[name].location, [box])
             if sum(math.prod(item.lengths) for item in items) != target.numel():
-                raise ValueError("a part of it is in no file")
+                raise ValueError("some of its values are in no file")
             self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
-        except Exception as error:  # whatever nonsense the bytes are
+        except Exception as error:  # damaged bytes can raise anything
             reason = " ".join(str(error).split())[:100]
             raise CheckpointError(
                 f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
@@ -162,7 +163,7 @@ class StrategySource(DistributedSource):
     kind = "checkpoint of MegatronStrategy"
 
     def __init__(self, path: Path) -> None:
-        """Look at what the run said of itself, too; see ``DistributedSource``."""
+        """Also read the metadata that the run saved; see ``DistributedSource``."""
         check_complete(path)
         super().__init__(path)
         self._meta = meta = load_meta(path)
@@ -178,27 +179,27 @@ class StrategySource(DistributedSource):
             "optimizer": meta["optimizer_format"],
             "global_step": lightning.get("global_step"),
             "epoch": lightning.get("epoch"),
-            # Where each data module was: what it saved under its name.
+            # Position of each data module: the state that it saved under its name.
             "data": {name: each["train"] for name, each in modules if {"train", "train_order"} <= each.keys()},
             "lightning": lightning.get("pytorch-lightning_version"),
         }
 
     def describe(self, config: Path | None) -> None:
-        """See ``Source``; all bytes are compared with their checksums first, once."""
+        """See ``Source``; first verifies the checksums of all files, once."""
         verify_checksums(self.path)
         fields: Any = self._meta.get("hugging_face_config")
         stored = self._meta["model_description"]
         if config is None and not isinstance(fields, Mapping):
             raise CheckpointError(
-                f"checkpoint {self.path} does not hold its model's Hugging Face config, as those of a model_provider "
-                "do not; if a Hugging Face model computes the same, give its config.json with --config"
+                f"checkpoint {self.path} has no Hugging Face config of its model (none is saved with a model_provider); "
+                "if a Hugging Face model computes the same, give its config.json with --config"
             )
         self.hf_config = config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
         model = family_of(self.hf_config.model_type).model_config(self.hf_config, stored.get("task"))
         model = replace(model, **{name: stored[name] for name in _RUN_FIELDS if name in stored})
         self.model = variant_of(model, stored)
-        if others := differences(stored, described := self.model.to_dict()):
-            pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in others)
+        if differing := differences(stored, described := self.model.to_dict()):
+            pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in differing)
             raise CheckpointError(
                 f"checkpoint {self.path} is not of the model that its Hugging Face config describes: {pairs}; give the "
                 "right one with --config (no config describes models trained with a model_provider)"
@@ -211,7 +212,7 @@ class CoreSource(DistributedSource):
     kind = "Megatron-Core distributed checkpoint (torch_dist)"
 
     def __init__(self, path: Path) -> None:
-        """Look at what is not sharded, too; see ``DistributedSource``."""
+        """Also read the common state, which is not sharded; see ``DistributedSource``."""
         if (path / CHECKSUMS).is_file():
             raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
         super().__init__(path)
@@ -231,7 +232,7 @@ class CoreSource(DistributedSource):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Has everything read into one tensor."""
+    """Load planner that reads every item into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The live model in the middle of every conversion: its weights as shards of whole, named tensors.
+"""Shards of a live model's weights, loading them from any ``Source``, and gathering them to Hugging Face tensors.
 
-Every file format is one loader, which fills these shards, and one saver, which reads them. A tensor is whole here when
-its parts on all ranks are put together without the rows that pad the vocabulary; its name is Megatron-Core's.
+Every conversion passes through a live model: each format has a ``Source``, whose tensors ``WeightLoader`` copies into
+the shards, and a save function that reads the shards. *Full tensor* means the shards of all ranks put together without
+vocabulary padding, under Megatron-Core's name.
 """
 
 from __future__ import annotations
@@ -29,96 +30,96 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What weights may be stored in."""
+"""Supported dtypes of stored weights."""
 _MAX_NAMED = 20
 _MIN_BAR_BYTES = 10**9
-"""Smaller models are there before anyone would look at a progress bar."""
+"""Smaller models load and save too fast for a progress bar to be of use."""
 TIMEOUT = timedelta(minutes=30)
-"""For ranks that wait while another one reads or writes."""
+"""Of collectives in which ranks wait while another one reads or writes files."""
 _LAYER_NUMBER = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
 NO_WEIGHTS = re.compile(
     r"_extra_state|(^|\.)(rng_state|inv_freq|masked_bias|position_ids|(attn|attention)\.bias)(\.|$|/)"
 )
-"""Entries of files without a weight: the scales of fp8, random states, and tables that are computed anew."""
+"""Entries of a checkpoint that are no weights: fp8 scales, random number generator states and recomputed buffers."""
 _STACKS = ("", "encoder", "decoder")
 EXPERTS = ".experts.experts."
-"""In the names of tensors with one matrix for each expert."""
+"""Part of the name of a tensor that stacks one matrix per expert."""
 
 
 class Key(NamedTuple):
-    """One tensor of a model."""
+    """Identifies one tensor of a model."""
 
     name: str
-    """As a rule's ``megatron``, without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
+    """``Rule.megatron``: the name without layer index, e.g. ``decoder.layers.mlp.linear_fc1.weight``."""
     layer: int | None = None
-    """Number of the layer in its stack, from 0, over all pipeline stages; None for tensors of no layer."""
+    """Global layer index in its stack, from 0, over all pipeline stages; None for tensors outside layers."""
     expert: int | None = None
-    """Number of the expert in its layer, from 0; None for tensors of none."""
+    """Index of the expert in its layer, from 0; None for tensors that belong to no expert."""
 
     def __str__(self) -> str:
-        """With the numbers, for messages."""
+        """Name with layer and expert index, for messages."""
         name = self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
         return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
 
 
 def parse_key(name: str) -> Key:
-    """The key of a name in which the layer's number stands: ``decoder.layers.3.mlp.linear_fc1.weight``."""
+    """Split the layer index off a name such as ``decoder.layers.3.mlp.linear_fc1.weight``."""
     parts = _LAYER_NUMBER.fullmatch(name)
     return Key(f"{parts[1]}.{parts[3]}", int(parts[2])) if parts else Key(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Where a shard stands in its tensor; small, and sent between ranks."""
+    """Region of a full tensor that a shard covers; metadata only, exchanged between ranks."""
 
     key: Key
     shape: tuple[int, ...]
-    """Of the whole tensor, without the rows that pad the vocabulary."""
+    """Of the full tensor, without vocabulary padding."""
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    """Of the shard, padding included."""
+    """Shape of the shard, padding included."""
     dtype: torch.dtype
 
     @property
     def unpadded(self) -> Region:
-        """Without the rows that pad the vocabulary."""
+        """The region without vocabulary padding."""
         rows = max(0, min(self.size[0], self.shape[0] - self.offset[0]))
         return replace(self, size=(rows, *self.size[1:]))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """Index of the region in the full tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """A shard of this rank."""
+    """Shard of a tensor on this rank."""
 
     region: Region
     data: torch.Tensor
-    """The parameter's own memory."""
+    """Shares the parameter's memory."""
     is_main_replica: bool
-    """Whether no other rank (or chunk) comes before this one with the same part."""
+    """Whether this is the first of the replicas of the shard on all ranks and chunks (``replica_id`` 0)."""
 
 
 def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
-    """This rank's shards of weights that Hugging Face has names for, in the order of ``sorted_keys`` and of their rows.
+    """This rank's shards of all weights that have a ``Rule``, in the order of ``sorted_keys`` and of their rows.
 
     Args:
         chunks: This rank's model chunks, wrapped or not.
-        model: The description that the chunks were built from.
+        model: Config that the chunks were built from.
     """
-    named = {rule.megatron for rule in rules_of(model)}  # not so the bias of experts, which the engine begins with
-    found = (_shard(part, model) for _, parts in _sharded_parameters(chunks) for part in parts)
-    shards = [each for each in found if each.region.key.name in named]
-    number = {key: i for i, key in enumerate(sorted_keys({each.region.key for each in shards}, model))}
-    return sorted(shards, key=lambda each: (number[each.region.key], each.region.offset))
+    names = {rule.megatron for rule in rules_of(model)}  # excludes the expert bias, which the engine initializes
+    candidates = (_shard(part, model) for _, parts in _sharded_parameters(chunks) for part in parts)
+    shards = [shard for shard in candidates if shard.region.key.name in names]
+    index = {key: i for i, key in enumerate(sorted_keys({shard.region.key for shard in shards}, model))}
+    return sorted(shards, key=lambda shard: (index[shard.region.key], shard.region.offset))
 
 
 def _sharded_parameters(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
-    """Each parameter, with the one or several parts (a gated layer has two) that it is in checkpoints."""
-    # Not above: whoever only looks at files needs no engine, whose import takes seconds.
+    """Each parameter with its sharded tensors in checkpoints: one, or two for a gated linear layer."""
+    # Imported here, as reading headers needs no engine, whose import takes seconds.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -158,19 +159,19 @@ def _host_group() -> Any:
     return host_group(TIMEOUT)
 
 
-def _all_gather(mine: Any) -> list[Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine, group=_host_group())
-    return parts
+def _all_gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_host_group())
+    return values
 
 
 def sorted_keys(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
-    """Tensors of no layer first, then each stack (T5's encoder before its decoder) layer after layer."""
-    number = {rule.megatron: i for i, rule in enumerate(rules_of(model))}
+    """Sort keys: tensors outside layers first, then each stack (T5's encoder before its decoder) layer by layer."""
+    index = {rule.megatron: i for i, rule in enumerate(rules_of(model))}
 
     def order(key: Key) -> tuple[int, int, int, int]:
         stack = key.name.split(".")[0] if key.layer is not None else ""
-        return _STACKS.index(stack), key.layer or 0, key.expert or 0, number[key.name]
+        return _STACKS.index(stack), key.layer or 0, key.expert or 0, index[key.name]
 
     return sorted(keys, key=order)
 
@@ -179,51 +180,51 @@ def sorted_keys(keys: Iterable[Key], model: ModelConfig) -> list[Key]:
 
 
 class Stored(NamedTuple):
-    """One tensor of a checkpoint, whole."""
+    """Shape and dtype of one full tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     location: Any = None
-    """Where its numbers are, if the format says it for each tensor."""
+    """Where the values are stored, in terms of the format."""
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
+        """Size in memory, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Source(ABC):
-    """A checkpoint of some format: by its headers, and when it is described, as a model.
+    """Checkpoint of one format: opened by its headers, then described as a model, matched with it and read.
 
     Args:
-        path: Its folder or file. Nothing but names and sizes is read.
+        path: Directory or file of the checkpoint; only headers are read.
 
     Raises:
-        CheckpointError: If it is damaged, unfinished or unsafe.
+        CheckpointError: If the checkpoint is damaged, unfinished or unsafe.
     """
 
     kind: str
-    """Its format, for messages: ``Hugging Face model directory``."""
+    """Name of the format, for messages, e.g. ``Hugging Face model directory``."""
     stored: Mapping[str, Stored]
-    """Its tensors, under names of the format."""
+    """All tensors of the checkpoint, by their names in the format."""
     metadata: Mapping[str, Any]
-    """What else it says of itself: plain data by name."""
+    """Everything else that the checkpoint records, as plain data for ``inspect``."""
     model: ModelConfig
-    """What it is a checkpoint of; set by ``describe``."""
+    """Config of the model; set by ``describe``."""
     hf_config: Any
-    """The Hugging Face config object of ``model``; likewise."""
+    """Hugging Face config object of ``model``; set by ``describe``."""
     iteration: int = 0
-    """Optimizer steps done when it was written; 0 if it does not say."""
+    """Optimizer steps done when the checkpoint was written; 0 if unknown."""
     companions: Path | None = None
-    """Folder with the tokenizer and the generation config that belong to it."""
+    """Directory with the tokenizer and generation config of the model."""
     base: str | None = None
-    """Name or folder of the model that its adapters were trained beside, if it is known."""
+    """Name or directory of the base model of the adapters, if known."""
     frozen: Source | None = None
-    """Of adapters alone: the weights that they were trained beside, which are opened when they are described."""
+    """Source of the base weights of a checkpoint that holds adapters only; opened by ``describe_with_base``."""
     has_base_weights: bool = True
-    """Whether there is more than adapters."""
+    """Whether the checkpoint holds weights other than adapters."""
     has_adapters: bool = True
-    """Whether checkpoints of this format hold adapters, of models that have some."""
+    """Whether the format stores adapters, if the model has any."""
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
@@ -231,77 +232,81 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self, config: Path | None) -> None:
-        """Find out which model it is of.
+        """Set ``model`` and ``hf_config``.
 
         Args:
-            config: A Hugging Face ``config.json``, or a folder with one; None: as the checkpoint says.
+            config: Hugging Face ``config.json``, or a directory with one; None: use what the checkpoint records.
 
         Raises:
-            CheckpointError: If it does not say it, or computes what no known family does.
-            ConfigError: If the config cannot be honoured, or would do nothing.
+            CheckpointError: If the checkpoint does not record its model, or no known family computes it.
+            ConfigError: If the config is unsupported, or would have no effect.
         """
 
     def holds(self, key: Key) -> bool:
-        """Whether such a tensor is looked for here; ``match`` is not asked for others."""
+        """Whether the tensor belongs in this checkpoint; ``match`` is called with such keys only."""
         return self.has_adapters if is_adapter(key.name) else self.has_base_weights
 
     @abstractmethod
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
-        """Find the tensors of the model, whose whole shapes are ``expected``; does not communicate.
+        """Find the tensors of the model in the checkpoint; does not communicate.
+
+        Args:
+            expected: Full shapes of the model's tensors.
 
         Returns:
-            What each of those that are there is stored in; a head may be absent.
+            Stored dtype of each tensor found; those of a head may be absent.
 
         Raises:
-            CheckpointError: With all that is missing, foreign, or of another shape or kind.
+            CheckpointError: Listing all tensors that are missing, unexpected, or of another shape or an unsupported
+                dtype.
         """
 
     @abstractmethod
     def read(self, region: Region) -> torch.Tensor:
-        """The part of a tensor at ``region``, which has no padding; not to be kept, it may be the file's own memory."""
+        """Values of an unpadded region; may be a view of the mapped file, so copy before keeping it."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources that hold the model's tensors."""
+        """Sources that together hold all tensors of the model: the base weights first, if they are separate."""
         return (self,) if self.frozen is None else (self.frozen, self)
 
     @property
     def weights(self) -> dict[str, Stored]:
-        """What of ``stored`` is no optimizer state."""
-        return {name: each for name, each in self.stored.items() if ".optimizer." not in f".{name}"}
+        """``stored`` without optimizer state."""
+        return {name: tensor for name, tensor in self.stored.items() if ".optimizer." not in f".{name}"}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the largest weight."""
+        """Dtype of the largest weight."""
         weights = self.sources[0].weights.values()
-        return max(weights, key=lambda each: each.num_bytes, default=Stored((), torch.float32)).dtype
+        return max(weights, key=lambda tensor: tensor.num_bytes, default=Stored((), torch.float32)).dtype
 
     def check(self, found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> None:
-        """Raise if its tensors are not those of the model.
+        """Compare the tensors found with those of the model.
 
         Args:
-            found: Each by its name or key; only a vocabulary of Megatron's may be larger, by its padding.
-            expected: Whole shapes of the model's tensors.
+            found: Tensors of the checkpoint, by name or key; Megatron's vocabulary tensors may have padding.
+            expected: Full shapes of the model's tensors, by the same names or keys.
 
         Raises:
-            CheckpointError: That names what is wrong.
+            CheckpointError: Listing all mismatches.
         """
         problems = [f"'{name}' is missing" for name in expected if name not in found]
         for name, (shape, dtype, _) in found.items():
-            wanted = expected.get(name)
-            if wanted is None:
+            full = expected.get(name)
+            if full is None:
                 problems.append(f"'{name}' is not part of the model")
-            elif shape != wanted and not (str(name) in VOCABULARY and shape > wanted and shape[1:] == wanted[1:]):
-                problems.append(f"'{name}' has the shape {list(shape)}, not {list(wanted)}")
+            elif shape != full and not (str(name) in VOCABULARY and shape > full and shape[1:] == full[1:]):
+                problems.append(f"'{name}' has the shape {list(shape)}, not {list(full)}")
             elif dtype not in _FLOATS:
                 problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
         self.raise_mismatches(problems)
 
     def raise_mismatches(self, problems: Sequence[str]) -> None:
-        """Raise if there are problems with its tensors.
+        """Raise if ``problems`` is not empty.
 
         Raises:
-            CheckpointError: That names them.
+            CheckpointError: Listing the first ``_MAX_NAMED`` problems.
         """
         if problems:
             more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
@@ -313,14 +318,14 @@ class Source(ABC):
 
 
 class WeightLoader:
-    """The tensors of a model, found in a checkpoint. Every rank must make one, and call the same methods.
+    """Load weights from a checkpoint into a live model. Constructor and methods are collective over the world.
 
     Args:
         chunks: This rank's model chunks, built from ``source.model``.
         source: A checkpoint of any format, opened on every rank.
 
     Raises:
-        CheckpointError: If it is damaged, or not of this model: on all ranks alike.
+        CheckpointError: On every rank, if the checkpoint is damaged or is not of this model.
     """
 
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
@@ -334,24 +339,23 @@ class WeightLoader:
         keys = sorted_keys(shapes, source.model)
 
         def match() -> dict[Key, tuple[Source, torch.dtype]]:
-            matches = ((each, each.match({k: shapes[k] for k in keys if each.holds(k)})) for each in source.sources)
-            return {key: (each, dtype) for each, dtypes in matches for key, dtype in dtypes.items()}
+            matches = ((part, part.match({k: shapes[k] for k in keys if part.holds(k)})) for part in source.sources)
+            return {key: (part, dtype) for part, dtypes in matches for key, dtype in dtypes.items()}
 
-        self._found = call_on_all_ranks(match)  # the first rank looks at what is tied
+        self._found = call_on_all_ranks(match)  # the first rank compares tied tensors
         self.missing = frozenset(shapes) - frozenset(self._found)
-        """What ``source`` does not hold, and the tensors of a head that it lacks; their weights stay as they are."""
+        """Tensors of the model that ``source`` lacks (those of a head, or adapters); ``fill`` leaves them unchanged."""
 
     @torch.no_grad()
     def fill(self, *, as_stored: bool = False, dtype: torch.dtype | None = None) -> None:
-        """Write this rank's weights; rows that pad the vocabulary become zero.
+        """Copy the checkpoint's values into this rank's weights; vocabulary padding becomes zero.
 
         Args:
-            as_stored: Give each weight the dtype that it is stored in; else it is rounded to that of the chunks.
-            dtype: With ``as_stored``: give each weight this dtype instead.
+            as_stored: Convert each weight to its stored dtype; False: keep the dtypes of the chunks.
+            dtype: With ``as_stored``: convert each weight to this dtype instead.
 
         Raises:
-            CheckpointError: If a file is damaged, or a finite number would be infinite in ``dtype``; on all ranks
-                alike.
+            CheckpointError: On every rank, if a file is damaged or a finite value overflows ``dtype``.
         """
         from lightning_megatron.engine.collectives import call_on_all_ranks
 
@@ -365,30 +369,30 @@ class WeightLoader:
             def fill_all() -> None:
                 for shard in shards:
                     region = shard.region.unpadded
-                    part, ours = self._found[region.key][0].read(region), shard.data[: region.size[0]]
+                    values, target = self._found[region.key][0].read(region), shard.data[: region.size[0]]
                     shard.data[region.size[0] :] = 0
-                    ours.copy_(part)
+                    target.copy_(values)
                     if dtype is not None:
-                        check_overflow(region.key, part, ours)
+                        check_overflow(region.key, values, target)
                     bar.update(shard.data.nbytes)
 
             call_on_all_ranks(fill_all)
 
 
 def check_overflow(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Raise if a finite number of ``given`` has become infinite in the dtype of ``rounded``."""
-    # Counting costs several times what rounding does, and hardly a weight has anything to count.
+    """Raise if a finite value of ``given`` is infinite in ``rounded``."""
+    # Counting costs several times as much as rounding, and hardly any weight has infinite values.
     if rounded.isinf().any() and rounded.isinf().sum() > given.isinf().sum():
         raise CheckpointError(
-            f"{name}: expected numbers up to {torch.finfo(rounded.dtype).max:.4g} ({str(rounded.dtype)[6:]}), got "
+            f"{name}: expected values up to {torch.finfo(rounded.dtype).max:.4g} ({str(rounded.dtype)[6:]}), got "
             f"{given[given.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
         )
 
 
 def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
-    """A bar on rank 0, for models that take a while, in a terminal."""
+    """Progress bar on rank 0, shown for large models only and only if standard error is a terminal."""
     hidden = dist.get_rank() != 0 or total_bytes < _MIN_BAR_BYTES
-    # None: shown only if standard error is a terminal.
+    # disable=None hides the bar unless standard error is a terminal.
     return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None)
 
 
@@ -396,14 +400,14 @@ def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
 
 
 class WeightGatherer:
-    """The Hugging Face tensors of a model that is split over ranks, put together on rank 0 one after the other.
+    """Gather the Hugging Face tensors of a sharded model to rank 0, one at a time.
 
-    Every rank must make one and iterate over ``tensors``.
+    Collective over the world: every rank must construct one and iterate over ``tensors``.
 
     Args:
-        chunks: This rank's model chunks. Whatever the parameters' ``data`` holds is taken, gradients for example.
-        model: The description that they were built from.
-        include: Which tensors; all by default.
+        chunks: This rank's model chunks. The values of ``parameter.data`` are gathered, which may be gradients.
+        model: Config that the chunks were built from.
+        include: Selects tensors by key; all by default.
     """
 
     def __init__(
@@ -411,15 +415,16 @@ class WeightGatherer:
     ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        self._mine = [each for each in shards_of(chunks, model) if each.is_main_replica and include(each.region.key)]
+        shards = shards_of(chunks, model)
+        self._shards = [shard for shard in shards if shard.is_main_replica and include(shard.region.key)]
         found: dict[Key, dict[tuple[int, ...], tuple[int, int, Region]]] = {}
-        for rank, regions in enumerate(_all_gather([each.region for each in self._mine])):
-            for number, region in enumerate(regions):
-                found.setdefault(region.key, {}).setdefault(region.offset, (rank, number, region))
+        for rank, regions in enumerate(_all_gather([shard.region for shard in self._shards])):
+            for index, region in enumerate(regions):
+                found.setdefault(region.key, {}).setdefault(region.offset, (rank, index, region))
         self._parts = {key: list(found[key].values()) for key in sorted_keys(found, model)}
 
     def contents(self) -> dict[str, Stored]:
-        """Each Hugging Face tensor, in the order of ``tensors``."""
+        """Shape and dtype of each Hugging Face tensor, in the order of ``tensors``."""
         contents: dict[str, Stored] = {}
         for key, parts in self._parts.items():
             region = parts[0][2]
@@ -428,41 +433,41 @@ class WeightGatherer:
         return contents
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each Hugging Face tensor, on rank 0 on the CPU and in the parameters' dtype; None elsewhere.
+        """Yield name and values of each Hugging Face tensor: CPU tensors of the parameters' dtype on rank 0, else None.
 
-        It may share the memory of a parameter.
+        A tensor may share memory with a parameter.
         """
         for key in self._parts:
-            rule, whole = self._rules[key.name], self._gather(key)
+            rule, tensor = self._rules[key.name], self._gather(key)
             names = rule.names(*key[1:])
-            if whole is None:
+            if tensor is None:
                 yield from ((name, None) for name in names if name)
                 continue
-            rows = whole if rule.order is None else whole[torch.argsort(rule.order)]
+            rows = tensor if rule.order is None else tensor[torch.argsort(rule.order)]
             for name, part in zip(names, rows.split(rule.rows or len(rows)), strict=True):
                 if name:
                     yield name, (part.t() if rule.transposed else part).contiguous()
 
     def _gather(self, key: Key) -> torch.Tensor | None:
-        """One of Megatron's tensors, on rank 0."""
+        """Gather one of Megatron's tensors, without padding, to rank 0; None on other ranks."""
         parts, shape = self._parts[key], self._parts[key][0][2].shape
         if dist.get_rank() != 0:
-            for rank, number, _ in parts:
+            for rank, index, _ in parts:
                 if rank == dist.get_rank():
                     # As bytes, since gloo does not send every dtype.
-                    data = self._mine[number].data.cpu().contiguous().view(-1).view(torch.uint8)
+                    data = self._shards[index].data.cpu().contiguous().view(-1).view(torch.uint8)
                     dist.send(data, 0, group=self._group)
             return None
         if len(parts) == 1:
             return self._receive(*parts[0])[: shape[0]]
-        whole = torch.empty(shape, dtype=parts[0][2].dtype)
-        for rank, number, each in parts:
-            whole[each.unpadded.slices] = self._receive(rank, number, each)[: each.unpadded.size[0]]
-        return whole
+        tensor = torch.empty(shape, dtype=parts[0][2].dtype)
+        for rank, index, region in parts:
+            tensor[region.unpadded.slices] = self._receive(rank, index, region)[: region.unpadded.size[0]]
+        return tensor
 
-    def _receive(self, rank: int, number: int, region: Region) -> torch.Tensor:
+    def _receive(self, rank: int, index: int, region: Region) -> torch.Tensor:
         if rank == 0:
-            return self._mine[number].data.cpu()
+            return self._shards[index].data.cpu()
         buffer = torch.empty(math.prod(region.size) * region.dtype.itemsize, dtype=torch.uint8)
         dist.recv(buffer, rank, group=self._group)
         return buffer.view(region.dtype).view(region.size)

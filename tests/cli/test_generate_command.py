@@ -166,7 +166,7 @@ def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoint
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
     code, _, err = run_cli(".", "generate", *common, "--prompt", *PROMPTS)
     assert code == 2
-    assert "as those of a model_provider do not" in err
+    assert "(none is saved with a model_provider)" in err
     assert "with --config" in err
     assert _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json") == _by_hugging_face(
         checkpoints / "hf", max_new_tokens=3

@@ -111,7 +111,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     with pytest.raises(
         CheckpointError,
-        match=r"decoder\.layers\.2\.mlp\.linear_fc1\.weight: expected numbers up to 6\.55e\+04 \(float16\), got 7e\+04",
+        match=r"decoder\.layers\.2\.mlp\.linear_fc1\.weight: expected values up to 6\.55e\+04 \(float16\), got 7e\+04",
     ):
         _convert(tmp_path / "source", tmp_path / "target", dtype="fp16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -218,7 +218,7 @@ def test_the_mean_of_several_checkpoints_is_written(tmp_path: Path) -> None:
     models[0]["lm_head.weight"][0] = 1e6
     model.load_state_dict(models[0])
     save_as(model, tmp_path / "large", FORMATS[0])
-    with pytest.raises(CheckpointError, match=r"output_layer.weight: expected numbers up to 6.55e\+04 \(float16\)"):
+    with pytest.raises(CheckpointError, match=r"output_layer.weight: expected values up to 6.55e\+04 \(float16\)"):
         convert(replace(options, dtype="fp16", save_path=tmp_path / "mixture"), [tmp_path / "large"])
     save_as(tiny_gpt2(), tmp_path / "gpt2", FORMATS[0])
     with pytest.raises(CheckpointError, match=r"gpt2: expected the model of .*0 to average with, got one with other"):
