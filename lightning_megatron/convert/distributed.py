@@ -1,8 +1,8 @@
 """Sources for distributed checkpoints (torch_dist) of ``MegatronStrategy`` and of other programs with Megatron-Core.
 
-Each rank reads only the regions of its shards, with torch's ``FileSystemReader``. Tensor names of other programs are
-mapped to those of the rules: without wrapper prefixes, layers stacked or numbered, norms fused or separate. Optimizer
-state is ignored.
+Each rank reads only the regions of its shards, with torch's storage reader. Tensor names of other programs are mapped
+to those of the rules: wrapper prefixes removed, layers stacked or numbered, norms fused or separate. Optimizer state is
+ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPANIONS = "hugging_face"
 """Directory in a ``*.ckpt`` with the tokenizer and generation config of the model."""
 
 _RUN_FIELDS = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
-"""Model fields that a run sets and its Hugging Face config lacks (for T5, weight files decide about tied embeddings)."""
+"""Model fields that a run sets and its Hugging Face config lacks (T5's weight files decide about tied embeddings)."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _UNFUSED_NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
@@ -55,7 +55,7 @@ _UNFUSED_NORMS = (
 
 
 def _common_state(path: Path) -> Any:
-    """Common state of a checkpoint of megatron-core 0.17 or newer, which stores it in a shard file, in a one-item list."""
+    """Common state as megatron-core 0.17 and newer store it: in a shard file, as a list of one item."""
     for index, entry in read_table(path).storage_data.items():
         if index.fqn == "common_state/shard_0_1":
             with (path / entry.relative_path).open("rb") as file:
@@ -191,8 +191,8 @@ class StrategySource(DistributedSource):
         stored = self._meta["model_description"]
         if config is None and not isinstance(fields, Mapping):
             raise CheckpointError(
-                f"checkpoint {self.path} has no Hugging Face config of its model (none is saved with a model_provider); "
-                "if a Hugging Face model computes the same, give its config.json with --config"
+                f"checkpoint {self.path} has no Hugging Face config of its model (none is saved with a model_provider)"
+                "; if a Hugging Face model computes the same, give its config.json with --config"
             )
         self.hf_config = config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
         model = family_of(self.hf_config.model_type).model_config(self.hf_config, stored.get("task"))

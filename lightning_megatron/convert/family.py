@@ -1,9 +1,9 @@
-"""Model families of Hugging Face in Megatron's words: what a config describes, and which weight is which.
+"""Hugging Face model families: mapping of their configs to ``ModelConfig`` and of their weights to Megatron's.
 
-A family is data, one module in ``families/`` for those that are alike; here is what they share: the fields that most
-configs have, the names in a stack of layers, rotary positions. Its rules work in both directions, for weights and for
-gradients, and for any slice: a rank reads only the rows that it holds. Two namings disagree on a concatenation along
-the first axis, an order of rows, or a transposition.
+A family is data, with one module in ``families/`` per group of similar ones. This module has what they share: config
+fields, names in a stack of layers, rotary embeddings. A ``Rule`` maps one Megatron tensor to Hugging Face tensors: a
+concatenation along the first axis, a permutation of rows, or a transposition. Rules work in both directions, for
+weights and gradients, and for any slice, so that a rank reads only its own rows.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from lightning_megatron.models.config import Activation, Adapters, ModelConfig, 
 from lightning_megatron.models.rotary import scaled_frequencies
 
 LAYER = "{layer}"
-"""Stands for the layer's number (from 0) in Hugging Face's names."""
+"""Placeholder for the layer index (from 0) in Hugging Face names."""
 EXPERT = "{expert}"
-"""Stands for the expert's number (from 0) there."""
+"""Placeholder for the expert index (from 0) in Hugging Face names."""
 POSITIONS = "embedding.position_embeddings.weight"
-"""The table of learned positions."""
+"""Megatron's learned position embeddings."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-"""Megatron's tensors with a row for each token, and with rows that pad the vocabulary."""
+"""Megatron's tensors with one row per token of the vocabulary, and vocabulary padding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
-    """One tensor (of every layer, if its name says so) in both namings."""
+    """Mapping of one Megatron tensor (of every layer, if it is in a layer) to Hugging Face tensors."""
 
     megatron: str
-    """Key in Megatron's sharded checkpoints without the layer's number: ``decoder.layers.mlp.linear_fc1.weight``."""
+    """Key in Megatron's sharded state dict without layer index, e.g. ``decoder.layers.mlp.linear_fc1.weight``."""
     hugging_face: tuple[str, ...]
-    """Names, with ``LAYER`` where the number stands; concatenated along the first axis they are Megatron's tensor. An
-    empty one is of zeros, which no file has."""
+    """Names with ``LAYER`` and ``EXPERT`` placeholders, of the tensors to concatenate along the first axis. An empty
+    name stands for zeros that no file stores."""
     rows: tuple[int, ...] = ()
-    """Rows of each of several tensors; empty for one, which has all."""
+    """Rows of each Hugging Face tensor; empty if there is only one."""
     order: torch.Tensor | None = None
-    """[rows], int64: which row of the concatenation is Megatron's i-th row; None if they are the same."""
+    """[rows], int64: ``order[i]`` is the row of the concatenation that is Megatron's row i; None: the same order."""
     transposed: bool = False
-    """Whether Hugging Face keeps the matrix transposed (GPT-2's Conv1D)."""
+    """Whether Hugging Face stores the transposed weight (GPT-2's Conv1D)."""
 
     def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
-        """The Hugging Face names in one layer, of one expert."""
+        """Hugging Face names in one layer, of one expert."""
         return tuple(name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hugging_face)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The Hugging Face names without ``.weight``."""
+        """Hugging Face names without ``.weight``."""
         return tuple(name.removesuffix(".weight") for name in self.hugging_face)
 
     def tensors(self, shape: tuple[int, ...], layer: int | None, expert: int | None) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the Hugging Face tensors that make a Megatron tensor of ``shape``."""
+        """Names and shapes of the Hugging Face tensors that form a Megatron tensor of ``shape``."""
         rows = self.rows or (shape[0],)
         assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
         shapes = [(length, *shape[1:]) for length in rows]
@@ -66,9 +66,10 @@ class Rule:
 
 
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
-    """From all queries, all keys, all values to Megatron's order: each group's queries, then its key, then its value.
+    """Row permutation from [all queries, all keys, all values] to Megatron's fused QKV, grouped by query group.
 
-    Cross-attention has no queries there: each head's key, then its value.
+    In Megatron's order each group has its queries, then its key, then its value. Cross-attention, which
+    has no queries here (0 heads), has each head's key, then its value.
 
     Returns:
         [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.
@@ -85,41 +86,41 @@ _LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
 
 
 def linear_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
-    """The rule of the weight of each linear of attention and MLPs, not of experts, by its name in Megatron."""
+    """Weight rules of the linear layers of attention and MLPs (not of experts), by Megatron's module name."""
     named = {rule.megatron.removesuffix(".weight"): rule for rule in rules if rule.megatron.endswith(".weight")}
     return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
 
 
 def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
-    """The weights of adapters, in the names of ``peft``'s files.
+    """Rules of the adapter weights, with the names in ``peft``'s files.
 
-    A of a linear that fuses several matrices is theirs, one below the other; B is cut and ordered as its rows are, and
-    those of a matrix without an adapter are zero.
+    For a linear layer that fuses several matrices, A concatenates their A along the first axis; B is split and ordered
+    as the rows of the weight, and is zero for a matrix without adapter.
     """
-    linears, made = linear_rules(rules), []
+    linears, lora = linear_rules(rules), []
     for name, parts in adapters.linears:
         rule = linears[name]
-        modules = [f"base_model.model.{each}" for each in rule.modules]
+        modules = [f"base_model.model.{module}" for module in rule.modules]
         adapted = tuple(f"{module}.lora_A.weight" for module in itertools.compress(modules, parts))
         rows = (adapters.rank,) * len(adapted)
-        made.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
+        lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
         named = zip(modules, parts, strict=True)
         matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
-        made.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
-    return made
+        lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
+    return lora
 
 
 # ---- families -------------------------------------------------------------------------------------------------------
 
 Fields: TypeAlias = Mapping[str, Any]
-"""Some of a ``ModelConfig``."""
+"""Some fields of a ``ModelConfig``."""
 LLAMA: Fields = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "add_bias_linear": False,
     "add_qkv_bias": False,
 }
-"""How Llama's mathematics differ from GPT-2's, besides rotary positions."""
+"""Fields in which Llama differs from GPT-2, besides rotary embeddings."""
 
 _FIELD_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -149,104 +150,105 @@ _FIELD_NAMES = {
     "attention_dropout": "attention_dropout attn_pdrop attention_probs_dropout_prob",
     "init_method_std": "initializer_range init_std initializer_factor",
 }
-"""Fields of a ``ModelConfig``, and what Hugging Face configs call them: the first that a config has."""
+"""Fields of a ``ModelConfig``, and their common names in Hugging Face configs; the first that a config has is used."""
 
 
 def has_field(hf: Any, name: str) -> bool:
-    """Whether the class of a Hugging Face config object has a field; its models read no other key of a file."""
+    """Whether the class of a Hugging Face config object has a field; its models read no other keys of a file."""
     return name in hf.__dataclass_fields__ or name in hf.attribute_map
 
 
 def config_field_names(hf: Any) -> dict[str, str]:
-    """Fields of a ``ModelConfig`` that a Hugging Face config object has under a usual name, and that name."""
+    """Fields of a ``ModelConfig`` that a Hugging Face config object has under a common name, and that name."""
     names = {ours: [name for name in theirs.split() if has_field(hf, name)] for ours, theirs in _FIELD_NAMES.items()}
-    return {ours: found[0] for ours, found in names.items() if found}
+    return {ours: theirs[0] for ours, theirs in names.items() if theirs}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
-    """Hugging Face's names in a stack of layers, without ``.weight``, of which the model says which exist."""
+    """Hugging Face's module names in a stack of layers; the model config decides which of them exist."""
 
     base: str = "model."
-    """What the names of the headless model begin with, in files of a model with a head."""
+    """Prefix of the headless model's names in files of a model with a head."""
     embedding: str = "embed_tokens"
     positions: str = "position_embeddings"
-    """Of a variant (models/config.py), where no model of the family has learned ones."""
+    """Learned position embeddings; in most families only variants (models/config.py) have them."""
     embedding_norm: str = ""
     final_norm: str = "norm"
     layer: str = f"layers.{LAYER}."
-    """What the following names begin with."""
+    """Prefix of the names below."""
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three matrices, or one."""
+    """Three matrices, or one fused matrix."""
     is_megatron_order: bool = False
-    """Whether one matrix has each group's queries, key and value together, not all queries, all keys, all values."""
+    """Whether a fused matrix is in Megatron's order, by query group, not all queries, all keys, all values."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     proj: str = "self_attn.o_proj"
     post_attention_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up, or one matrix."""
+    """Gate and up, or one fused or ungated matrix."""
     fc2: str = "mlp.down_proj"
     post_mlp_norm: str = "post_feedforward_layernorm"
     experts: str = "mlp"
-    """The block of experts, with a number and gate, up and down of each below it."""
+    """Module of the mixture of experts, which has the router ``gate`` and ``experts.N``."""
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of each expert."""
     output: str = "lm_head"
-    """In files; transformers 5 calls it lm_head when it has read them."""
+    """Output layer in files; transformers 5 renames it to lm_head when reading them."""
     is_transposed: bool = False
-    """Whether the layers' matrices are kept transposed."""
+    """Whether the matrices of the layers are stored transposed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One Hugging Face ``model_type`` in Megatron's words.
+    """Mapping of one Hugging Face ``model_type`` to Megatron.
 
-    A field of the description is what ``always`` says, unless the config has it under a usual name, unless ``own`` says
-    it. ``pad_token_id`` has no usual name: Hugging Face does not train that row of the input embedding, we do where the
-    token stands in a sentence. Padding is told by the mask, and where it is, no row gets a gradient.
+    Fields of the ``ModelConfig`` come from ``custom_fields``, else from the config under a common name, else from
+    ``defaults``. ``pad_token_id`` has no common name: Hugging Face never trains that row of the input embedding; here
+    the row is trained where the token is part of a sentence, and padding is excluded by the attention mask.
     """
 
     model_type: str
-    """As in ``config.json``."""
+    """``model_type`` in ``config.json``."""
     architectures: Mapping[str, str]
-    """Each task and the Hugging Face class that has its head; the first one is meant where nothing is said."""
+    """Hugging Face class with the head of each task; the first task is the default."""
     defaults: Fields
-    """What all models of the family have, beside defaults."""
+    """Fields of all models of the family, unless the config says otherwise."""
     custom_fields: Callable[[Any], Fields] = lambda hf_config: {}
-    """What a Hugging Face config object of this type says in a way of its own."""
+    """Fields computed from a Hugging Face config object of this type; they override all others."""
     names: DecoderNames = DecoderNames()
-    """What the weights are called there."""
+    """Hugging Face's names of the weights."""
     rules: Callable[[DecoderNames, ModelConfig], Sequence[Rule]] = lambda names, model: decoder_rules(names, model)
-    """How each weight of a described model is named and laid out there and here, its head's included."""
+    """Returns the rules of all weights of a model, including its head."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Config fields that change the result, and the values that are honoured; any other value is refused by name."""
+    """Config fields that change the result, and their supported values; any other value raises."""
     partial_rotary: bool = False
-    """As for ``read_rope``."""
+    """See ``read_rope``."""
 
     def describe(self, hf: Any) -> ModelConfig:
-        """From a Hugging Face config object of this type to Megatron's description.
+        """Build the ``ModelConfig`` of a Hugging Face config object of this type, without its task.
 
         Raises:
-            ConfigError: If something in it cannot be computed.
+            ConfigError: If the config has an unsupported value.
         """
-        own = dict(self.custom_fields(hf))
-        if has_field(hf, "rope_parameters") and "position_embedding_type" not in own:
+        custom = dict(self.custom_fields(hf))
+        if has_field(hf, "rope_parameters") and "position_embedding_type" not in custom:
             base, scaling = read_rope(hf, hf.rope_parameters, partial_rotary=self.partial_rotary)
-            own |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+            custom |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
             if self.partial_rotary:
-                own["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
-        if has_field(hf, "layer_types") and "sliding_window" not in own:
-            own |= window_fields(hf)
+                custom["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
+        if has_field(hf, "layer_types") and "sliding_window" not in custom:
+            custom |= window_fields(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_dim(hf), **self.defaults}
         for ours, theirs in config_field_names(hf).items():
-            if ours not in own:
+            if ours not in custom:
                 fields[ours] = activation(getattr(hf, theirs)) if ours == "activation" else getattr(hf, theirs)
-        return ModelConfig(family=self.model_type, **{**fields, **own})
+        return ModelConfig(family=self.model_type, **{**fields, **custom})
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
-        """``task`` if it is given, else what the config's ``architectures`` says, else the family's first one.
+        """The task: ``task`` if given, else that of the config's ``architectures``, else the family's first one.
 
         Raises:
             ConfigError: If this family has no such task.
@@ -263,19 +265,19 @@ class Family:
         )
 
     def model_config(self, hf_config: Any, task: str | None = None) -> ModelConfig:
-        """Describe ``hf_config``.
+        """Convert a Hugging Face config object to a ``ModelConfig``, checking all fields.
 
         Args:
             hf_config: A Hugging Face config object of this type.
-            task: Which head; None for the one that the config names.
+            task: Task of the head; None: that of the config.
 
         Raises:
-            ConfigError: If a field has a value that this family cannot honour, or there is no such task.
+            ConfigError: If a field has a value that this family does not support, or there is no such task.
         """
-        for name, honoured in self.required.items():
-            value = getattr(hf_config, name, honoured[0])
-            if value not in honoured:
-                choices = " or ".join(repr(v) for v in honoured)
+        for name, supported in self.required.items():
+            value = getattr(hf_config, name, supported[0])
+            if value not in supported:
+                choices = " or ".join(repr(v) for v in supported)
                 raise ConfigError(
                     f"{name}={value!r} of this {self.model_type} config changes the result and is not supported; "
                     f"use {name}={choices}"
@@ -285,12 +287,12 @@ class Family:
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            # Not all fields of a config.json have been checked by transformers.
+            # transformers does not validate all fields of a config.json.
             raise ConfigError(f"the {self.model_type} config is invalid ({error}); correct it") from error
 
 
 def causal_lm(name: str) -> Mapping[str, str]:
-    """The ``architectures`` of a decoder whose classes begin with ``name``."""
+    """``Family.architectures`` of a decoder whose Hugging Face class is ``{name}ForCausalLM``."""
     return {"causal_lm": f"{name}ForCausalLM"}
 
 
@@ -306,10 +308,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Megatron's name of a Hugging Face activation.
+    """Megatron's name of a Hugging Face activation function.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If it is not supported.
     """
     if name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}")
@@ -317,10 +319,10 @@ def activation(name: str) -> Activation:
 
 
 def head_dim(hf: Any) -> int:
-    """Numbers of a head: what a config says, else an equal share of the hidden size.
+    """Size of an attention head: the config's ``head_dim``, else hidden_size / num_attention_heads.
 
     Raises:
-        ConfigError: If there are no equal shares.
+        ConfigError: If num_attention_heads does not divide hidden_size.
     """
     if width := getattr(hf, "head_dim", None):
         return int(width)
@@ -329,10 +331,10 @@ def head_dim(hf: Any) -> int:
 
 
 def window_fields(hf: Any) -> dict[str, Any]:
-    """Which layers see how far back, from ``layer_types``, as fields of a ``ModelConfig``.
+    """Sliding window and its layers from ``layer_types``, as fields of a ``ModelConfig``.
 
     Raises:
-        ConfigError: If a layer is of an unknown type, or has a window of unknown width.
+        ConfigError: If a layer type is unknown, or the size of the window is not set.
     """
     unknown = sorted(set(hf.layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -340,7 +342,7 @@ def window_fields(hf: Any) -> dict[str, Any]:
             f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
         )
     windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
-    if windowed and not hf.sliding_window:  # Qwen 2 MoE's is 0 where it is not used
+    if windowed and not hf.sliding_window:  # Qwen 2 MoE sets 0 if it is not used
         raise ConfigError(
             "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "
             "set both, or use 'full_attention'"
@@ -363,7 +365,7 @@ def linear(
     order: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> list[Rule]:
-    """A matrix and, if it has one, its bias; the arguments are those of ``Rule``, names without ``.weight``."""
+    """Rules of a linear layer: weight and, if ``has_bias``, bias; for the arguments, without ``.weight``, see ``Rule``."""
     weights, biases = (tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias"))
     rules = [Rule(megatron=megatron + ".weight", hugging_face=weights, rows=rows, order=order, transposed=transposed)]
     if has_bias:
@@ -372,20 +374,20 @@ def linear(
 
 
 def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
-    """A norm's weight and, for most LayerNorms, its bias; ``megatron`` ends where ``weight`` begins."""
+    """Rules of a norm: weight and, for most LayerNorms, bias; ``megatron`` is the name up to ``weight``."""
     kinds = ("weight", "bias") if model.normalization == "LayerNorm" and model.norm_bias else ("weight",)
     return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
 
 
 def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
-    """The output layer, if it is not the embedding."""
+    """Rule of the output layer; none if it is tied to the embedding."""
     if model.share_embeddings_and_output_weights:
         return []
     return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
 
 
 def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
-    """The layers of a stack, ``encoder`` or ``decoder``, and its final norm."""
+    """Rules of a stack (``encoder`` or ``decoder``): attention and MLP of its layers, and its final norm."""
     hf, transposed = names.base + names.layer, names.is_transposed
     attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
     queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
@@ -417,7 +419,7 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
 
 
 def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
-    """All weights of a decoder."""
+    """Rules of all weights of a decoder-only model."""
     rules = [*linear("embedding.word_embeddings", (names.base + names.embedding,)), *stack_rules(names, model)]
     rules += output_layer(model, names.output)
     if model.embedding_layernorm:
@@ -428,7 +430,7 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
 
 def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
-    """The layers with experts instead of an MLP, whose norm is by itself."""
+    """Rules of the layers with experts instead of an MLP; their norm is not fused into the first linear layer."""
     experts, layers, hf = model.experts, "decoder.layers.", names.base + names.layer
     if experts is None:
         return []
@@ -449,7 +451,7 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     return rules
 
 
-# ---- rotary positions -----------------------------------------------------------------------------------------------
+# ---- rotary embeddings ----------------------------------------------------------------------------------------------
 
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -458,23 +460,23 @@ _KEYS = {
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Some type of Hugging Face's reads them. A type that does not read one ignores it, and so do we."""
+"""Keys read by any rope type of Hugging Face. A type ignores the keys of other types, here as there."""
 
 
 def read_rope(
     hf: Any, rope_parameters: Mapping[str, Any] | None, *, partial_rotary: bool = False
 ) -> tuple[float, RopeScaling | None]:
-    """Theta and the scaling of the frequencies.
+    """Rotary base (theta) and frequency scaling of a Hugging Face config.
 
     Args:
-        hf: A Hugging Face config object, which has checked that a type's own keys are there.
-        rope_parameters: Those of the config, or of one kind of its layers.
+        hf: A Hugging Face config object, which has validated that the required keys of the rope type exist.
+        rope_parameters: ``rope_parameters`` of the config, or of one of its layer types.
         partial_rotary: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
 
     Raises:
-        ConfigError: If a key or the type is not honoured, or longrope's factors do not fit the head.
+        ConfigError: If a key or the type is not supported, or the number of longrope's factors does not fit the head.
     """
-    # Hugging Face takes null for absent, except that a null ``truncate`` is false.
+    # Hugging Face treats null as absent, except that a null ``truncate`` is false.
     rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _TYPES:
@@ -494,7 +496,7 @@ def read_rope(
 
 
 def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
-    # The config's own length is what dynamic scaling starts from, whatever else the parameters say.
+    # Dynamic scaling starts from max_position_embeddings and ignores original_max_position_embeddings.
     longest = hf.max_position_embeddings
     original = longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
     factor = float(rope.get("factor", longest / original))
@@ -505,13 +507,13 @@ def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: floa
         fields = {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
         if any(len(factors) != width // 2 for factors in fields.values()):
             raise ConfigError(
-                f"short_factor and long_factor of rope_parameters: expected {width // 2} numbers, one for each pair of "
-                f"a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
+                f"short_factor and long_factor of rope_parameters: expected {width // 2} values, one for each pair "
+                f"of a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
             )
     elif kind == "yarn":
-        # Hugging Face takes 0 for absent, too.
+        # Hugging Face treats 0 as absent, too.
         fields = {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
         fields["truncate"] = bool(rope.get("truncate", True))
-    given = {**rope, **fields, "rope_type": kind, "factor": factor}
-    fields["attention_factor"] = float(scaled_frequencies(given, width, base, original)[1])
+    parameters = {**rope, **fields, "rope_type": kind, "factor": factor}
+    fields["attention_factor"] = float(scaled_frequencies(parameters, width, base, original)[1])
     return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
