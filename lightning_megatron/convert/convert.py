@@ -199,7 +199,7 @@ def _check_paths(options: ConvertOptions) -> Path:
         ``save_path``, absolute, symbolic links resolved.
 
     Raises:
-        ConfigError: If the target exists.
+        ConfigError: If the target is a file or a directory that is not empty.
     """
     save = options.save_path.resolve()
     if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
@@ -212,8 +212,8 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
     """Check whether the target format and layout can hold the model.
 
     Raises:
-        ConfigError: If tp does not divide the attention heads, there are fewer layers than pp x vpp, the target format
-            or split cannot represent the model, or the tokenizer has more tokens than the vocabulary.
+        ConfigError: If tp does not divide the heads, there are fewer layers than pp x vpp, the target format cannot
+            hold the model, or the tokenizer has more tokens than the vocabulary.
         CheckpointError: If Hugging Face has no such model, or there are no adapters to write.
     """
     model = source.model
@@ -298,9 +298,8 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
         ConfigError: If the filled weights would not fit in host memory.
     """
     settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
-    check_host_memory(
-        model, replace(settings, params_dtype=torch.bfloat16), 1
-    )  # stored weights have two bytes or more each
+    # Stored weights have two bytes or more each.
+    check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)
     with unchanged_environment():
         return list(build_chunks(model, settings))
 

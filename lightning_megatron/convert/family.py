@@ -365,7 +365,7 @@ def linear(
     order: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> list[Rule]:
-    """Rules of a linear layer: weight and, if ``has_bias``, bias; for the arguments, without ``.weight``, see ``Rule``."""
+    """Rules of a linear layer: weight and, if ``has_bias``, bias; arguments as in ``Rule``, without ``.weight``."""
     weights, biases = (tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias"))
     rules = [Rule(megatron=megatron + ".weight", hugging_face=weights, rows=rows, order=order, transposed=transposed)]
     if has_bias:

@@ -1,8 +1,9 @@
-"""Hugging Face model directories: loaded into a live model, each rank its own rows, and saved from it by rank 0.
+"""Load Hugging Face model directories into a live model, and save them from it.
 
-Weight files are mapped. Mapped pages count as memory of the process until the file is closed, and a rank would come to
-hold its shard twice: so a file is opened anew after some megabytes were read. (For each tensor it would be parsed too
-often: reading 361 MB took 0.17 s instead of 0.12.)
+Each rank reads its own rows; rank 0 gathers and writes. Weight files are memory-mapped. Mapped pages count as memory of
+the process until the file is closed, so that a rank would come to hold its shard twice: a file is therefore reopened
+after some megabytes. (Reopening it for each tensor parses the header too often: reading 361 MB took 0.17 s instead of
+0.12.)
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ _log = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 ENTRY_FILES = (WEIGHTS_FILE, INDEX_FILE, *_PICKLED_FILES)
-"""What ``from_pretrained`` looks for first."""
+"""Files that ``from_pretrained`` looks for first."""
 SHARD_FILE = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _MAX_MAPPED_BYTES = 16 << 20
+"""Bytes to read from a mapped file before it is reopened."""
 
 
 class WeightFiles:
-    """The tensors of one model directory; their numbers are not read before they are asked for.
+    """Lazily read tensors of one model directory.
 
     Args:
-        tensors: Each with its file as its place, or with the tensor itself if it is one of a mapped pickle.
+        tensors: Tensors by name; ``location`` is the safetensors file, or the tensor itself from a mapped pickle.
     """
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
@@ -69,10 +71,10 @@ class WeightFiles:
         self._mapped = 0
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor, not to be kept: it may be the file's own memory.
+        """Read a slice of a tensor; may be a view of the mapped file, so copy before keeping it.
 
         Raises:
-            CheckpointError: If the file cannot be read, or ends too early.
+            CheckpointError: If the file cannot be read or is truncated.
         """
         stored = self.tensors[name]
         if isinstance(stored.location, torch.Tensor):
@@ -87,33 +89,33 @@ class WeightFiles:
             return part
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors are the same."""
+        """Whether two tensors have the same shape and values."""
         return torch.equal(self.read(one, (slice(None),)), self.read(other, (slice(None),)))
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there are weight files where transformers looks for them."""
+    """Whether the directory has weight files that transformers would load."""
     return any((directory / name).is_file() for name in ENTRY_FILES)
 
 
 def directory_of(file: Path) -> Path | None:
-    """The model directory that a weight file or its index is a part of; None if ``file`` is none."""
+    """Model directory of a weight file or index; None if ``file`` is neither."""
     is_part = file.name in ENTRY_FILES or SHARD_FILE.fullmatch(file.name) is not None
     return file.parent if is_part and file.is_file() and has_weights(file.parent) else None
 
 
 def open_weights(directory: str | Path) -> WeightFiles:
-    """Look at the weight files of ``directory``, safetensors before pickled ones, as transformers does.
+    """Open the weight files of ``directory`` by their headers, safetensors before pickles, as transformers does.
 
     Raises:
-        CheckpointError: If there are none, one is missing, damaged or truncated, or holds more than tensors.
+        CheckpointError: If there are none, or one is missing, damaged, truncated or holds other objects than tensors.
     """
     directory = Path(directory)
     for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _read_pickled), strict=True):
-        is_one = (directory / single).is_file()
-        if is_one or (directory / index).is_file():
-            files = [directory / single] if is_one else _indexed_files(directory / index)
-            return WeightFiles({name: each for file in files for name, each in read(file).items()})
+        is_single = (directory / single).is_file()
+        if is_single or (directory / index).is_file():
+            files = [directory / single] if is_single else _indexed_files(directory / index)
+            return WeightFiles({name: tensor for file in files for name, tensor in read(file).items()})
     raise CheckpointError(
         f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "
         "save_pretrained, or train from random weights with pretrained=False"
@@ -121,12 +123,12 @@ def open_weights(directory: str | Path) -> WeightFiles:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, all of which must be there, and none outside its folder."""
+    """Files named by an index; raises unless all exist and are in the directory of the index."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         outside = [f"{name!r} is in {file!r}" for name, file in names.items() if not re.fullmatch(r"\w[\w.-]*", file)]
         if outside or not names:
-            raise ValueError(f"{outside[0]}, which is outside its folder" if outside else "it names none")
+            raise ValueError(f"{outside[0]}, which is outside its directory" if outside else "it names none")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weight files ({error!r}); fetch it again") from None
     files = [index.parent / file for file in sorted(set(names.values()))]
@@ -146,10 +148,10 @@ def _damage_as_errors(file: Path) -> Iterator[None]:
 
 
 def read_safetensors(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by its header.
+    """Read the header of a safetensors file.
 
     Raises:
-        CheckpointError: If it cannot be read, or is damaged.
+        CheckpointError: If the file cannot be read, is damaged, or has a dtype that torch does not know.
     """
     from safetensors import safe_open
     from safetensors.torch import _TYPES
@@ -162,50 +164,50 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
 
 
 def _read_pickled(file: Path) -> dict[str, Stored]:
-    held = read_pickle(file)
-    if not isinstance(held, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
+    state = read_pickle(file)
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
     ):
         raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
-    return {name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in held.items()}
+    return {name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in state.items()}
 
 
 # ---- companions -----------------------------------------------------------------------------------------------------
 
 
 def generation_config(folder: Path | None) -> list[Path]:
-    """The generation config in ``folder``, if it has one."""
+    """Path of the generation config in ``folder``, as a list; empty if there is none."""
     return _matching_files(folder, (GENERATION_CONFIG_FILE,))
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
-    """The tokenizer's files in ``folder``, a folder of chat templates among them; none if it has no tokenizer."""
+    """Tokenizer files in ``folder``, including a directory of chat templates; empty if there are none."""
     return _matching_files(folder, TOKENIZER_FILES)
 
 
 def companion_files(companions: Path | None, tokenizer: Path | None = None) -> list[Path]:
-    """What to copy beside converted weights.
+    """Generation config and tokenizer files to copy beside converted weights.
 
     Args:
         companions: ``Source.companions``.
-        tokenizer: A tokenizer's folder, instead of that among the companions.
+        tokenizer: Directory of another tokenizer; None: the one in ``companions``.
     """
     return generation_config(companions) + tokenizer_files(tokenizer or companions)
 
 
 def _matching_files(folder: Path | None, globs: Collection[str]) -> list[Path]:
-    names = [] if folder is None else sorted(folder.iterdir())
-    return [each for each in names if any(fnmatchcase(each.name, glob) for glob in globs)]
+    paths = [] if folder is None else sorted(folder.iterdir())
+    return [path for path in paths if any(fnmatchcase(path.name, glob) for glob in globs)]
 
 
 def copy_companions(files: Iterable[Path], folder: Path) -> None:
-    """Copy them into ``folder``, which is made if there are any; of a folder the files right in it.
+    """Copy files, and the files directly in directories, into ``folder``, which is created if there are any.
 
-    Folders that links lead to are left out: one may contain ``folder``.
+    Symbolic links to directories are skipped: their target may contain ``folder``.
     """
     for path in files:
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else [path]
-        for file in (each for each in inside if each.is_file()):
+        for file in filter(Path.is_file, inside):
             target = folder / file.relative_to(path.parent)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
@@ -217,19 +219,19 @@ _HEADS = (
     *("lm_head", "cls", "classifier", "score", "qa_outputs"),
     *("classification_head", "multiple_choice_head", "v_head"),
 )
-"""Where transformers keeps heads, beside the headless model."""
+"""Prefixes of heads in transformers' models."""
 _BODY = ("embedding", "encoder", "decoder")
-"""What Megatron's keys begin with unless the tensor belongs to a head or a pooler."""
+"""Prefixes of Megatron's keys of all tensors but those of a head or a pooler."""
 
 
 class HuggingFaceSource(Source):
-    """The weights of a model directory."""
+    """Weights of a Hugging Face model directory."""
 
     kind = "Hugging Face model directory"
-    has_adapters = False  # which have files of their own
+    has_adapters = False  # adapters are in directories of their own
 
     def __init__(self, path: Path) -> None:
-        """Look at its files; see ``open_weights``.
+        """Open the weight files; see ``open_weights``.
 
         Raises:
             CheckpointError: If they are missing or damaged.
@@ -241,7 +243,7 @@ class HuggingFaceSource(Source):
         self.companions = path
 
     def describe(self, config: Path | None) -> None:
-        """See ``Source``; no weight is read, except T5's output layer, which its config cannot tell."""
+        """See ``Source``; reads no weights, except T5's embedding and output layer to find out if they are tied."""
         if config is None and not (self.path / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"model directory {self.path} has no {CONFIG_FILE}, so that its model is unknown; fetch it, or give "
@@ -252,7 +254,7 @@ class HuggingFaceSource(Source):
         self.model = resolve_tied_output(described, self._files)
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
-        """See ``Source``; as transformers finds them. The first rank compares what is tied."""
+        """See ``Source``; prefixes, ignored keys and ties are those of transformers. Rank 0 compares tied tensors."""
         import transformers
 
         stored, family = self.stored, family_of(self.model.family)
@@ -267,7 +269,7 @@ class HuggingFaceSource(Source):
         hf_class = getattr(transformers, family.architectures[self.model.task])
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
         actual, ties = _stored_names(stored, keys, family), []
-        for name, source in (hf_class._tied_weights_keys or {}).items():  # each tensor, and what it is a copy of
+        for name, source in (hf_class._tied_weights_keys or {}).items():  # tensor -> tensor that it is tied to
             name = _file_name(name, family)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
@@ -276,60 +278,65 @@ class HuggingFaceSource(Source):
         self._stored_name = {name: actual[name] for name in keys if name in actual}
         is_headless = bool(family.names.base) and not any(name.startswith(family.names.base) for name in stored)
         new = self._new_head_tensors(keys) if is_headless or self.model.architecture == "bert" else set()
-        others, ignored = {}, []
+        unexpected, ignored = {}, []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
-            if NO_WEIGHTS.search(in_file) or any(re.search(each, name) for each in ignorable):
+            if NO_WEIGHTS.search(in_file) or any(re.search(pattern, name) for pattern in ignorable):
                 continue
             if name.split(".")[0] in _HEADS or ".pooler." in name:
                 ignored.append(in_file)
             else:
-                others[in_file] = stored[in_file]
-        found_here = {name: stored[in_file] for name, in_file in self._stored_name.items()}
-        self.check(found_here | others, {name: shapes[name] for name in shapes if name not in new})
+                unexpected[in_file] = stored[in_file]
+        found = {name: stored[in_file] for name, in_file in self._stored_name.items()}
+        self.check(found | unexpected, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
-            unequal = [f"{copy!r} differs from {of!r}" for copy, of in ties if not self._files.are_equal(copy, of)]
-            why = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
-            self.raise_mismatches([each + why for each in unequal])
+            unequal = [
+                f"{copy!r} differs from {kept!r}" for copy, kept in ties if not self._files.are_equal(copy, kept)
+            ]
+            reason = (
+                ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
+            )
+            self.raise_mismatches([difference + reason for difference in unequal])
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
-        for name, each in found_here.items():
-            # If the tensors that make one of Megatron's differ: the one that holds them all.
-            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], each.dtype), each.dtype)
+        for name, tensor in found.items():
+            # Tensors of different dtypes that form one of Megatron's are promoted to a common one.
+            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], tensor.dtype), tensor.dtype)
         return self._dtypes
 
     def _new_head_tensors(self, keys: Mapping[str, Key]) -> set[str]:
-        """Tensors of heads that the files lack altogether: of none of their modules is a part there."""
+        """Missing tensors of head modules of which the files have no tensor at all; these are newly initialized."""
 
         def head_of(name: str) -> str:
             return ".".join(name.split(".")[:-1][:2])  # cls.predictions of cls.predictions.transform.dense.weight
 
-        there = {head_of(name) for name in self._stored_name}
+        stored = {head_of(name) for name in self._stored_name}
         missing = keys.keys() - self._stored_name.keys()
-        return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in there}
+        return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in stored}
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
         rule, start, stop = self._rules[region.key.name], region.offset[0], region.offset[0] + region.size[0]
+        # For each row of the region: its row in the concatenation of Hugging Face tensors.
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
-        whole = torch.empty(region.size, dtype=self._dtypes[region.key])
+        values = torch.empty(region.size, dtype=self._dtypes[region.key])
         for name, rows in zip(rule.names(*region.key[1:]), rule.rows or (region.shape[0],), strict=True):
-            ours = ((source >= 0) & (source < rows)).nonzero().flatten()
-            if len(ours) and not name:
-                whole[_as_slice(ours)] = 0
-            elif len(ours):
-                theirs, columns = source[ours], region.slices[1:]
-                first = int(theirs.min())
-                span, within = slice(first, int(theirs.max()) + 1), _as_slice(theirs - first)
+            target_rows = ((source >= 0) & (source < rows)).nonzero().flatten()
+            if len(target_rows) and not name:
+                values[_as_slice(target_rows)] = 0
+            elif len(target_rows):
+                source_rows, columns = source[target_rows], region.slices[1:]
+                first = int(source_rows.min())
+                span, within = slice(first, int(source_rows.max()) + 1), _as_slice(source_rows - first)
                 box = (columns[0], span) if rule.transposed else (span, *columns)
                 block = self._files.read(self._stored_name[name], box)
-                whole[_as_slice(ours)] = (block.t() if rule.transposed else block)[within]
+                values[_as_slice(target_rows)] = (block.t() if rule.transposed else block)[within]
             source = source - rows
-        return whole
+        return values
 
 
 def _stored_names(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:
-    """Names as the model with its head has them -> names in the files."""
+    """Map names in the full model (headless prefix added) to names in the files."""
     names: dict[str, str] = {}
     for actual in stored:
         name = _file_name(actual, family)
@@ -344,37 +351,37 @@ def _file_name(name: str, family: Family) -> str:
 
 
 def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
-    """``rows`` as a slice if they follow each other, so that nothing is copied to take them."""
+    """``rows`` as a slice if they are consecutive, so that indexing returns a view."""
     first, last = int(rows[0]), int(rows[-1])
     is_range = last - first == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all())
     return slice(first, last + 1) if is_range else rows
 
 
 def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
-    """``model`` with an output layer of its own, if only the files tell that it has one."""
+    """Untie the output layer of a T5 ``model`` if the files have both tensors and they differ, as transformers does."""
     untied = replace(model, share_embeddings_and_output_weights=False)
     names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
-    is_told = model.architecture == "t5" and all(name in files.tensors for name in names)
-    return untied if is_told and not files.are_equal(*names) else model
+    has_both = model.architecture == "t5" and all(name in files.tensors for name in names)
+    return untied if has_both and not files.are_equal(*names) else model
 
 
 def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Path) -> frozenset[str]:
-    """Fill this rank's model chunks with the weights of a Hugging Face model directory. Every rank must call.
+    """Load the weights of a Hugging Face model directory into this rank's model chunks. Collective over the world.
 
-    Rows that pad the vocabulary become zero. A head that the files lack altogether (a classifier that is to be trained
-    on a pretrained model) keeps the weights it has, with a warning that names it; tensors of other heads are left out.
+    Vocabulary padding becomes zero. A head that the files lack entirely (e.g. a classifier to train on a pretrained
+    model) keeps its initial weights, with a warning that names them; tensors of other heads are ignored.
 
     Args:
         chunks: This rank's model chunks.
-        model: The description that they were built from.
-        path: The directory; see ``open_weights``.
+        model: Config that the chunks were built from.
+        path: Model directory; see ``open_weights``.
 
     Returns:
-        Megatron's keys of the tensors that the files do not have.
+        Megatron's names of the tensors that the files lack.
 
     Raises:
-        CheckpointError: If the files are missing or damaged, or are not those of this model; what is missing,
-            superfluous, or of another shape or kind is named. On all ranks alike, before anything is changed.
+        CheckpointError: On every rank, before any weight changes, if the files are missing or damaged, or are not of
+            this model; lists tensors that are missing, unexpected, or of another shape or an unsupported dtype.
     """
     from lightning_megatron.engine.collectives import call_on_all_ranks  # the engine's import takes seconds
 
@@ -391,7 +398,7 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
 
 
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
-    """What Hugging Face calls these tensors, in the order of the family's rules."""
+    """Hugging Face names of these tensors, in the order of the family's rules."""
     return [
         name for rule in rules_of(model) for key in keys if key.name == rule.megatron for name in rule.names(*key[1:])
     ]
@@ -404,10 +411,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def size_in_bytes(size: str | int, name: str = "max_shard_size") -> int:
-    """Bytes of ``200MB``, ``5GB``, ``1.5GiB`` or a number; ``name`` is the option, for the error.
+    """Number of bytes of ``200MB``, ``5GB``, ``1.5GiB`` or a number; ``name`` is the option, for the error.
 
     Raises:
-        ConfigError: If it is not a positive size.
+        ConfigError: If ``size`` is not a positive size.
     """
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if isinstance(size, bool) or not parts or parts[2].upper() not in _UNITS or float(parts[1]) <= 0:
@@ -424,30 +431,30 @@ def save_hugging_face(
     companions: Iterable[Path] = (),
     without: frozenset[Key] = frozenset(),
 ) -> None:
-    """Write a directory that ``AutoModelFor*.from_pretrained`` loads. Every rank must call; rank 0 writes.
+    """Save a directory that ``AutoModelFor*.from_pretrained`` loads. Collective over the world; rank 0 writes.
 
-    Rank 0 holds the tensors of one file at a time.
+    Rank 0 holds the tensors of one file in memory at a time.
 
     Args:
         chunks: This rank's model chunks.
-        model: The description that they were built from.
-        hf_config: The Hugging Face config object that it was described by.
-        directory: Where to, made if it does not exist; files of other names in it stay.
-        max_shard_size: Largest weight file, e.g. ``"200MB"`` or bytes; a larger tensor has a file of its own.
-        companions: Files to put beside the weights.
+        model: Config that the chunks were built from.
+        hf_config: Hugging Face config object of ``model``.
+        directory: Target, created if it does not exist; files with other names are kept.
+        max_shard_size: Largest weight file, e.g. ``"200MB"`` or bytes; a larger tensor gets a file of its own.
+        companions: Files to copy beside the weights.
         without: Tensors of a head to leave out.
 
     Raises:
         ConfigError: If ``max_shard_size`` is not a size.
-        CheckpointError: If something cannot be written, on all ranks alike; the directory's old weights are whole then.
+        CheckpointError: On every rank, if a file cannot be written; the directory's old weights are then intact.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
     largest = size_in_bytes(max_shard_size)
-    gathering = WeightGatherer(chunks, model, lambda key: key not in without)
-    contents = gathering.contents()
+    gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
+    contents = gatherer.contents()
     split = split_state_dict_into_shards_factory(
         contents,
         get_storage_size=lambda tensor: tensor.num_bytes,
@@ -459,28 +466,28 @@ def save_hugging_face(
     with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
         call_on_all_ranks(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
-        held: dict[str, dict[str, torch.Tensor]] = {}
-        left = Counter(split.tensor_to_filename.values())
-        for name, tensor in gathering.tensors():
+        pending: dict[str, dict[str, torch.Tensor]] = {}
+        remaining = Counter(split.tensor_to_filename.values())
+        for name, tensor in gatherer.tensors():
             file = split.tensor_to_filename[name]
-            left[file] -= 1
+            remaining[file] -= 1
             if tensor is not None:
-                held.setdefault(file, {})[name] = tensor
-            if left[file] == 0:
-                write = partial(write_weight_file, folder, file, held.pop(file, {}))
+                pending.setdefault(file, {})[name] = tensor
+            if remaining[file] == 0:
+                write = partial(write_weight_file, folder, file, pending.pop(file, {}))
                 call_on_all_ranks(write if is_first else lambda: None)
             bar.update(contents[name].num_bytes)
 
 
 def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool) -> Any:
-    """``hf_config`` of a model with these tensors: its class, and the dtype of most of the numbers."""
+    """Copy of ``hf_config`` to save with these tensors: with the saved class, and the dtype of most values."""
     sizes: Counter[torch.dtype] = Counter()
-    for each in contents.values():
-        sizes[each.dtype] += math.prod(each.shape)
+    for tensor in contents.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
     config = config_for_task(hf_config, model)
     if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model"):
         config.architectures = hf_config.architectures
-    for name in ("auto_map", "transformers_weights"):  # names of files, which do not travel along
+    for name in ("auto_map", "transformers_weights"):  # name files that are not copied
         config.__dict__.pop(name, None)
     config.dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     return config
@@ -488,13 +495,13 @@ def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Sto
 
 @contextlib.contextmanager
 def staged_directory(path: Path) -> Iterator[Path]:
-    """A folder in which rank 0 may write, and whose content ``path`` has in the end. Every rank must enter and leave.
+    """Yield a temporary directory for rank 0 to write, whose files move to ``path`` on exit. Collective over the world.
 
-    A new directory gets its name at the end. In one that exists, what ``from_pretrained`` looks for first (the single
-    file, or the index) leaves first and arrives last: it is the old model, the new one, or none.
+    A new directory is renamed to ``path``. In an existing one, the file that ``from_pretrained`` looks for first (the
+    single weight file, or the index) is removed first and written last: a reader finds the old model, the new or none.
 
     Raises:
-        CheckpointError: If it cannot be written, on all ranks alike.
+        CheckpointError: On every rank, if the directory cannot be written.
     """
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
@@ -522,7 +529,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
 
 def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:
-    """Everything but the weights: what cannot be written is better known before they are gathered."""
+    """Write everything but the weights, first: a failure is found before they are gathered."""
     with failures_as_errors(f"model directory {folder} is not written"):
         config.to_json_file(folder / CONFIG_FILE)
         if index is not None:
@@ -531,7 +538,7 @@ def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | Non
 
 
 def write_weight_file(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One weight file, forced to the disk.
+    """Write and sync one weight file.
 
     Raises:
         CheckpointError: If it cannot be written.

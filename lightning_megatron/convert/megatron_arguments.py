@@ -1,9 +1,9 @@
-"""Megatron-LM's arguments and Hugging Face configs, told from each other.
+"""Conversion between Megatron-LM's arguments and Hugging Face configs.
 
-From arguments to a config: sizes come from the shapes of the tensors, which cannot be wrong; arguments say what no
-tensor shows. The oldest checkpoints have no arguments: of these only NVIDIA's published 345M models are known, by their
-shapes. From a config to arguments: what they cannot say (ALiBi's scaling, sliding windows, whether there is a binary
-head) stands in an argument of our own, ``hugging_face_config``.
+From arguments to a config: sizes are taken from the tensor shapes, which cannot be wrong, and only the rest from
+arguments. The oldest checkpoints have no arguments: of these only NVIDIA's published 345M models are supported,
+recognized by their shapes. From a config to arguments: what these cannot express (ALiBi's scaling, sliding windows,
+whether there is a binary head) is in an additional argument of this package, ``hugging_face_config``.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from lightning_megatron.models.config import ModelConfig, RopeScaling, variant_o
 _log = logging.getLogger(__name__)
 
 HUGGING_FACE_CONFIG = "hugging_face_config"
-"""The argument that holds the text of a ``config.json``."""
+"""Argument that stores the text of a ``config.json``."""
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
 _PUBLISHED: Mapping[str, Any] = {
     "gpt": ((24, 1024, 4096, 1024), (50257,), {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"}),
     "bert": ((24, 1024, 4096, 512), (28996, 30522), {"openai_gelu": False}),
 }
-"""NVIDIA's GPT-2 345M and BERT 345M: layers, width, width of the MLP and positions; tokens without padding; and what no
-tensor shows. All of them have 16 heads."""
+"""NVIDIA's GPT-2 345M and BERT 345M: (num_layers, hidden_size, ffn_hidden_size, max_position_embeddings), vocabulary
+sizes without padding, and arguments that no tensor shows. All of them have 16 heads."""
 _GPT2_VOCABULARY = 50257
 _MAX_PADDING = 128
-"""Rows, times tp: Megatron-LM's ``--make-vocab-size-divisible-by``."""
+"""Vocabulary padding is less than this times tp rows (Megatron-LM's ``--make-vocab-size-divisible-by``)."""
 _MAX_LENGTH = 200
-"""Characters of an argument that is shown, and items of a list."""
+"""Maximum characters of an argument that ``inspect`` shows, and items of a list."""
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 _UNSUPPORTED = (
     *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
     *("rotary_interleaved", "squared_relu", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset"),
     *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
 )
-"""Arguments that change the mathematics into one that no known family has, unless they are ``_NO_EFFECT``."""
+"""Arguments that no known family supports, unless their value is one of ``_NO_EFFECT``."""
 _NO_EFFECT = (None, False, 0, "vanilla")
 
 
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Megatron-LM's arguments by name, as a legacy file or ``common.pt`` keeps them; none if it has none."""
+    """Megatron-LM's arguments in the state of a legacy file or ``common.pt``, by name; empty if there are none."""
     stored = state.get("args")
     if isinstance(stored, (Namespace, SimpleNamespace)):
         return vars(stored)
@@ -63,10 +63,10 @@ def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 
 def embedded_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``config.json`` that ``convert`` wrote beside Megatron-LM's arguments; None in other checkpoints.
+    """Fields of the Hugging Face config that ``convert`` stored among the arguments; None in other checkpoints.
 
     Raises:
-        CheckpointError: If it is damaged.
+        CheckpointError: If the stored config is damaged.
     """
     text = arguments.get(HUGGING_FACE_CONFIG)
     if not isinstance(text, str):
@@ -80,7 +80,7 @@ def embedded_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """What the state of a checkpoint says beside its weights, as plain data."""
+    """Plain data for ``inspect`` from the state of a checkpoint: iteration, arguments and stored config."""
     arguments = arguments_of(state)
     names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
     return {
@@ -92,30 +92,30 @@ def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _as_plain_data(value: Any) -> Any:
-    """Numbers, texts and lists of them as they are, other things as a text; a file can hold anything."""
+    """Convert a value to plain data: numbers, lists, and strings for everything else; a file can hold anything."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_as_plain_data(each) for each in value[:_MAX_LENGTH]]
-    plain = isinstance(value, (str, torch.dtype, Path, StandIn))
-    return str(value)[:_MAX_LENGTH].removeprefix("torch.") if plain else type(value).__name__
+        return [_as_plain_data(item) for item in value[:_MAX_LENGTH]]
+    is_printable = isinstance(value, (str, torch.dtype, Path, StandIn))
+    return str(value)[:_MAX_LENGTH].removeprefix("torch.") if is_printable else type(value).__name__
 
 
 def describe_model(
     arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, config: Path | None, path: Path
 ) -> tuple[ModelConfig, Any]:
-    """The model of a checkpoint of Megatron, and its Hugging Face config object.
+    """Find the model of a checkpoint of Megatron-LM or Megatron-Core, and its Hugging Face config object.
 
     Args:
-        arguments: Megatron-LM's, by name; without any, only NVIDIA's published models are known.
-        shapes: Of the whole tensors, vocabulary padding included.
-        tp: Tensor parallel size of the checkpoint, by which its vocabulary may be padded.
-        config: A Hugging Face ``config.json``, or a folder with one; None: as the arguments say.
-        path: For messages.
+        arguments: Megatron-LM's arguments by name; if empty, only NVIDIA's published models are recognized.
+        shapes: Shapes of the full tensors, vocabulary padding included.
+        tp: Tensor-parallel size of the checkpoint, which bounds its vocabulary padding.
+        config: Hugging Face ``config.json``, or a directory with one; None: infer it from the arguments and shapes.
+        path: The checkpoint, for messages.
 
     Raises:
         CheckpointError: If no known family computes what Megatron-LM computed, or layers are missing.
-        ConfigError: If the config cannot be honoured.
+        ConfigError: If the config is not supported.
     """
     if config is not None:
         hf_config = config_object(config)
@@ -133,9 +133,9 @@ def describe_model(
     if config is None and HUGGING_FACE_CONFIG in arguments:
         model = variant_of(model, arguments)
     if model.architecture == "bert":
-        tasks = (model.task, *family.architectures)  # the first whose head is there
+        tasks = (model.task, *family.architectures)  # the first task whose head is stored
         models = [family.model_config(hf_config, task) for task in tasks]
-        model = next((each for each in models if _names_outside_layers(each) <= names), model)
+        model = next((candidate for candidate in models if _names_outside_layers(candidate) <= names), model)
     if model.architecture == "t5" and VOCABULARY[1] in names:
         model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
     return model, hf_config
@@ -149,7 +149,7 @@ def _names_outside_layers(model: ModelConfig) -> set[str]:
 
 
 class _ConfigBuilder:
-    """What arguments and shapes tell; for the parameters see ``describe_model``."""
+    """Builds a Hugging Face config from arguments and shapes; for the parameters see ``describe_model``."""
 
     def __init__(
         self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
@@ -162,39 +162,39 @@ class _ConfigBuilder:
             for key, shape in shapes.items()
             if not key.layer
         }
-        """Of the first layer, and of what is outside of layers; names without their stack."""
+        """Shapes of tensors of the first layer and outside layers, by names without their stack."""
         self.rows, self.positions = (self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS))
         num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
         (width, ffn), branches = self.shapes["mlp.linear_fc2.weight"], self.shapes["mlp.linear_fc1.weight"][0]
         self.arguments = arguments or self.published_arguments(num_layers, width, branches)
-        said, heads = self.arguments.get, self.arguments["num_attention_heads"]
-        head, rest = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
-        if rest != 0:
-            raise ValueError(f"num_attention_heads={heads} does not divide {head * heads + rest} columns")
-        untied, window = said("untie_embeddings_and_output_weights"), said("window_size")
+        get, heads = self.arguments.get, self.arguments["num_attention_heads"]
+        head_dim, remainder = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
+        if remainder != 0:
+            raise ValueError(f"num_attention_heads={heads} does not divide {head_dim * heads + remainder} columns")
+        untied, window = get("untie_embeddings_and_output_weights"), get("window_size")
         untied = "output_layer.weight" in self.shapes if untied is None else untied
-        positions = "rope" if said("use_rotary_position_embeddings") else said("position_embedding_type")
+        positions = "rope" if get("use_rotary_position_embeddings") else get("position_embedding_type")
         self.fields = {
             "vocab_size": self.vocab_size(),
             **{"num_layers": num_layers, "hidden_size": width, "ffn_hidden_size": ffn},
-            "num_query_groups": (self.shapes["self_attention.linear_qkv.weight"][0] // head - heads) // 2,
-            **{"num_attention_heads": heads, "kv_channels": head},
-            "gated_linear_unit": branches == 2 * ffn and bool(said("swiglu", True)),
+            "num_query_groups": (self.shapes["self_attention.linear_qkv.weight"][0] // head_dim - heads) // 2,
+            **{"num_attention_heads": heads, "kv_channels": head_dim},
+            "gated_linear_unit": branches == 2 * ffn and bool(get("swiglu", True)),
             "layernorm_epsilon": self.get_float("norm_epsilon", self.get_float("layernorm_epsilon", 1e-5)),
             "add_qkv_bias": "self_attention.linear_qkv.bias" in self.shapes,
             "add_bias_linear": "mlp.linear_fc1.bias" in self.shapes,
             "share_embeddings_and_output_weights": self.architecture == "bert" or not untied,
             "position_embedding_type": positions or ("learned_absolute" if self.positions else None),
             "rotary_percent": self.get_float("rotary_percent", 1.0),
-            "max_position_embeddings": self.positions or said("max_position_embeddings") or said("seq_length") or 4096,
+            "max_position_embeddings": self.positions or get("max_position_embeddings") or get("seq_length") or 4096,
             "num_tokentypes": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
-            # Hugging Face counts the token itself, too.
+            # Hugging Face's window includes the token itself.
             "sliding_window": window[0] + 1 if isinstance(window, Sequence) else window,
         }
-        """What the model must have, as fields of a ``ModelConfig``."""
+        """Fields that the ``ModelConfig`` must have."""
 
     def published_arguments(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
-        """What NVIDIA trained a model of these shapes with, whose file does not say it; heads are never guessed."""
+        """Arguments of NVIDIA's published model with these shapes; the number of heads is never guessed for others."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
         is_known = any(0 <= self.rows - known < _MAX_PADDING * self.tp for known in vocabularies)
         if not is_known or (num_layers, width, ffn, self.positions) != sizes:
@@ -206,74 +206,80 @@ class _ConfigBuilder:
         return {"num_attention_heads": 16, **arguments}
 
     def get_float(self, name: str, default: float) -> float:
-        """An argument; ``default`` if it is not given."""
+        """Numeric argument; ``default`` if it is absent or None."""
         value = self.arguments.get(name)
         return default if value is None else float(value)
 
     def vocab_size(self) -> int:
-        """Without the rows that pad it, if that is known."""
-        told, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
-        if type(told) is int and 0 < told <= self.rows:
-            return told
-        is_gpt2s = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
-        if is_gpt2s and 0 <= padding < _MAX_PADDING * self.tp:
+        """Vocabulary size without padding if it is known, else all rows."""
+        size, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
+        if type(size) is int and 0 < size <= self.rows:
+            return size
+        is_gpt2 = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+        if is_gpt2 and 0 <= padding < _MAX_PADDING * self.tp:
             return _GPT2_VOCABULARY
         _log.warning(
-            "%s does not say whether some rows of its vocabulary of %d only pad it: all are kept; give the model's "
-            "config with --config if it has fewer",
+            "%s does not record how many rows of its vocabulary of %d are padding: all are kept; give the model's "
+            "config with --config if it has fewer tokens",
             self.path,
             self.rows,
         )
         return self.rows
 
     def config(self) -> Any:
-        """The Hugging Face config object of the one family that has such fields and tensors."""
-        told = [f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _NO_EFFECT]
+        """Hugging Face config object of the first family that matches all fields and tensors."""
+        problems = [
+            f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _NO_EFFECT
+        ]
         if self.architecture == "t5":
-            told.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
-        elif not told and self.architecture == "bert":
+            problems.append(
+                "the scaled scores of Megatron-LM's encoder-decoder (if it was converted from a T5, say so)"
+            )
+        elif not problems and self.architecture == "bert":
             return self.config_for("megatron-bert")
-        if not told:
-            wrong = []
+        if not problems:
+            mismatches = []
             for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
                 config = self.config_for(family)
                 model = family_of(family).model_config(config)
-                others = [f"{name}={value}" for name, value in self.fields.items() if getattr(model, name) != value]
+                fields = [f"{name}={value}" for name, value in self.fields.items() if getattr(model, name) != value]
                 names = {rule.megatron for rule in rules_of(model)}
-                # On the last of several stages a tied model has a copy of its embedding, too.
-                wrong.append(others + sorted(names ^ (self.names - ({"output_layer.weight"} - names))))
-                if not wrong[-1]:
+                # With several pipeline stages the last one of a tied model has a copy of the embedding.
+                mismatches.append(fields + sorted(names ^ (self.names - ({"output_layer.weight"} - names))))
+                if not mismatches[-1]:
                     return config
-            told = min(wrong, key=len)
-        raise CheckpointError(f"{self.path}: no known Hugging Face family has {', '.join(told[:10])}; {_GIVE_A_CONFIG}")
+            problems = min(mismatches, key=len)
+        raise CheckpointError(
+            f"{self.path}: no known Hugging Face family has {', '.join(problems[:10])}; {_GIVE_A_CONFIG}"
+        )
 
     def config_for(self, family: str) -> Any:
-        """What is known as a config of ``family``."""
-        default, said, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
+        """Hugging Face config object of ``family`` with all fields that are known."""
+        default, get, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
         if not fields["gated_linear_unit"]:
-            # Megatron-LM's fused kernel and OpenAI's formula are the same function, with tanh.
+            # Megatron-LM's fused kernel and OpenAI's formula are both GELU's tanh approximation.
             fields["activation"] = (
-                "gelu_fast" if said("bias_gelu_fusion") else "gelu_new" if said("openai_gelu") else "gelu"
+                "gelu_fast" if get("bias_gelu_fusion") else "gelu_new" if get("openai_gelu") else "gelu"
             )
         fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.get_float("hidden_dropout", 0.1))
         fields["attention_dropout"] = self.get_float("attention_dropout", 0.1)
         fields["init_method_std"] = self.get_float("init_method_std", 0.02)
-        names, own = config_field_names(default), dict[str, Any](rope_parameters=self.rope())
-        own |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
+        names, extra = config_field_names(default), dict[str, Any](rope_parameters=self.rope())
+        extra |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
         if self.architecture == "gpt" and self.positions:
             end = min(_GPT2_VOCABULARY, fields["vocab_size"]) - 1
-            own |= dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+            extra |= dict.fromkeys(("bos_token_id", "eos_token_id"), end)
         for classifier in _CLASSIFIERS & self.shapes.keys():
-            own["num_labels"] = self.shapes[classifier][0]
+            extra["num_labels"] = self.shapes[classifier][0]
         known = {names[field]: value for field, value in fields.items() if field in names}
-        known |= {name: value for name, value in own.items() if hasattr(default, name)}
+        known |= {name: value for name, value in extra.items() if hasattr(default, name)}
         return config_object({"model_type": family, **known})
 
     def rope(self) -> dict[str, Any]:
-        """Rotary positions."""
+        """``rope_parameters`` of the Hugging Face config."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.get_float("rotary_base", 10000.0)}
         if self.arguments.get("use_rope_scaling"):
-            # Megatron-Core's other numbers are those of Llama 3.1, too (common/embeddings/rotary_pos_embedding.py).
+            # Megatron-Core fixes the other values to those of Llama 3.1 (common/embeddings/rotary_pos_embedding.py).
             rope |= {"rope_type": "llama3", "factor": self.get_float("rope_scaling_factor", 8.0)}
             rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         elif self.arguments.get("rotary_seq_len_interpolation_factor"):
@@ -284,7 +290,7 @@ class _ConfigBuilder:
 # ---- from a config to arguments --------------------------------------------------------------------------------------
 
 _T5_SEQ_LENGTH = 512
-"""That of its pre-training; relative positions have no end, and an argument must have a value."""
+"""Sequence length of T5's pre-training, as the argument must have a value; relative positions have no limit."""
 _SHARED_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
     *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_base"),
@@ -292,7 +298,7 @@ _SHARED_NAMES = (
     *("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance"),
     *("num_tokentypes", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
 )
-"""Arguments that are fields of a ``ModelConfig``."""
+"""Arguments with the same name and meaning as fields of ``ModelConfig``."""
 _FALSE = ("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu", "use_distributed_optimizer")
 
 
@@ -311,18 +317,18 @@ def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
 def megatron_arguments(
     model: ModelConfig, hf_config: Any, layout: ParallelConfig, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> Namespace:
-    """Megatron-LM's arguments for this model at this layout.
+    """Build Megatron-LM's arguments of a model at a layout.
 
     Args:
-        model: With the padding of its vocabulary that is written.
-        hf_config: Its Hugging Face config object.
-        layout: The sizes of tensor and pipeline parallelism.
-        dtype: Of the weights.
-        more: Other arguments.
+        model: Config of the model, with the vocabulary padding to write.
+        hf_config: Hugging Face config object of ``model``.
+        layout: Sizes of tensor and pipeline parallelism.
+        dtype: Dtype of the weights.
+        more: Additional arguments.
     """
     is_t5, positions = model.architecture == "t5", model.position_embedding_type
     seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
-    # The scripts of transformers call Megatron-LM's fused kernel gelu_fast.
+    # transformers' conversion scripts name Megatron-LM's fused kernel gelu_fast.
     activations = [getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")]
     is_tanh = model.activation == "gelu_tanh"
     is_fused = is_tanh and "gelu_fast" in activations and not model.gated_linear_unit

@@ -1,7 +1,7 @@
-"""LoRA in ``peft``'s words: its options and names of modules, and its adapter folders in and out.
+"""LoRA options with ``peft``'s names, and loading and saving of ``peft`` adapters.
 
-A folder has ``adapter_config.json`` and ``adapter_model.safetensors``; ``PeftModel.from_pretrained`` loads what is
-written here, and what ``peft`` has written is read if nothing in it changes the mathematics of plain LoRA.
+An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``. ``PeftModel.from_pretrained``
+loads adapters saved here; adapters saved by ``peft`` are loaded if their config is one of plain LoRA.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _KNOWN_FIELDS = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
     *("megatron_core", "qalora_group_size"),
 }
-"""Fields of a config that are read, or that say nothing about what an adapter computes."""
+"""Fields of ``adapter_config.json`` that are read, or that do not affect what an adapter computes."""
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base
 }
+"""Fields of which only some values are plain LoRA."""
 _TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 
 
@@ -48,10 +49,10 @@ class LoRA:
     """Train low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685), as ``peft`` does.
 
     Args:
-        rank: Numbers between the two matrices of an adapter; ``peft``'s ``r``.
-        alpha: What adapters give is multiplied by alpha / rank; ``peft``'s ``lora_alpha``.
-        dropout: Probability on what adapters read; each has numbers of its own.
-        targets: Which linears of layers, by their names in the Hugging Face model or the ends of these: ``q_proj``,
+        rank: Inner dimension of the two matrices of an adapter; ``peft``'s ``r``.
+        alpha: The output of adapters is multiplied by alpha / rank; ``peft``'s ``lora_alpha``.
+        dropout: Dropout probability on the input of adapters, with separate random masks for each adapter.
+        targets: Linear layers to adapt, by their names in the Hugging Face model or suffixes of these: ``q_proj``,
             ``v_proj``, ``mlp.c_proj``; ``all-linear`` for all.
     """
 
@@ -61,10 +62,10 @@ class LoRA:
     targets: tuple[str, ...] | Literal["all-linear"] = ALL_LINEARS  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers.
+        """Validate the options.
 
         Raises:
-            ConfigError: If the rank is not a positive integer, another number is out of range, or no target is given.
+            ConfigError: If the rank is not a positive integer, another value is out of range, or there is no target.
         """
         require_kind("lora rank", self.rank, "int")
         require_number("lora rank", self.rank, at_least=1)
@@ -86,20 +87,20 @@ class LoRA:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """What a module trains beside frozen weights."""
+    """Adapters that a module trains beside frozen weights."""
 
     lora: LoRA
     source: Path | None
-    """The folder of the adapter that training begins with; None for new ones."""
+    """Directory of the adapter to initialize training from; None for new adapters."""
     base: str | None
-    """Name or folder of the model with the frozen weights, which checkpoints of weights alone name instead of holding
-    them; None where they would be lost."""
+    """Name or directory of the base model, which weights-only checkpoints record instead of its frozen weights; None:
+    they store the frozen weights."""
 
     def apply_to(self, model: ModelConfig, model_provider: object) -> ModelConfig:
-        """``model`` with the adapters.
+        """Return ``model`` with the adapters.
 
         Raises:
-            ConfigError: If it has no such linears, or its layers are not this package's.
+            ConfigError: If the model has no such linear layers, or a ``model_provider`` builds it.
         """
         if model_provider is not None:
             raise ConfigError("lora: expected this package's layers, got a model_provider; leave one of them out")
@@ -107,15 +108,15 @@ class Adaptation:
 
 
 def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | None) -> Adaptation | None:
-    """What a user's ``lora`` means.
+    """Parse the ``lora`` option of a module.
 
     Args:
-        lora: Options of new adapters, or the folder of one.
-        base: The model that gives the frozen weights; None if they are random, or come from a checkpoint.
+        lora: Options of new adapters, or the directory of an adapter.
+        base: Name or directory of the base model; None if its weights are random or come from a checkpoint.
 
     Raises:
-        ConfigError: If an option is impossible.
-        CheckpointError: If the folder holds no adapter of plain LoRA.
+        ConfigError: If an option is invalid.
+        CheckpointError: If the directory holds no adapter of plain LoRA.
     """
     if lora is None:
         return None
@@ -127,14 +128,14 @@ def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | N
 
 
 def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
-    """``model`` with the adapters that ``lora`` asks for.
+    """Return ``model`` with adapters on the targets of ``lora``.
 
     Raises:
-        ConfigError: If a target is no linear of its layers.
+        ConfigError: If a target matches no linear layer.
     """
     linears = {name: rule.modules for name, rule in linear_rules(rules_of(model)).items()}
     targets = [""] if lora.targets == ALL_LINEARS else list(lora.targets)
-    modules = [module for each in linears.values() for module in each]
+    modules = list(itertools.chain.from_iterable(linears.values()))
     for target in targets:
         if not any(_matches(module, target) for module in modules):
             names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
@@ -142,33 +143,33 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
                 f"lora targets: expected linears of {model.family} layers, one of {names}, got {target!r}; correct it"
             )
     adapted = {
-        name: tuple(any(_matches(module, target) for target in targets) for module in each)
-        for name, each in linears.items()
+        name: tuple(any(_matches(module, target) for target in targets) for module in fused)
+        for name, fused in linears.items()
     }
-    found = tuple((name, parts) for name, parts in adapted.items() if any(parts))
-    return replace(model, lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=found), lora_dropout=lora.dropout)
+    parts = tuple((name, is_adapted) for name, is_adapted in adapted.items() if any(is_adapted))
+    return replace(model, lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=parts), lora_dropout=lora.dropout)
 
 
 def _matches(module: str, target: str) -> bool:
-    """As ``peft`` matches; nothing names everything."""
+    """Whether ``target`` matches a module name as in ``peft``: in full or as a suffix; an empty target matches all."""
     return not target or module == target or module.endswith(f".{target}")
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------------------
 
 
 class AdapterSource(HuggingFaceSource):
-    """The weights of an adapter folder."""
+    """Weights of a ``peft`` adapter."""
 
     kind = "PEFT adapter"
     has_base_weights, has_adapters = False, True
 
     def __init__(self, path: Path) -> None:
-        """Look at its config and its weights; see ``Source``."""
+        """Read the config and the header of the weights; see ``Source``."""
         Source.__init__(self, path)
         if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
             raise CheckpointError(
-                f"adapter {path}: expected a folder with {CONFIG} and {WEIGHTS}, got none; correct it"
+                f"adapter {path}: expected a directory with {CONFIG} and {WEIGHTS}, got none; correct it"
             )
         self._config = read_json(path / CONFIG)
         self._files = WeightFiles(read_safetensors(path / WEIGHTS))
@@ -177,17 +178,17 @@ class AdapterSource(HuggingFaceSource):
         self.base = str(self._config.get("base_model_name_or_path"))
 
     def lora(self) -> LoRA:
-        """Its options; the targets are those that its weights are of.
+        """Options of the adapter, with the modules of its weights as targets.
 
         Raises:
-            CheckpointError: If it is damaged, or computes something else than plain LoRA.
+            CheckpointError: If the adapter is damaged or is not plain LoRA.
         """
         for name, value in self._config.items():
             expected = _EXPECTED.get(name, ())
             if value not in expected if expected else value and name not in _KNOWN_FIELDS:
-                wanted = " or ".join(map(repr, expected)) or "it unset"
+                supported = " or ".join(map(repr, expected)) or "it unset"
                 raise CheckpointError(
-                    f"adapter {self.path}: expected {wanted} for {name}, got {value!r}, which changes what it "
+                    f"adapter {self.path}: expected {supported} for {name}, got {value!r}, which changes what it "
                     "computes; use an adapter of plain LoRA"
                 )
         modules = (name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in self.stored)
@@ -199,16 +200,16 @@ class AdapterSource(HuggingFaceSource):
             raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
 
     def describe(self, config: Path | None) -> None:
-        """See ``Source``; ``config`` is the base's."""
+        """See ``Source``; ``config`` is the config of the base model."""
         assert config is not None
         self.model = with_adapters(model_config(config), self.lora())
 
 
 def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
-    """Fill the adapters of this rank's chunks with those of a folder. Every rank must call.
+    """Load an adapter into this rank's model chunks. Collective over the world.
 
     Raises:
-        CheckpointError: If it is damaged, or of another model: on all ranks alike.
+        CheckpointError: On every rank, if the adapter is damaged or of another model.
     """
     source = AdapterSource(path)
     source.model = model
@@ -216,14 +217,14 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
 
 
 def describe_with_base(adapters: Source, config: Path | None) -> None:
-    """Find out which model adapters are of, and open the one that they were trained beside.
+    """Open the base model of adapters, and describe both.
 
     Args:
-        adapters: Not described yet.
-        config: As for ``Source.describe``, of the base.
+        adapters: Source that holds adapters only, not described yet; its ``frozen`` is set.
+        config: Config of the base model; see ``Source.describe``.
 
     Raises:
-        CheckpointError: If there is no such model, or the adapters are not of it.
+        CheckpointError: If there is no such base model, or the adapters do not match it.
     """
     try:
         base = HuggingFaceSource(local_folder(str(adapters.base), "model"))
@@ -239,20 +240,20 @@ def describe_with_base(adapters: Source, config: Path | None) -> None:
     adapters.hf_config, adapters.companions = base.hf_config, adapters.companions or base.companions
 
 
-# ---- writing --------------------------------------------------------------------------------------------------------
+# ---- saving ---------------------------------------------------------------------------------------------------------
 
 
 def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, base: str | None) -> None:
-    """Write an adapter folder that ``PeftModel.from_pretrained`` loads. Every rank must call; rank 0 writes.
+    """Save an adapter that ``PeftModel.from_pretrained`` loads. Collective over the world; rank 0 writes.
 
     Args:
         chunks: This rank's model chunks.
-        model: The description that they were built from.
-        directory: Where to, made if it does not exist; other files in it stay.
-        base: Name or folder of the model that the adapter belongs to; None where nobody knows.
+        model: Config that the chunks were built from.
+        directory: Target, created if it does not exist; other files in it are kept.
+        base: Name or directory of the base model; None if unknown.
 
     Raises:
-        CheckpointError: If something cannot be written, on all ranks alike.
+        CheckpointError: On every rank, if a file cannot be written.
     """
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
@@ -272,17 +273,17 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
 
 
 def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """What ``adapter_config.json`` says; targets as short as they name no module without an adapter."""
+    """Fields of ``adapter_config.json``; each target is the shortest suffix that matches no module without adapter."""
     lora = model.lora
     assert lora is not None
     rules = rules_of(replace(model, lora=None))
     linears = linear_rules(rules)
-    adapted = {each for name, parts in lora.linears for each in itertools.compress(linears[name].modules, parts)}
+    adapted = {module for name, parts in lora.linears for module in itertools.compress(linears[name].modules, parts)}
     others = {name for rule in rules for name in rule.modules} - adapted
     targets = set()
     for words in (module.split(".") for module in adapted):
-        ends = (".".join(words[-length:]) for length in range(1, len(words)))
-        targets.add(next(end for end in ends if not any(_matches(each, end) for each in others)))
+        suffixes = (".".join(words[-length:]) for length in range(1, len(words)))
+        targets.add(next(suffix for suffix in suffixes if not any(_matches(name, suffix) for name in others)))
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),

@@ -1,4 +1,4 @@
-"""Registry of model families, and ``ModelConfig`` from anything that Hugging Face calls a config."""
+"""Registry of Hugging Face model families, and ``ModelConfig`` from any form of a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
 _COMMON_KEYS = {
-    "num_labels",  # kept as the length of id2label
+    "num_labels",  # stored as the length of id2label
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings"),
     *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
-"""Keys that a ``config.json`` may have though the class does not list them (transformers moved some to generation)."""
+"""Keys allowed in any ``config.json`` although not in the class (transformers moved some to the generation config)."""
 _LEGACY_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _LEGACY_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
-    "qwen3_moe": {"head_dim", "max_window_layers"},  # in the published files; the model reads the first
+    "qwen3_moe": {"head_dim", "max_window_layers"},  # in published files; only head_dim is read by the model
 }
-"""What transformers' classes have no field for, but the config files of (earlier) models, by ``model_type``."""
+"""Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
 _MAX_LAYERS = 100_000
 
 _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
@@ -50,21 +50,21 @@ REFUSED_TYPES: dict[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "its attention keeps latent vectors instead of keys and values"),
     "gpt_oss": "its attention has sinks",
 }
-"""Types that users expect, and why this package cannot compute them."""
+"""Common model types that are not supported, and the reason."""
 
 
 @functools.cache
 def known_families() -> dict[str, Family]:
-    """Every family by its ``model_type``, found in ``convert/families``."""
+    """All families by ``model_type``, imported from ``convert/families``."""
     names = (f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
     return {family.model_type: family for name in names for family in importlib.import_module(name).FAMILIES}
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a Hugging Face ``model_type``.
+    """Look up the family of a Hugging Face ``model_type``.
 
     Raises:
-        ConfigError: If it is not known, or its mathematics cannot be computed; the message lists the known ones.
+        ConfigError: If the type is unknown or not supported; the message lists the known ones.
     """
     known = ", ".join(sorted(known_families()))
     if model_type in REFUSED_TYPES:
@@ -77,17 +77,18 @@ def family_of(model_type: str) -> Family:
 
 
 def rules_of(model: ModelConfig) -> list[Rule]:
-    """How each weight of ``model``, those of its adapters included, is named here and by Hugging Face."""
+    """Rules of all weights of ``model``, including its adapters."""
     family = family_of(model.family)
     rules = list(family.rules(family.names, model))
     return rules if model.lora is None else rules + adapter_rules(rules, model.lora)
 
 
 def config_fields(model: HFConfigLike) -> dict[str, Any]:
-    """Plain data of a config, whatever form it has: an object, a dict, a ``config.json`` or a model directory.
+    """Fields of a Hugging Face config: an object, a dict, a ``config.json`` or a model directory.
 
     Raises:
-        ConfigError: If it is none of these, the path does not exist, is not JSON, or names no ``model_type``.
+        ConfigError: If ``model`` is none of these, the path does not exist or is not JSON, or there is no
+            ``model_type``.
     """
     from transformers import PretrainedConfig
 
@@ -108,10 +109,10 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file of a model directory, of which ``config.json`` if it is the directory that is given.
+    """Read a JSON file, or the ``config.json`` of a model directory.
 
     Raises:
-        ConfigError: If there is none, or it holds no JSON object.
+        ConfigError: If the file does not exist or holds no JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -126,25 +127,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
-    """Megatron's description of a Hugging Face model.
+    """Build the ``ModelConfig`` of a Hugging Face model.
 
     Args:
-        model: A config object, a dict of one, a path to a ``config.json``, or a path to a model directory.
-        task: Which head, one of the family's ``architectures``; None for the one that the config names.
+        model: A config object, a dict of one, or the path of a ``config.json`` or a model directory.
+        task: Task of the head, one of the family's ``architectures``; None: that of the config.
 
     Raises:
-        ConfigError: If the family is unknown, a key does not exist, or a field cannot be honoured.
+        ConfigError: If the family is unknown, a key does not exist, or a field has an unsupported value.
     """
     hf_config = config_object(model)
     return family_of(hf_config.model_type).model_config(hf_config, task)
 
 
 def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
-    """The Hugging Face config object of ``model``, whatever form it was given in.
+    """Build the Hugging Face config object of ``model``.
 
     Args:
-        model: As for ``model_config``.
-        check_keys: Whether a dict may have no key that the class does not know.
+        model: See ``model_config``.
+        check_keys: Whether to raise for keys of a dict that the config class does not know.
 
     Raises:
         ConfigError: If the family is unknown, transformers refuses a field, a key does not exist, or the weights are
@@ -157,7 +158,7 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     config_class = CONFIG_MAPPING[fields["model_type"]]
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
     for name, value in arguments.items():
-        # Before transformers and this package make lists with an entry for each.
+        # Checked before transformers and this package build lists with one entry per layer.
         if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
             raise ConfigError(f"{name}={value} is more than {_MAX_LAYERS} layers; correct the model's config")
     if quantization := arguments.pop("quantization_config", None):
@@ -179,38 +180,38 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
                     f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
                 )
     try:
-        made = config_class(**arguments)
-        made.to_dict()  # it is written again, and not all is checked before
-        return made
-    except Exception as error:  # transformers validates with errors of its own
-        reason = " ".join(str(error).split())  # they span lines, and the first one only names the field
+        hf_config = config_class(**arguments)
+        hf_config.to_dict()  # exports need it, and it can fail for values that the constructor accepts
+        return hf_config
+    except Exception as error:  # transformers raises exceptions of its own
+        reason = " ".join(str(error).split())  # their first line only names the field
         raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None
 
 
 def stored_config(fields: Mapping[str, Any], origin: str) -> Any:
-    """The Hugging Face config object that a checkpoint holds as plain data.
+    """Build the Hugging Face config object that a checkpoint stores as plain data.
 
     Args:
-        fields: ``model_type`` and the others.
-        origin: What holds them, for messages.
+        fields: Fields of the config, including ``model_type``.
+        origin: The checkpoint, for messages.
 
     Raises:
-        CheckpointError: If its family is not known, or transformers refuses it.
+        CheckpointError: If the family is unknown, or transformers rejects the config.
     """
     try:
         return config_object(fields, check_keys=False)
     except ConfigError as error:
-        raise CheckpointError(f"{origin} holds a config that is refused: {error}") from None
+        raise CheckpointError(f"{origin} has an invalid Hugging Face config: {error}") from None
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The fields that two descriptions of models have and in which they differ, as JSON, where lists are tuples."""
-    one, other = (json.loads(json.dumps(dict(each))) for each in (one, other))
+    """Names of the common fields in which two model descriptions differ; compared as JSON, so lists equal tuples."""
+    one, other = (json.loads(json.dumps(dict(fields))) for fields in (one, other))
     return [name for name in one if name in other and one[name] != other[name]]
 
 
 def config_for_task(hf_config: Any, model: ModelConfig) -> Any:
-    """A copy of ``hf_config`` that names the class with the head of ``model``."""
+    """Copy of ``hf_config`` whose ``architectures`` is the class with the head of ``model.task``."""
     config = copy.deepcopy(hf_config)
     config.architectures = [family_of(model.family).architectures[model.task]]
     return config

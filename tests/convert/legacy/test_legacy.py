@@ -267,7 +267,7 @@ def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(
     _one_rank(tmp_path, arguments={"orig_vocab_size": None})
 
     assert open_source(tmp_path).model.vocab_size == 48
-    assert "whether some rows of its vocabulary of 48 only pad it" in caplog.text
+    assert "how many rows of its vocabulary of 48 are padding" in caplog.text
     caplog.clear()
     config = references["gpt2"].source.path / "config.json"
     assert_same_weights(weights_of(tmp_path, config), references["gpt2"])
