@@ -1,1 +1,1 @@
-"""Model families: one module each, found by its ``FAMILY``; adding one touches no other file."""
+"""Model families, discovered from each module's ``FAMILIES``: adding a family changes no other file."""

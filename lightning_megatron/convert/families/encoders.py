@@ -1,14 +1,14 @@
 """Models with an encoder: Megatron-BERT, T5, T5 v1.1 and mT5.
 
-Megatron-BERT (Shoeybi et al. 2019): BERT with norms before each block, and the heads of five tasks. T5 (Raffel et al.
-2020), v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative positions, unscaled scores.
+Megatron-BERT (Shoeybi et al. 2019): BERT with pre-norm blocks, and the heads of five tasks. T5 (Raffel et al. 2020),
+v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative position biases, unscaled attention scores.
 
-What T5's config cannot say
----------------------------
-Whether the output layer is the embedding. The published configs of v1.1 say ``tie_word_embeddings=False``; transformers
-5 makes that True whatever the config says, and keeps from it only that the decoder's output is not scaled. A model
-built by it from a config is tied. ``from_pretrained`` ties, too, unless the files have both ``shared.weight`` and
-``lm_head.weight`` and they differ; then it leaves them apart. ``hugging_face.resolve_tied_output`` does the same.
+Tied embeddings of T5
+---------------------
+A T5 config does not determine whether the output layer is tied. The published configs of v1.1 have
+``tie_word_embeddings=False``; transformers 5 always sets it to True, and keeps from it only that the decoder's output is not
+scaled. A model built from a config is tied. ``from_pretrained`` also ties, unless the files have both
+``shared.weight`` and ``lm_head.weight`` and they differ. ``hugging_face.resolve_tied_output`` does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEADS = {
     "token_classification": ("TokenClassification", (("token_head.dense", "classifier"),)),
     "question_answering": ("QuestionAnswering", (("token_head.dense", "qa_outputs"),)),
 }
-"""Task -> the end of its class, and its modules with a weight and a bias, ours and theirs."""
+"""Task -> suffix of its Hugging Face class, and (Megatron's, Hugging Face's) names of modules with weight and bias."""
 
 
 def _bert(hf: Any) -> Fields:
@@ -85,22 +85,22 @@ def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 # ---- T5 --------------------------------------------------------------------------------------------------------------
 
 _UNLIMITED = 1 << 30
-"""Tokens: distances past the last row of the table share it, so that no sequence is too long."""
+"""``max_position_embeddings``: relative positions beyond the table share its last row, so no sequence is too long."""
 
 
 def _t5_fields(hf: Any) -> Fields:
-    """T5's and mT5's; the latter has no ``scale_decoder_outputs`` and never scales."""
+    """Fields of T5 and mT5; mT5 has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
         raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
     buckets, farthest = hf.relative_attention_num_buckets, hf.relative_attention_max_distance
     if not 4 <= buckets < 2 * farthest:
         raise ConfigError(
             f"relative_attention_num_buckets={buckets}: expected at least 4, and fewer than 2 x "
-            f"relative_attention_max_distance={farthest}, as far distances share rows; correct the model's config"
+            f"relative_attention_max_distance={farthest}, as distant positions share rows; correct the model's config"
         )
     pad = 0 if hf.pad_token_id is None else hf.pad_token_id
     start = getattr(hf, "decoder_start_token_id", None)
-    dropouts = [f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation")]
+    dropouts = [f"{name}_dropout" for name in ("embedding", "hidden", "attention", "activation")]
     return {
         "num_decoder_layers": hf.num_decoder_layers,
         "activation": activation(hf.dense_act_fn),
@@ -108,7 +108,7 @@ def _t5_fields(hf: Any) -> Fields:
         "relative_attention_num_buckets": buckets,
         "relative_attention_max_distance": farthest,
         "scale_decoder_outputs": getattr(hf, "scale_decoder_outputs", False),
-        # Where the config is silent transformers refuses to shift labels; T5 starts with the padding token.
+        # If unset transformers does not shift labels; T5 starts with the padding token.
         "decoder_start_token_id": pad if start is None else start,
         "pad_token_id": pad,
         "share_embeddings_and_output_weights": True,
@@ -117,7 +117,7 @@ def _t5_fields(hf: Any) -> Fields:
 
 
 def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
-    """Where each weight of T5 and mT5 is."""
+    """Rules of all weights of T5 and mT5."""
     embedding = linear("embedding.word_embeddings", ("shared",))
     return embedding + _t5_stack(model, "encoder") + _t5_stack(model, "decoder") + output_layer(model, names.output)
 
@@ -180,7 +180,7 @@ FAMILIES = (
         required={
             "is_decoder": (False,),
             "add_cross_attention": (False,),
-            # Untied, Hugging Face's head has two biases of which one is never used.
+            # Untied, Hugging Face's head has a second bias that is never used.
             "tie_word_embeddings": (True,),
             "position_embedding_type": ("absolute",),
         },

@@ -1,13 +1,13 @@
 """Decoders with LayerNorm: GPT-2, GPT-BigCode, Bloom, Falcon, GPT-NeoX, StableLM, StarCoder 2, Cohere and OPT.
 
 GPT-2 (Radford et al. 2019): learned absolute positions, a tied output layer. GPT-BigCode (Allal et al. 2023,
-SantaCoder; Li et al. 2023, StarCoder): heads share one key and value. Bloom (Le Scao et al. 2022): ALiBi instead of
-positions, and a LayerNorm on the embeddings. Falcon (Almazrouei et al. 2023): attention beside the MLP, few key/value
-heads, rotary positions or ALiBi. GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention beside the
-MLP, a quarter of each head is rotated. StableLM (Bellagente et al. 2024): the same share, a gated MLP. StarCoder 2
-(Lozhkov et al. 2024): Llama's attention with biases and windows. Command R (Cohere 2024): one norm, without bias, for
-attention and a gated MLP beside it, neighbours rotated in pairs. OPT (Zhang et al. 2022): GPT-2's mathematics with
-ReLU, whose positions begin at row 2.
+SantaCoder; Li et al. 2023, StarCoder): multi-query attention. Bloom (Le Scao et al. 2022): ALiBi, and a LayerNorm
+on the embeddings. Falcon (Almazrouei et al. 2023): parallel attention and MLP, few key/value heads, rotary embeddings
+or ALiBi. GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel attention and MLP, rotary embeddings
+on a quarter of each head. StableLM (Bellagente et al. 2024): the same rotary share, gated MLP. StarCoder 2 (Lozhkov et
+al. 2024): Llama's attention with biases and sliding windows. Command R (Cohere 2024): parallel attention and gated MLP
+with one shared norm without bias, interleaved rotary embeddings. OPT (Zhang et al. 2022): GPT-2 with ReLU, positions
+start at row 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _gpt2(hf: Any) -> Fields:
 
 
 def _bloom(hf: Any) -> Fields:
-    # The length is that of the training; nothing in the model ends there.
+    # seq_length is that of the training; ALiBi itself has no limit.
     return {"ffn_hidden_size": 4 * hf.hidden_size, "max_position_embeddings": getattr(hf, "seq_length", 2048)}
 
 
@@ -40,8 +40,8 @@ def _falcon(hf: Any) -> Fields:
     return {
         "num_query_groups": groups,
         "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
-        # Hugging Face drops what attention returns with the probability for attention weights, unless the two blocks
-        # are parallel, and attention weights with ALiBi only.
+        # Hugging Face applies attention_dropout to the output of attention, unless attention and MLP are parallel, and
+        # to attention weights only with ALiBi.
         "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
         "attention_dropout": hf.attention_dropout if hf.alibi else 0.0,
         **({"position_embedding_type": "alibi", "alibi_scaled": True} if hf.alibi else {}),
@@ -54,11 +54,11 @@ def _falcon_rules(names: DecoderNames, model: ModelConfig) -> Sequence[Rule]:
 
 
 def _gpt_neox(hf: Any) -> Fields:
-    # Hugging Face drops behind each of two parallel blocks; ours drops once, behind their sum.
+    # Hugging Face applies dropout to the output of each parallel block; here it is applied once, to their sum.
     if hf.use_parallel_residual and hf.hidden_dropout > 0.0:
         raise ConfigError(
             f"hidden_dropout={hf.hidden_dropout} of this {hf.model_type} config: expected 0.0 with "
-            "use_parallel_residual=True, where the outputs of attention and MLP are not dropped apart; use 0.0"
+            "use_parallel_residual=True, where attention and MLP have no separate dropout; use 0.0"
         )
     if hf.model_type == "stablelm":
         return {"attention_output_dropout": 0.0}
@@ -100,7 +100,7 @@ _BLOOM_NAMES = DecoderNames(
     fc1=("mlp.dense_h_to_4h",),
     fc2="mlp.dense_4h_to_h",
 )
-"""Falcon's, too."""
+"""Also used for Falcon."""
 _GPT_NEOX_NAMES = DecoderNames(
     base="gpt_neox.",
     embedding="embed_in",
@@ -130,21 +130,21 @@ _GATED = {"gated_linear_unit": True, "add_bias_linear": False}
 FAMILIES = (
     Family(
         *("gpt2", {"causal_lm": "GPT2LMHeadModel"}, {"scaled_residual_init": True}, _gpt2, _GPT2_NAMES),
-        # reorder_and_upcast_attn changes the rounding of 16-bit scores only, and ours are added in float32.
+        # reorder_and_upcast_attn only changes the rounding of 16-bit scores, which here are accumulated in float32.
         required={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     ),
     Family(
         *("gpt_bigcode", causal_lm("GPTBigCode"), {"scaled_residual_init": True}, _gpt2),
-        # c_attn is in Megatron's order: all queries, the key, the value; without multi_query each head's.
+        # c_attn is in Megatron's order: all queries, the key, the value; without multi_query these of each head.
         names=replace(_GPT2_NAMES, is_transposed=False, is_megatron_order=True),
-        # attention_softmax_in_fp32 and scale_attention_softmax_in_fp32 are about rounding; our softmax is in float32.
+        # attention_softmax_in_fp32 and scale_attention_softmax_in_fp32 only change rounding: softmax here is float32.
         required={"add_cross_attention": (False,)},
     ),
     Family(
         *("bloom", causal_lm("Bloom")),
         {"activation": "gelu_tanh", "embedding_layernorm": True, "position_embedding_type": "alibi"},
         *(_bloom, _BLOOM_NAMES),
-        # slow_but_exact leaves out the biases of the output projections where pretraining_tp is more than 1.
+        # slow_but_exact omits the biases of the output projections if pretraining_tp is more than 1.
         required={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
     ),
     Family("falcon", causal_lm("Falcon"), {}, _falcon, _BLOOM_NAMES, _falcon_rules),
@@ -152,7 +152,7 @@ FAMILIES = (
         *("gpt_neox", causal_lm("GPTNeoX"), {}, _gpt_neox, _GPT_NEOX_NAMES),
         partial_rotary=True,
     ),
-    # Norms of queries and keys have weights for each head, in StableLM 2 12B and Command R+.
+    # StableLM 2 12B and Command R+ have QK norms with separate weights for each head, which are not supported.
     Family(
         *("stablelm", causal_lm("StableLm"), _GATED, _gpt_neox),
         required={"qk_layernorm": (False,)},
@@ -167,7 +167,7 @@ FAMILIES = (
     Family(
         *("opt", causal_lm("OPT"), {}, _opt, _OPT_NAMES),
         required={
-            # OPT 350m normalizes after each block, and so on.
+            # E.g. OPT 350m normalizes after each block.
             "do_layer_norm_before": (True,),
             "_remove_final_layer_norm": (False,),
             "layer_norm_elementwise_affine": (True,),

@@ -1,24 +1,23 @@
-"""Llama and what has its names: RMSNorm, a gated MLP, rotary positions, grouped queries.
+"""Llama and decoders with its weight names: RMSNorm, gated MLP, rotary embeddings, grouped-query attention.
 
-Llama (Touvron et al. 2023; Grattafiori et al. 2024). Mistral (Jiang et al. 2023): tokens see the last
-``sliding_window`` tokens only. Qwen 2 and 2.5 (Yang et al. 2024): biases on queries, keys and values, and windows in
-the later layers. Qwen 3 (Yang et al. 2025): each head's queries and keys are normalized, and heads have any width.
-Granite 3 (IBM 2024): embeddings, scores, residuals and logits are multiplied. SmolLM 3 (Bakouch et al. 2025): every
-fourth layer has no positions. OLMo 2 (Walsh et al. 2024): what blocks return is normalized, not what they read, and
-queries and keys over all heads. Phi-3 and Phi-4 (Abdin et al. 2024): fused matrices. GLM-4 (GLM Team 2024): half of
-each head is rotated, neighbours in pairs; the one of 2025 has norms behind blocks, too.
+Llama (Touvron et al. 2023; Grattafiori et al. 2024). Mistral (Jiang et al. 2023): sliding window attention. Qwen 2 and
+2.5 (Yang et al. 2024): biases on queries, keys and values, and sliding windows in the later layers. Qwen 3 (Yang et al.
+2025): QK norm per head, and any head_dim. Granite 3 (IBM 2024): multipliers of embeddings, scores, residuals and
+logits. SmolLM 3 (Bakouch et al. 2025): no rotary embeddings in every fourth layer. OLMo 2 (Walsh et al. 2024): norms
+after blocks instead of before, and QK norm over all heads. Phi-3 and Phi-4 (Abdin et al. 2024): fused QKV and gate-up
+matrices. GLM-4 (GLM Team 2024): interleaved rotary embeddings on half of each head; the version of 2025 also has norms
+after blocks.
 
 Gemma (Gemma Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, embeddings are multiplied by
-sqrt(hidden_size), heads are wide. Gemma 2 (arXiv 2408.00118): norms behind blocks, too, soft caps on scores and logits,
-windows in every other layer. Gemma 3 (arXiv 2503.19786), its language model: normalized queries and keys instead of the
-scores' cap, five layers of six with windows and with a theta of their own.
+sqrt(hidden_size), head_dim is large. Gemma 2 (arXiv 2408.00118): norms also after blocks, soft caps on scores and
+logits, sliding windows in every other layer. Gemma 3 (arXiv 2503.19786), its language model: QK norm instead of the
+cap on scores, sliding windows in five of six layers, which have a rotary base of their own.
 
-Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv 2401.04088): each MLP is eight, of which a token goes through
-two. Qwen 2 MoE (Yang et al. 2024): many narrow experts, whose probabilities are not normalized, and one for all tokens.
-Qwen 3 MoE (Yang et al. 2025): 128 experts, none for all. In both some layers may have an ordinary MLP. OLMoE
-(Muennighoff et al. 2024, arXiv 2409.02060): 64 experts, and queries and keys are normalized over all heads.
-``output_router_logits``, with which transformers adds the auxiliary loss, is not looked at: training here balances the
-experts wherever ``router_aux_loss_coef`` is not 0.
+Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv 2401.04088): eight experts, top-2. Qwen 2 MoE (Yang et al. 2024):
+many small experts, whose top-k probabilities are not normalized, and a shared expert. Qwen 3 MoE (Yang et al. 2025):
+128 experts, no shared one. In both some layers may have a dense MLP. OLMoE (Muennighoff et al. 2024, arXiv
+2409.02060): 64 experts, and QK norm over all heads. ``output_router_logits``, with which transformers adds the
+auxiliary loss, is ignored: training here adds the load balancing loss whenever ``router_aux_loss_coef`` is not 0.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ def _granite(hf: Any) -> Fields:
 
 
 def _smollm3(hf: Any) -> Fields:
-    # transformers' masks have the windows of layer_types, whatever use_sliding_window says.
+    # transformers' masks use the windows of layer_types and ignore use_sliding_window.
     return {"no_rope_layers": tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])}
 
 
 def _phi3(hf: Any) -> Fields:
-    return {"embedding_dropout": 0.0}  # transformers' model does not read embd_pdrop
+    return {"embedding_dropout": 0.0}  # transformers' model ignores embd_pdrop
 
 
 def _glm(hf: Any) -> Fields:
-    return {"add_attention_output_bias": None}  # attention_bias is of queries, keys and values
+    return {"add_attention_output_bias": None}  # attention_bias applies to queries, keys and values only
 
 
 def _gemma(hf: Any) -> Fields:
-    # transformers takes hidden_act, whatever an old hidden_activation beside it says.
+    # transformers uses hidden_act, and ignores an older hidden_activation.
     return {"embedding_multiplier": hf.hidden_size**0.5}
 
 
@@ -58,15 +57,15 @@ def _gemma2(hf: Any) -> Fields:
 
 
 def _gemma3(hf: Any) -> Fields:
-    of_windows, scaled = read_rope(hf, hf.rope_parameters["sliding_attention"])
+    local_base, local_scaling = read_rope(hf, hf.rope_parameters["sliding_attention"])
     base, scaling = read_rope(hf, hf.rope_parameters["full_attention"])
-    if scaled is not None or (scaling is not None and scaling.attention_factor != 1.0):
-        kind = "sliding_attention" if scaled is not None else "full_attention"
+    if local_scaling is not None or (scaling is not None and scaling.attention_factor != 1.0):
+        kind = "sliding_attention" if local_scaling is not None else "full_attention"
         raise ConfigError(
             f"rope_parameters of {kind}: expected 'default' (or for full_attention 'linear' or another without an "
             f"attention factor), got {hf.rope_parameters[kind]['rope_type']!r}; use one of those"
         )
-    rope = {"rotary_base": base, "rope_scaling": scaling, "rotary_base_of_windows": of_windows}
+    rope = {"rotary_base": base, "rope_scaling": scaling, "rotary_base_of_windows": local_base}
     return {**_gemma2(hf), "position_embedding_type": "rope", **rope}
 
 
@@ -82,14 +81,14 @@ _CAUSAL = {"use_bidirectional_attention": (None, False)}
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------
 
 
-def _experts(hf: Any, ffn_hidden_size: int, **own: Any) -> Fields:
+def _experts(hf: Any, ffn_hidden_size: int, **fields: Any) -> Fields:
     experts = Experts(
         num_experts=hf.num_experts,
         topk=hf.num_experts_per_tok,
         ffn_hidden_size=ffn_hidden_size,
         load_balancing_loss_coef=hf.router_aux_loss_coef,
         normalizes_topk=getattr(hf, "norm_topk_prob", True),
-        **own,
+        **fields,
     )
     return {"experts": experts}
 
@@ -130,7 +129,7 @@ FAMILIES = (
     Family(
         *("gemma3_text", causal_lm("Gemma3"), {**_GEMMA, "post_norms": True, "qk_layernorm": True}, _gemma3),
         names=_GEMMA2_NAMES,
-        # Hugging Face's Gemma 3 does not read attn_logit_softcapping.
+        # Hugging Face's Gemma 3 ignores attn_logit_softcapping.
         required={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
     ),
     Family(

@@ -322,7 +322,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "the copy of the embedding": (
         "mp_rank_01_001",
         lambda state: state["model"]["word_embeddings_for_head"]["weight"][0, 0].add_(1),
-        "disagree in embedding.word_embeddings.weight",
+        "have different copies of embedding.word_embeddings.weight",
     ),
     "a tensor too few": (
         "mp_rank_*_001",
