@@ -173,9 +173,7 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
         require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
-    layout_options = (
-        () if world > 1 else ("tp", "pp", "vpp")
-    )  # under torchrun they lay out the processes, for any target
+    layout_options = () if world > 1 else ("tp", "pp", "vpp")  # under torchrun they apply to any target
     useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
     if options.to in ("hf", "peft"):
         useless = (*useless, *layout_options, "make_vocab_size_divisible_by")

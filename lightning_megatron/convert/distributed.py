@@ -93,9 +93,7 @@ class DistributedSource(Source):
                 if isinstance(each, TensorStorageMetadata)  # else bytes: objects that are not sharded
             }
         except _FORMAT_ERRORS as error:
-            raise CheckpointError(
-                f"checkpoint {path} has a damaged table of contents ({error!r}); use another"
-            ) from None
+            raise CheckpointError(f"checkpoint {path} has damaged metadata ({error!r}); use another") from None
         if truncated:
             name, end = truncated[0]
             raise CheckpointError(
@@ -226,8 +224,7 @@ class CoreSource(DistributedSource):
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
         shapes = {key: each.shape for key, each in self.find().items()}
-        tp = self._arguments.get("tensor_model_parallel_size")
-        tp = tp if type(tp) is int else 1
+        tp = size if type(size := self._arguments.get("tensor_model_parallel_size")) is int else 1
         self.model, self.hf_config = describe_model(self._arguments, shapes, tp, config, self.path)
 
 

@@ -290,13 +290,9 @@ class HuggingFaceSource(Source):
         found = {name: stored[in_file] for name, in_file in self._stored_name.items()}
         self.check(found | unexpected, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
-            unequal = [
-                f"{copy!r} differs from {kept!r}" for copy, kept in ties if not self._files.are_equal(copy, kept)
-            ]
-            reason = (
-                ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
-            )
-            self.raise_mismatches([difference + reason for difference in unequal])
+            unequal = [f"{a!r} differs from {b!r}" for a, b in ties if not self._files.are_equal(a, b)]
+            fix = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
+            self.raise_mismatches([difference + fix for difference in unequal])
             if ignored:
                 _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
         for name, tensor in found.items():
@@ -389,12 +385,11 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
     source.model = model
     loading = WeightLoader(chunks, source)
     loading.fill()
-    missing = loading.missing
-    head = [key for key in missing if not is_adapter(key.name)]
+    head = [key for key in loading.missing if not is_adapter(key.name)]
     if head and dist.get_rank() == 0:
         names = ", ".join(hugging_face_names(head, model))
         _log.warning("not in %s and newly initialised: %s", path, names)
-    return frozenset(key.name for key in missing)
+    return frozenset(key.name for key in loading.missing)
 
 
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
@@ -452,14 +447,11 @@ def save_hugging_face(
 
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
-    largest = size_in_bytes(max_shard_size)
+    largest, pattern = size_in_bytes(max_shard_size), "model{suffix}.safetensors"
     gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
     contents = gatherer.contents()
     split = split_state_dict_into_shards_factory(
-        contents,
-        get_storage_size=lambda tensor: tensor.num_bytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=largest,
+        contents, get_storage_size=lambda tensor: tensor.num_bytes, filename_pattern=pattern, max_shard_size=largest
     )
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()

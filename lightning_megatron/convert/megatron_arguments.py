@@ -50,8 +50,8 @@ _UNSUPPORTED = (
     *("rotary_interleaved", "squared_relu", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset"),
     *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
 )
-"""Arguments that no known family supports, unless their value is one of ``_NO_EFFECT``."""
-_NO_EFFECT = (None, False, 0, "vanilla")
+"""Arguments that no known family supports, unless their value is one of ``_OFF``."""
+_OFF = (None, False, 0, "vanilla")
 
 
 def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -228,16 +228,12 @@ class _ConfigBuilder:
 
     def config(self) -> Any:
         """Hugging Face config object of the first family that matches all fields and tensors."""
-        problems = [
-            f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _NO_EFFECT
-        ]
+        wrong = [f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _OFF]
         if self.architecture == "t5":
-            problems.append(
-                "the scaled scores of Megatron-LM's encoder-decoder (if it was converted from a T5, say so)"
-            )
-        elif not problems and self.architecture == "bert":
+            wrong.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
+        elif not wrong and self.architecture == "bert":
             return self.config_for("megatron-bert")
-        if not problems:
+        if not wrong:
             mismatches = []
             for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
                 config = self.config_for(family)
@@ -248,10 +244,8 @@ class _ConfigBuilder:
                 mismatches.append(fields + sorted(names ^ (self.names - ({"output_layer.weight"} - names))))
                 if not mismatches[-1]:
                     return config
-            problems = min(mismatches, key=len)
-        raise CheckpointError(
-            f"{self.path}: no known Hugging Face family has {', '.join(problems[:10])}; {_GIVE_A_CONFIG}"
-        )
+            wrong = min(mismatches, key=len)
+        raise CheckpointError(f"{self.path}: no known model family has {', '.join(wrong[:10])}; {_GIVE_A_CONFIG}")
 
     def config_for(self, family: str) -> Any:
         """Hugging Face config object of ``family`` with all fields that are known."""

@@ -419,8 +419,7 @@ class MegatronLMSource(Source):
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        shards = self._found[region.key].location[0][1]
-        return merge(region.key, shards, self.model, self._version)[region.slices]
+        return merge(region.key, self._found[region.key].location[0][1], self.model, self._version)[region.slices]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------

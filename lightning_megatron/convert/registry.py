@@ -174,11 +174,10 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
         known |= _LEGACY_ROPE_KEYS if "rope_parameters" in known else set()
         known |= _LEGACY_KEYS.get(fields["model_type"], set())
         known |= _COMMON_KEYS
-        for key in arguments:
-            if key not in known:
-                raise ConfigError(
-                    f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
-                )
+        if unknown := [key for key in arguments if key not in known]:
+            raise ConfigError(
+                f"model config key {unknown[0]!r} does not exist in {config_class.__name__}; remove or correct it"
+            )
     try:
         hf_config = config_class(**arguments)
         hf_config.to_dict()  # exports need it, and it can fail for values that the constructor accepts

@@ -333,8 +333,7 @@ class WeightLoader:
 
         self._chunks, self._model = list(chunks), source.model
         shapes: dict[Key, tuple[int, ...]] = {}
-        regions = (shard.region for shard in shards_of(self._chunks, source.model))
-        for part in _all_gather({region.key: region.shape for region in regions}):
+        for part in _all_gather({s.region.key: s.region.shape for s in shards_of(self._chunks, source.model)}):
             shapes |= part
         keys = sorted_keys(shapes, source.model)
 
@@ -415,8 +414,7 @@ class WeightGatherer:
     ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        shards = shards_of(chunks, model)
-        self._shards = [shard for shard in shards if shard.is_main_replica and include(shard.region.key)]
+        self._shards = [s for s in shards_of(chunks, model) if s.is_main_replica and include(s.region.key)]
         found: dict[Key, dict[tuple[int, ...], tuple[int, int, Region]]] = {}
         for rank, regions in enumerate(_all_gather([shard.region for shard in self._shards])):
             for index, region in enumerate(regions):

@@ -6,7 +6,7 @@ v1.1 and mT5 (Xue et al. 2021): encoder and decoder, relative position biases, u
 Tied embeddings of T5
 ---------------------
 A T5 config does not determine whether the output layer is tied. The published configs of v1.1 have
-``tie_word_embeddings=False``; transformers 5 always sets it to True, and keeps from it only that the decoder's output is not
+``tie_word_embeddings=False``; transformers 5 always sets it to True, and keeps only that the decoder's output is not
 scaled. A model built from a config is tied. ``from_pretrained`` also ties, unless the files have both
 ``shared.weight`` and ``lm_head.weight`` and they differ. ``hugging_face.resolve_tied_output`` does the same.
 """
