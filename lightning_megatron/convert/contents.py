@@ -38,25 +38,25 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: If there is no such iteration, or several and no tracker file.
         ConfigError: If ``iteration`` is given and ``path`` holds no iterations.
     """
-    names = [each.name for each in path.iterdir() if each.is_dir()] if path.is_dir() else []
-    found = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
+    names = [entry.name for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    iterations = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
     tracker = path / TRACKER_FILE
     if iteration is not None:
         wanted, reason = f"iter_{iteration:07}", f"iteration={iteration}"
-        if not found:
-            raise ConfigError(f"{reason} would do nothing: {path} has no folders {wanted}; leave it out")
+        if not iterations:
+            raise ConfigError(f"{reason} would do nothing: {path} has no directories {wanted}; leave it out")
     elif tracker.is_file():
         wanted = tracker.read_text(errors="replace").strip()[:_MAX_TEXT]
         reason = f"{TRACKER_FILE} says {wanted!r}"
         if wanted.isascii() and wanted.isdecimal():
             wanted = f"iter_{int(wanted):07}"
-    elif len(found) < 2:
-        return path.joinpath(*found)
+    elif len(iterations) < 2:
+        return path.joinpath(*iterations)
     else:
         wanted, reason = "one iteration", f"there is no {TRACKER_FILE}"
-    if wanted not in found:
+    if wanted not in iterations:
         raise CheckpointError(
-            f"{path}: expected {wanted} ({reason}), got {join_names(found) or 'no iteration'}; give the folder of one"
+            f"{path}: expected {wanted} ({reason}), got {join_names(iterations) or 'none'}; give the directory of one"
         )
     return path / wanted
 
@@ -113,12 +113,12 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
         raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
     source = find_source(path, iteration)
     if source is None:
-        names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
         raise CheckpointError(
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
             "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
             f"of one, or an adapter ({WEIGHTS}), got "
-            f"{(join_names(names) or 'an empty folder') if path.is_dir() else 'a file'}; give one of these"
+            f"{(join_names(names) or 'an empty directory') if path.is_dir() else 'a file'}; give one of these"
         )
     if source.has_base_weights:
         source.describe(config)

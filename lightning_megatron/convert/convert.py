@@ -185,7 +185,7 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
     if world > 1 and layout.model_parallel_size != world:
         raise ConfigError(
             f"tp={options.tp} x pp={options.pp}: expected the {world} processes of torchrun, got "
-            f"{layout.model_parallel_size}; give both their number"
+            f"{layout.model_parallel_size}; change tp, pp or the number of processes"
         )
     return layout
 

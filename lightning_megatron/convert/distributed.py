@@ -85,12 +85,12 @@ class DistributedSource(Source):
         check_backends(path)
         table, sizes = read_table(path), file_sizes(path)
         try:
-            ends = [(each.relative_path, each.offset + each.length) for each in table.storage_data.values()]
+            ends = [(entry.relative_path, entry.offset + entry.length) for entry in table.storage_data.values()]
             truncated = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
             self.stored = {
-                str(name): Stored(tuple(map(operator.index, each.size)), each.properties.dtype, each)
-                for name, each in table.state_dict_metadata.items()
-                if isinstance(each, TensorStorageMetadata)  # else bytes: objects that are not sharded
+                str(name): Stored(tuple(map(operator.index, entry.size)), entry.properties.dtype, entry)
+                for name, entry in table.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)  # else bytes: objects that are not sharded
             }
         except _FORMAT_ERRORS as error:
             raise CheckpointError(f"checkpoint {path} has damaged metadata ({error!r}); use another") from None
@@ -133,7 +133,7 @@ class DistributedSource(Source):
         self._found.clear()
         found = self.find({key.name for key in expected})
         self.check(found, expected)
-        return {key: each.dtype for key, each in found.items()}
+        return {key: tensor.dtype for key, tensor in found.items()}
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
@@ -168,7 +168,7 @@ class StrategySource(DistributedSource):
         lightning = meta["lightning"]
         self.base, self.has_base_weights = meta.get("base"), meta.get("part") != "adapters"
         self.iteration = int(lightning.get("global_step", 0))
-        modules = ((name, each) for name, each in lightning.items() if isinstance(each, Mapping))
+        modules = ((name, state) for name, state in lightning.items() if isinstance(state, Mapping))
         self.metadata = {
             "format_version": meta["format_version"],
             "model": {name: value for name, value in meta["model_description"].items() if value is not None},
@@ -178,7 +178,7 @@ class StrategySource(DistributedSource):
             "global_step": lightning.get("global_step"),
             "epoch": lightning.get("epoch"),
             # Position of each data module: the state that it saved under its name.
-            "data": {name: each["train"] for name, each in modules if {"train", "train_order"} <= each.keys()},
+            "data": {name: state["train"] for name, state in modules if {"train", "train_order"} <= state.keys()},
             "lightning": lightning.get("pytorch-lightning_version"),
         }
 
@@ -223,7 +223,7 @@ class CoreSource(DistributedSource):
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
-        shapes = {key: each.shape for key, each in self.find().items()}
+        shapes = {key: tensor.shape for key, tensor in self.find().items()}
         tp = size if type(size := self._arguments.get("tensor_model_parallel_size")) is int else 1
         self.model, self.hf_config = describe_model(self._arguments, shapes, tp, config, self.path)
 

@@ -62,7 +62,7 @@ class Rule:
         assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
         shapes = [(length, *shape[1:]) for length in rows]
         named = zip(self.names(layer, expert), shapes, strict=True)
-        return {name: each[::-1] if self.transposed else each for name, each in named if name}
+        return {name: size[::-1] if self.transposed else size for name, size in named if name}
 
 
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
@@ -160,8 +160,8 @@ def has_field(hf: Any, name: str) -> bool:
 
 def config_field_names(hf: Any) -> dict[str, str]:
     """Fields of a ``ModelConfig`` that a Hugging Face config object has under a common name, and that name."""
-    names = {ours: [name for name in theirs.split() if has_field(hf, name)] for ours, theirs in _FIELD_NAMES.items()}
-    return {ours: theirs[0] for ours, theirs in names.items() if theirs}
+    found = {ours: [name for name in names.split() if has_field(hf, name)] for ours, names in _FIELD_NAMES.items()}
+    return {ours: names[0] for ours, names in found.items() if names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,9 +242,9 @@ class Family:
         if has_field(hf, "layer_types") and "sliding_window" not in custom:
             custom |= window_fields(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_dim(hf), **self.defaults}
-        for ours, theirs in config_field_names(hf).items():
+        for ours, name in config_field_names(hf).items():
             if ours not in custom:
-                fields[ours] = activation(getattr(hf, theirs)) if ours == "activation" else getattr(hf, theirs)
+                fields[ours] = activation(getattr(hf, name)) if ours == "activation" else getattr(hf, name)
         return ModelConfig(family=self.model_type, **{**fields, **custom})
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:

@@ -158,8 +158,8 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
 
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
         headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        if other := next((name for name, each in headers.items() if each.get_dtype() not in _TYPES), None):
-            raise CheckpointError(f"weights file {file} has {other!r} as {headers[other].get_dtype()}; unpack it")
+        if unknown := next((name for name, each in headers.items() if each.get_dtype() not in _TYPES), None):
+            raise CheckpointError(f"weights file {file} has {unknown!r} as {headers[unknown].get_dtype()}; unpack it")
         return {name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file) for name, each in headers.items()}
 
 

@@ -210,7 +210,7 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
         is_zip = path.is_file() and path.suffix == ".zip"
         if not (files := _rank_files(_unpack(path, Path(temporary)) if is_zip else path)):
             raise CheckpointError(
-                f"{path} is no checkpoint of Megatron-LM: it has no folders mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
+                f"{path} is no checkpoint of Megatron-LM: it has no directories mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
             )
         tp, pp = _sizes(files)
         if len(files) < tp * pp:  # compared before any loop over ranks: a number in a name can be huge
@@ -256,8 +256,8 @@ def _read_rank(file: Path) -> RankState:
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
         )
-    facts = {str(name): each for name, each in state.items() if not _CHUNK.fullmatch(str(name))}
-    return RankState(facts, float(version), chunks)
+    metadata = {str(name): value for name, value in state.items() if not _CHUNK.fullmatch(str(name))}
+    return RankState(metadata, float(version), chunks)
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -195,7 +195,7 @@ class AdapterSource(HuggingFaceSource):
         targets = tuple(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module))
         names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
         try:
-            return LoRA(**{ours: self._config[theirs] for ours, theirs in names.items()}, targets=targets)
+            return LoRA(**{field: self._config[name] for field, name in names.items()}, targets=targets)
         except (KeyError, ConfigError) as error:
             raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
 

@@ -378,13 +378,13 @@ class WeightLoader:
             call_on_all_ranks(fill_all)
 
 
-def check_overflow(name: object, given: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Raise if a finite value of ``given`` is infinite in ``rounded``."""
+def check_overflow(name: object, values: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Raise if a finite value of ``values`` is infinite in ``rounded``."""
     # Counting costs several times as much as rounding, and hardly any weight has infinite values.
-    if rounded.isinf().any() and rounded.isinf().sum() > given.isinf().sum():
+    if rounded.isinf().any() and rounded.isinf().sum() > values.isinf().sum():
         raise CheckpointError(
             f"{name}: expected values up to {torch.finfo(rounded.dtype).max:.4g} ({str(rounded.dtype)[6:]}), got "
-            f"{given[given.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
+            f"{values[values.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
         )
 
 

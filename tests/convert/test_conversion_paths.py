@@ -76,7 +76,7 @@ def test_mistakes_in_paths(source: Path) -> None:
     ("files", "says"),
     [
         (None, "source: expected .* got a file"),
-        ({}, "expected a Hugging Face model directory .* got an empty folder"),
+        ({}, "expected a Hugging Face model directory .* got an empty directory"),
         ({"config.json": "{}"}, "directory with weights, .* got config.json"),
         ({"a.ckpt/x": "", "b.ckpt/x": ""}, "got a.ckpt, b.ckpt; give one of these"),
         ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),

@@ -75,7 +75,7 @@ def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
         *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
         *stack_rules(names, model, "encoder"),
-        *(rule for ours, theirs in _HEADS[model.task][1] for rule in linear(ours, (theirs,), has_bias=True)),
+        *(rule for megatron, hf in _HEADS[model.task][1] for rule in linear(megatron, (hf,), has_bias=True)),
     ]
     if model.task in ("pretraining", "masked_lm"):
         rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
@@ -123,7 +123,7 @@ def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
 
 def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
-    ours, theirs = f"{stack}.layers.", f"{stack}.block.{LAYER}."
+    megatron, hf = f"{stack}.layers.", f"{stack}.block.{LAYER}."
     heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
     mlp, up = f"layer.{1 if stack == 'encoder' else 2}.", ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
     names = DecoderNames(
@@ -141,18 +141,18 @@ def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
     rules = linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)) + stack_rules(names, model, stack)
     if stack == "encoder":
         return rules
-    attention = theirs + "layer.1.EncDecAttention."
+    attention = hf + "layer.1.EncDecAttention."
     return [
         *rules,
-        *norm(ours + "pre_cross_attn_layernorm.", theirs + "layer.1.layer_norm", model),
-        *linear(ours + "cross_attention.linear_q", (attention + "q",)),
+        *norm(megatron + "pre_cross_attn_layernorm.", hf + "layer.1.layer_norm", model),
+        *linear(megatron + "cross_attention.linear_q", (attention + "q",)),
         *linear(
-            ours + "cross_attention.linear_kv",
+            megatron + "cross_attention.linear_kv",
             (attention + "k", attention + "v"),
             rows=(width, width),
             order=qkv_order(0, heads, model.kv_channels),
         ),
-        *linear(ours + "cross_attention.linear_proj", (attention + "o",)),
+        *linear(megatron + "cross_attention.linear_proj", (attention + "o",)),
     ]
 
 
