@@ -68,8 +68,8 @@ class Rule:
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
     """Row permutation from [all queries, all keys, all values] to Megatron's fused QKV, grouped by query group.
 
-    In Megatron's order each group has its queries, then its key, then its value. Cross-attention, which
-    has no queries here (0 heads), has each head's key, then its value.
+    In Megatron's order each group has its queries, then its key, then its value. Cross-attention, which has no queries
+    here (0 heads), has each head's key, then its value.
 
     Returns:
         [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.

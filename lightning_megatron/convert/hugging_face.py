@@ -219,7 +219,7 @@ _HEADS = (
     *("lm_head", "cls", "classifier", "score", "qa_outputs"),
     *("classification_head", "multiple_choice_head", "v_head"),
 )
-"""Prefixes of heads in transformers' models."""
+"""First components of the names of heads in transformers' models."""
 _BODY = ("embedding", "encoder", "decoder")
 """Prefixes of Megatron's keys of all tensors but those of a head or a pooler."""
 

@@ -488,7 +488,7 @@ def save_megatron_lm(
 
 
 def _tp_shard(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None) -> torch.Tensor:
-    """Shard of a tensor for a tensor-parallel rank, as a copy; None for ``rank``: ``shards`` are already that shard."""
+    """Shard of a tensor for tensor-parallel ``rank``, as a copy; if ``rank`` is None, ``shards`` are that shard."""
     key = shards[0].region.key
     axis = split_axis(key.name)
     # A gated layer has two shards, gate and up projection, and each rank has a part of both.
