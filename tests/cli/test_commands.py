@@ -120,7 +120,7 @@ def test_options_are_named_as_they_are_typed_but_not_within_paths_and_other_name
 
 
 def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(errors, "_REPORT_DELAY_SECONDS", 0.2)
     for rank, said in (("0", "tp=3 is wrong"), ("2", "local rank 2: tp=3 is wrong")):  # 2: nobody else ended the job
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert errors.report("tp=3 is wrong") == 2
