@@ -1,4 +1,4 @@
-"""``python -m lightning_megatron``: the same as the command ``lightning-megatron``."""
+"""``python -m lightning_megatron``: same as the command ``lightning-megatron``."""
 
 from lightning_megatron.cli import program
 

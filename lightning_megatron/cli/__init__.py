@@ -1,4 +1,4 @@
-"""The command ``lightning-megatron``."""
+"""Command-line interface: the command ``lightning-megatron``."""
 
 from lightning_megatron.cli.commands import main, program
 

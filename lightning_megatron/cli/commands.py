@@ -1,6 +1,6 @@
-"""The command ``lightning-megatron``: sub-commands, their options by signature and docstring, and exit codes.
+"""The command ``lightning-megatron``: sub-commands, parsers built from signatures and docstrings, and exit codes.
 
-Of heavy libraries only NumPy is imported before a command runs, so that help and wrong arguments answer at once.
+Heavy libraries other than NumPy are imported when a command runs, so that help and argument errors are fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAINER_COMMANDS = {
     "test": "evaluate on the test split",
     "predict": "run the model over the prediction data",
 }
-"""Name of each command that LightningCLI runs, and what it does."""
+"""Commands run by LightningCLI, with their help."""
 _COMMANDS: dict[str, Callable[..., None]] = {
     "train-tokenizer": data_commands.train_tokenizer,
     "preprocess": data_commands.preprocess,
@@ -52,7 +52,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 
 class _OneLineErrorParser(argparse.ArgumentParser):
-    """argparse without the usage dump: wrong arguments are one line like every other mistake."""
+    """Argument parser that reports an error in one line, without its usage."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing usage and exiting.
@@ -64,14 +64,14 @@ class _OneLineErrorParser(argparse.ArgumentParser):
 
 
 def program() -> NoReturn:
-    """Run the command line of this process and end it."""
+    """Run the command line of this process, and exit."""
     code = main()
     if code == errors.INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only interrupt the end, with a traceback
-    # Looked up, not imported: torch takes seconds, and if Ctrl-C has ended its import, a second one fails.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the exit with a traceback
+    # Not imported here: torch takes seconds, and after an import interrupted by Ctrl-C a second one fails.
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     if code != errors.DONE and is_initialized is not None and is_initialized():
-        # gloo's threads wait for ranks that have ended too; destroying them with the interpreter can abort (code 134).
+        # gloo's threads may still wait for ranks that have exited; the interpreter's shutdown could abort (code 134).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit code: 0 done, 2 wrong arguments or settings, 130 ended by Ctrl-C, 141 nobody reads the output any more,
-        143 stopped by SIGTERM. Anything else that fails keeps its traceback (code 1).
+        The exit code: 0 done, 2 wrong arguments or settings, 130 interrupted by Ctrl-C, 141 broken pipe, 143 stopped by
+        SIGTERM. All other errors keep their traceback (code 1).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: argparse.ArgumentParser | None = None
@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in TRAINER_COMMANDS:
             _run_trainer_command(arguments[0], arguments[1:])
         else:
-            parsed, command = _parsed(arguments)
+            parsed, command = _parse(arguments)
             parsed.run(parsed)
-        sys.stdout.flush()  # here, where it is known what to do if it fails
+        sys.stdout.flush()  # here, where a broken pipe is handled
         return errors.DONE
     except KeyboardInterrupt:
         return errors.report_interrupt()
@@ -104,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not errors.is_broken_pipe(sys.stdout):
             raise
         return errors.BROKEN_PIPE
-    except SystemExit as ended:
-        if isinstance(ended.__context__, KeyboardInterrupt):  # a Trainer ends so, with code 1
+    except SystemExit as exit_:
+        if isinstance(exit_.__context__, KeyboardInterrupt):  # the Trainer exits with code 1
             return errors.report_interrupt()
-        if ended.code != errors.TERMINATED:
+        if exit_.code != errors.TERMINATED:
             raise
         return errors.TERMINATED
     except Exception as error:
@@ -117,22 +117,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return errors.report(message if command is None else errors.with_cli_flags(message, command))
 
 
-def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    """What was typed, of a command whose options argparse reads, and its parser."""
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """Parse the arguments of a command that is not run by LightningCLI; return them and the command's parser."""
     parser, commands = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     command = commands[arguments[0]]
     if unknown:
         flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
-        hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help shows what there is
+        hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help lists them
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
     with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal has all characters
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # for terminals that are not UTF-8
     return parsed, command
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The program's parser, and those of its commands by their names."""
+    """Build the parser of the program, and those of its commands by name."""
     parser = _OneLineErrorParser(
         prog=PROG,
         description="Train language models with tensor, pipeline and sequence parallelism on PyTorch Lightning.",
@@ -140,10 +140,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         " 130 ended by Ctrl-C, 143 stopped by SIGTERM.",
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    # The parsers of the sub-commands are of the same class, so they report errors in the same way.
+    # Parsers of sub-commands have the same class, and so the same error reports.
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in TRAINER_COMMANDS.items():
-        commands.add_parser(name, help=summary)  # for the list in --help; main() runs them
+        commands.add_parser(name, help=summary)  # for --help only; main() runs them
     for name, function in _COMMANDS.items():
         _add_command(commands, name, function)
     return parser, commands.choices
@@ -152,11 +152,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def _add_command(
     commands: argparse._SubParsersAction[_OneLineErrorParser], name: str, function: Callable[..., None]
 ) -> None:
-    """Add a command whose options are the parameters of ``function``, or the fields of those that are dataclasses.
+    """Add a command whose options are the parameters of ``function``, or the fields of its dataclass parameters.
 
-    Help is their docstrings: summary, description and examples of the function, ``Args:`` of it or what stands under
-    each field. A parameter that can be given by position is no option, but an argument. The metadata ``flag`` of a
-    field is another name for it, or "" for none: then it cannot be given here.
+    Help is taken from docstrings: summary, description and examples of the function, and its ``Args:`` or the docstring
+    below each field. Parameters that can be positional become positional arguments. A field's metadata ``flag``
+    overrides the name of its option; "" leaves the field out.
     """
     doc = parse(function.__doc__ or "", DocstringStyle.GOOGLE)
     summary = (doc.short_description or "").rstrip(".")
@@ -169,21 +169,21 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     hints: dict[str, Any] = get_type_hints(function)
-    kinds: dict[str, Any] = {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    option_types: dict[str, Any] = {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)}
     options: dict[Any, list[str]] = {}
-    owners: Any = kinds.values() or (function,)
+    owners: Any = option_types.values() or (function,)
     for owner in owners:
-        texts = {each.arg_name: each.description for each in parse_from_object(owner, DocstringStyle.GOOGLE).params}
-        flags = {each.name: each.metadata.get("flag") for each in getattr(owner, "__dataclass_fields__", {}).values()}
+        help_of = {arg.arg_name: arg.description for arg in parse_from_object(owner, DocstringStyle.GOOGLE).params}
+        flags = {key: field.metadata.get("flag") for key, field in getattr(owner, "__dataclass_fields__", {}).items()}
         hints = get_type_hints(owner)
         parameters = inspect.signature(owner).parameters
         options[owner] = [name for name in parameters if flags.get(name) != ""]
         for name in options[owner]:
-            _add_argument(parser, parameters[name], flags.get(name), hints[name], texts.get(name) or "")
+            _add_argument(parser, parameters[name], flags.get(name), hints[name], help_of.get(name) or "")
 
     def run(parsed: argparse.Namespace) -> None:
-        given = {owner: {name: getattr(parsed, name) for name in names} for owner, names in options.items()}
-        function(**({key: kind(**given[kind]) for key, kind in kinds.items()} if kinds else given[function]))
+        values = {owner: {name: getattr(parsed, name) for name in names} for owner, names in options.items()}
+        function(**({key: cls(**values[cls]) for key, cls in option_types.items()} or values[function]))
 
     parser.set_defaults(run=run)
 
@@ -191,26 +191,26 @@ def _add_command(
 def _add_argument(
     parser: argparse.ArgumentParser, parameter: inspect.Parameter, flag: str | None, hint: Any, text: str
 ) -> None:
-    kinds, default = _kinds(hint), parameter.default
+    types, default = _leaf_types(hint), parameter.default
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
     details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if not text[1:2].isupper() else text}
     is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     names = [parameter.name] if is_positional else [flag or f"--{parameter.name.replace('_', '-')}"]
     if not is_positional:
         details |= {"dest": parameter.name, "required": default is parameter.empty}
-    if kinds == {bool}:
+    if types == {bool}:
         action = "store_true" if hint is bool else argparse.BooleanOptionalAction
         parser.add_argument(*names, action=action, **details)
         return
-    if choices := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:
+    if choices := [value for kind in types if get_origin(kind) is Literal for value in get_args(kind)]:
         details["choices"] = choices
     else:
-        kind: type = next((each for each in (int, float, Path) if kinds == {each}), str)
-        # Shells leave the ~ of --option=~/folder.
-        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in kinds else kind
-        name_of = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
-        details["metavar"] = "PATH" if Path in kinds else name_of[kind]
-    if any(get_origin(each) in (Sequence, tuple) for each in (hint, *get_args(hint))):
+        kind: type = next((kind for kind in (int, float, Path) if types == {kind}), str)
+        # Shells do not expand the ~ of --option=~/directory.
+        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in types else kind
+        metavars = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
+        details["metavar"] = "PATH" if Path in types else metavars[kind]
+    if any(get_origin(part) in (Sequence, tuple) for part in (hint, *get_args(hint))):
         details["nargs"] = "+"
     if default is not parameter.empty:
         details["default"] = list(default) if isinstance(default, tuple) else default
@@ -219,25 +219,25 @@ def _add_argument(
     parser.add_argument(*names, **details)
 
 
-def _kinds(hint: Any) -> set[Any]:
-    """The types of which a value may be, or those of its items."""
+def _leaf_types(hint: Any) -> set[Any]:
+    """Types of a value, or of its items, without None."""
     arguments = () if get_origin(hint) is Literal else get_args(hint)
-    return {kind for each in arguments for kind in _kinds(each)} if arguments else {hint} - {type(None), Ellipsis}
+    return {kind for part in arguments for kind in _leaf_types(part)} if arguments else {hint} - {type(None), Ellipsis}
 
 
 def _run_trainer_command(command: str, options: list[str]) -> None:
     """Run a command of LightningCLI, or print its help.
 
-    Lightning's own help lists some hundred options and takes many seconds, because it loads every class that it
-    describes. ``trainer_help.txt`` is the part that people look for; it says which options show the rest.
+    Lightning's own help lists some hundred options and takes many seconds, because it imports every class that it
+    describes. ``trainer_help.txt`` has the most used ones, and says which options show the others.
     """
     if any(option in ("-h", "--help") for option in options):
         text = Path(__file__).with_name("trainer_help.txt").read_text(encoding="utf-8")
         print(text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize()))
         return
     if command == "fit":
-        options = _under_supervision(options)
-    # As with `python -m`: a configuration may name classes in the user's own files.
+        options = _supervise(options)
+    # As with `python -m`: a configuration may name classes in the user's own modules.
     sys.path.insert(0, os.getcwd())
     from lightning_megatron.cli.train import run, show_all_options
 
@@ -247,11 +247,11 @@ def _run_trainer_command(command: str, options: list[str]) -> None:
         run([command, *options])
 
 
-def _under_supervision(options: list[str]) -> list[str]:
-    """The options but for ``--max-restarts``; with it, this process supervises another one, and does not return.
+def _supervise(options: list[str]) -> list[str]:
+    """With ``--max-restarts``, supervise a child process and exit with its code; otherwise return the other options.
 
     Raises:
-        ConfigError: If it is negative, or something else has started this process and would start it again.
+        ConfigError: If the value is negative, or a launcher that does restarts itself has started this process.
     """
     parser = _OneLineErrorParser(prog=f"{PROG} fit", add_help=False, allow_abbrev=False)
     parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
@@ -259,9 +259,9 @@ def _under_supervision(options: list[str]) -> list[str]:
     if parsed.max_restarts == 0:
         return others
     if parsed.max_restarts < 0:
-        raise errors.ConfigError(f"--max-restarts: expected a number, got {parsed.max_restarts}; give 0 or more")
-    if started_by := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
+        raise errors.ConfigError(f"--max-restarts: expected at least 0, got {parsed.max_restarts}; give 0 or more")
+    if launcher := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
         raise errors.ConfigError(
-            f"--max-restarts: expected no other launcher, got {started_by} in the environment; use its restarts"
+            f"--max-restarts: expected no other launcher, got {launcher} in the environment; use its restarts"
         )
     sys.exit(supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts))

@@ -1,6 +1,6 @@
-"""The command ``config``: a YAML for ``fit`` from questions, from Accelerate's configuration, or from a template.
+"""The command ``config``: write a YAML for ``fit`` from questions, Accelerate's configuration, or a template.
 
-The YAML is ``run_settings.yaml`` with other values; its comments are the questions, too.
+The YAML is ``run_settings.yaml`` with other values; its comments are also the questions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _CHOICES: dict[str, dict[str, Any]] = {
     "accelerator": {"gpu": "gpu", "cpu": "cpu", "true": "cpu", "false": "gpu"},
     "positions": {"true": "rotary", "false": None},
 }
-"""What may be written for settings that are no numbers and no texts; the first name of each value is shown."""
-_UNSAID: dict[str, Any] = {
+"""Accepted spellings of settings that are neither numbers nor strings; messages show the first one of each value."""
+_ACCELERATE_DEFAULTS: dict[str, Any] = {
     "trainer.devices": "auto",
     "trainer.num_nodes": 1,
     "trainer.precision": "32-true",
@@ -48,10 +48,10 @@ _UNSAID: dict[str, Any] = {
     "trainer.strategy.distributed_optimizer": False,
     "trainer.strategy.recompute": None,
 }
-"""What Accelerate does where its file says nothing, and we would do something else."""
+"""Accelerate's defaults for missing keys, where they differ from those of this package."""
 
 Settings = dict[str, Any]
-"""Values by their places, as options on the command line are named: ``trainer.strategy.tp``."""
+"""Values by dotted option names, as on the command line: ``trainer.strategy.tp``."""
 
 
 def config(
@@ -61,17 +61,17 @@ def config(
     output: Path = Path("config.yaml"),
     overwrite: bool = False,
 ) -> None:
-    """Write a configuration: from questions, Accelerate's, or a template.
+    """Write a configuration from questions, Accelerate's configuration, or a template.
 
-    It is a YAML for fit, every line with its meaning. Without an option it asks the questions of accelerate config for
-    Megatron-LM, and for model and data; each answer is checked at once, an empty one takes the default in brackets.
-    docs/from_accelerate.md shows what each key of Accelerate's is called here.
+    The output is a YAML for fit with comments. Without options it asks the questions of accelerate config for
+    Megatron-LM, and for model and data; each answer is checked at once, and an empty one accepts the default in
+    brackets. docs/from_accelerate.md lists the equivalents of Accelerate's keys.
 
     Args:
-        from_accelerate: YAML or JSON that accelerate config wrote.
-        template: One that comes with the package; another name lists them.
-        output: What to write.
-        overwrite: Replace the file if there is one.
+        from_accelerate: YAML or JSON written by accelerate config.
+        template: Configuration of the package to copy; an unknown name lists them.
+        output: File to write.
+        overwrite: Replace the file if it exists.
 
     Examples:
         lightning-megatron config
@@ -86,27 +86,27 @@ def config(
         raise ConfigError("--template and --from-accelerate are two sources; give one of them")
     text = "" if template is None else _template(template, output)
     check_output("--output", output, overwrite)  # before any question
-    told = f"{template}. Edit it, and run what its first lines say."
+    next_steps = f"{template}. Edit it, and run the command in its first lines."
     if template is None:
         if from_accelerate is None:
             settings, origin = _interview(), "made by lightning-megatron config"
-            told = f"Run\n\n{_how_to_run(output, settings, {})}"
+            next_steps = f"Run\n\n{_how_to_run(output, settings, {})}"
         else:
-            settings, launch = _imported(from_accelerate)
-            origin = f"made from {from_accelerate.name}, which says nothing of model and data: change those"
-            told = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
+            settings, launch = _import_accelerate(from_accelerate)
+            origin = f"made from {from_accelerate.name}, which does not describe model and data: change those"
+            next_steps = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
         text += as_yaml(settings)
     with failures_as_errors(f"--output {output} cannot be written"):
         output.write_text(text, encoding="utf-8")
-    print(f"{output} is written{': ' if template else '. '}{told}")
+    print(f"{output} is written{': ' if template else '. '}{next_steps}")
 
 
 def check_output(option: str, path: Path, overwrite: bool) -> None:
-    """Refuse a file that would replace another one, or that cannot be written.
+    """Check that an output file does not exist, or may be replaced, and can be written.
 
     Raises:
-        ConfigError: With the option that names it.
+        ConfigError: If not; names ``option``.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; give the name of a file")
@@ -118,8 +118,8 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
 
 
 def _template(name: str, output: Path) -> str:
-    """One of configs/, which is beside the package in a checkout, and within it where it is installed."""
-    folder = next(each for each in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if each.is_dir())
+    """Read a file of configs/, which is beside the package in a checkout, and inside the installed package."""
+    folder = next(path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir())
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if name not in files:
         raise ConfigError(f"--template {name} is unknown; choose from {', '.join(files)}")
@@ -127,15 +127,15 @@ def _template(name: str, output: Path) -> str:
 
 
 def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
-    """Command lines, by Accelerate's words for how processes meet."""
+    """Command lines that launch the run; ``launch`` has Accelerate's rendezvous options."""
     fit, nodes = f"fit --config {shlex.quote(str(output))}", settings["trainer.num_nodes"]
     gpus, port = launch.get("gpu_ids", "all"), launch.get("main_process_port")
     torchrun = "  " if gpus == "all" else f"  CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
-    alone = f"{torchrun}lightning-megatron {fit}\n  or\n"
+    single = f"{torchrun}lightning-megatron {fit}\n  or\n"
     torchrun += f"torchrun --nproc-per-node={settings['trainer.devices']}"
     module = f" -m lightning_megatron {fit}"
     if nodes == 1:
-        return alone + torchrun + (f" --master-port={port}" if port else "") + module
+        return single + torchrun + (f" --master-port={port}" if port else "") + module
     torchrun += f" --nnodes={nodes} --node-rank={launch.get('machine_rank', 0)}"
     torchrun += f" --rdzv-backend={launch.get('rdzv_backend', 'static')}"
     torchrun += f" --rdzv-endpoint={launch.get('main_process_ip', 'FIRST_MACHINE')}:{port or 29500}"
@@ -147,57 +147,57 @@ def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, 
 
 @functools.cache
 def _lines() -> tuple[tuple[str, str, re.Match[str] | None], ...]:
-    """Each line of the file with its place and parts; empty and None where there is no setting."""
+    """(option, line, match) of each line of run_settings.yaml; empty option and None for lines without a setting."""
     lines: list[tuple[str, str, re.Match[str] | None]] = []
-    above: list[tuple[int, str]] = []
+    parents: list[tuple[int, str]] = []
     text = Path(__file__).with_name("run_settings.yaml").read_text(encoding="utf-8")
     for line in text.splitlines()[1:]:
         match = _LINE.fullmatch(line)
         if match is not None:
             depth = len(match["indent"])
-            above = [*(each for each in above if each[0] < depth), (depth, match["name"])]
+            parents = [*(parent for parent in parents if parent[0] < depth), (depth, match["name"])]
         is_setting = match is not None and match["default"] is not None
-        place = ".".join(name for _, name in above if name != "init_args")
-        lines.append((place if is_setting else "", line, match if is_setting else None))
+        option = ".".join(name for _, name in parents if name != "init_args")
+        lines.append((option if is_setting else "", line, match if is_setting else None))
     return tuple(lines)
 
 
-def _read(kind: str, value: Any) -> Any:
-    """A value as it is meant, whether it was typed or stands in a file as a number, a word or a string.
+def _parse(kind: str, value: Any) -> Any:
+    """Parse a value that was typed, or read from a file in any YAML type.
 
     Raises:
-        ConfigError: If it is none of this kind: what was expected, and what was given.
+        ConfigError: If it is not of this kind; has the expected kind and the value.
     """
     text = str(value).strip()
     if kind in _CHOICES:
         choices = _CHOICES[kind]
         if text.lower() in choices:
             return choices[text.lower()]
-        shown = {meant: word for word, meant in reversed(choices.items())}
-        raise ConfigError(f"expected {' or '.join(reversed(shown.values()))}, got {text!r}")
+        words = {choice: word for word, choice in reversed(choices.items())}
+        raise ConfigError(f"expected {' or '.join(reversed(words.values()))}, got {text!r}")
     if kind in ("text", "str", "dict"):
         return text
     if kind == "ints":
-        return [_read("int", each) for each in re.findall(r"[^\s,\[\]]+", text)]
-    least = 1 if kind == "int" else 0
+        return [_parse("int", item) for item in re.findall(r"[^\s,\[\]]+", text)]
+    minimum = 1 if kind == "int" else 0
     try:
         number = float(text) if kind == "float" else int(text)
     except ValueError:
         number = -1
-    if not number >= least:  # NaN is neither
+    if not number >= minimum:  # also for NaN
         noun = "a number" if kind == "float" else "an integer"
-        raise ConfigError(f"expected {noun} of at least {least}, got {text!r}")
+        raise ConfigError(f"expected {noun} of at least {minimum}, got {text!r}")
     return number
 
 
 def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
-    """How the model is split, as far as ``settings`` say; checked against the number of processes.
+    """Build the layout from ``settings``, and check it against the number of processes.
 
     Raises:
-        ConfigError: If the sizes do not fit together.
+        ConfigError: If the sizes are incompatible.
     """
-    places = {field.name: f"trainer.strategy.{field.name}" for field in fields(ParallelConfig)}
-    parallel = ParallelConfig(**{name: settings[place] for name, place in places.items() if place in settings})
+    options = {field.name: f"trainer.strategy.{field.name}" for field in fields(ParallelConfig)}
+    parallel = ParallelConfig(**{name: settings[option] for name, option in options.items() if option in settings})
     devices = settings.get("trainer.devices")
     if isinstance(devices, int):
         parallel.data_parallel_size(devices * settings["trainer.num_nodes"])
@@ -205,15 +205,15 @@ def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
-    """The YAML for ``fit``, each line with its meaning."""
+    """Format settings as a commented YAML for ``fit``."""
     lines = []
-    for place, text, match in _lines():
-        if match is None or (place not in settings and not match["optional"]):
+    for option, text, match in _lines():
+        if match is None or (option not in settings and not match["optional"]):
             lines.append(text)
-        elif place in settings:
-            shown = yaml.safe_dump([settings[place]], default_flow_style=True, width=10**6, allow_unicode=True)
+        elif option in settings:
+            value = yaml.safe_dump([settings[option]], default_flow_style=True, width=10**6, allow_unicode=True)
             comment = match["meaning"] and f" # {match['meaning']}"
-            lines.append(f"{match['indent']}{match['name']}: {shown.strip()[1:-1]}{comment or ''}")
+            lines.append(f"{match['indent']}{match['name']}: {value.strip()[1:-1]}{comment or ''}")
     return "\n".join(lines) + "\n"
 
 
@@ -221,117 +221,117 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def _interview() -> Settings:
-    """The answers to the questions of ``accelerate config``, each checked against those before it.
+    """Ask the questions of ``accelerate config``, and check each answer together with the previous ones.
 
     Raises:
-        ConfigError: If an answer that comes from a pipe is wrong, or there are too few.
+        ConfigError: If standard input is not a terminal and an answer is wrong or missing.
     """
     settings: Settings = {}
-    for place, default in _questions(settings):
-        while place not in settings:
+    for option, default in _questions(settings):
+        while option not in settings:
             try:
-                settings[place] = _answer(place, default)
+                settings[option] = _ask(option, default)
                 _, model = described_model(settings["model.model"])
                 parallel = _layout(settings)
                 parallel.check_model(model)
-                parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _longest(model))
+                parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _max_length(model))
             except EOFError:
                 raise ConfigError(
-                    f"{place}: expected an answer, got the end of the input (none is {default})"
+                    f"{option}: expected an answer, got the end of the input (default: {default})"
                 ) from None
             except ConfigError as error:
                 if not sys.stdin.isatty():
                     raise
-                settings.pop(place, None)
+                settings.pop(option, None)
                 print(f"  {error}")
     settings["model.model"], _ = described_model(settings["model.model"])
     return settings
 
 
-def _questions(given: Settings) -> Iterator[tuple[str, Any]]:
-    """What to ask next, and what no answer means; in the order of ``accelerate config``."""
+def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
+    """Options to ask for, with defaults that depend on previous answers, in the order of ``accelerate config``."""
     strategy = "trainer.strategy"
     yield "model.model", "gpt2"
-    named, model = described_model(given["model.model"])
-    folder = Path(named) if isinstance(named, str) else None  # or a file, or a name
-    if folder and (not folder.exists() or any((*folder.glob("*.safetensors"), *folder.glob("*.bin")))):
+    name, model = described_model(answers["model.model"])
+    path = Path(name) if isinstance(name, str) else None  # a directory, a file, or a name on the hub
+    if path and (not path.exists() or any((*path.glob("*.safetensors"), *path.glob("*.bin")))):
         yield "model.pretrained", "yes"
     yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
     yield "trainer.num_nodes", 1
     yield f"{strategy}.tp", 1
-    if given[f"{strategy}.tp"] > 1:
+    if answers[f"{strategy}.tp"] > 1:
         yield f"{strategy}.sequence_parallel", "yes"
     yield f"{strategy}.pp", 1
-    if given[f"{strategy}.pp"] > 1:
-        yield f"{strategy}.num_microbatches", given[f"{strategy}.pp"]
+    if answers[f"{strategy}.pp"] > 1:
+        yield f"{strategy}.num_microbatches", answers[f"{strategy}.pp"]
     yield f"{strategy}.recompute", "selective"
     yield f"{strategy}.distributed_optimizer", "yes"
     yield "trainer.gradient_clip_val", 1.0
-    yield "trainer.devices", -(-given[f"{strategy}.tp"] * given[f"{strategy}.pp"] // given["trainer.num_nodes"])
-    yield "trainer.precision", "bf16-mixed" if given["trainer.accelerator"] == "gpu" else "32-true"
+    yield "trainer.devices", -(-answers[f"{strategy}.tp"] * answers[f"{strategy}.pp"] // answers["trainer.num_nodes"])
+    yield "trainer.precision", "bf16-mixed" if answers["trainer.accelerator"] == "gpu" else "32-true"
     yield "data.data_path", f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}"
-    if (is_text := given["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
-        yield "data.tokenizer", "data/tokenizer" if folder is None or folder.is_file() else str(folder)
-    given["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
-    yield "data.seq_length", min(1024, _longest(model) or 1024)
+    if (is_text := answers["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
+        yield "data.tokenizer", "data/tokenizer" if path is None or path.is_file() else str(path)
+    answers["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
+    yield "data.seq_length", min(1024, _max_length(model) or 1024)
     yield "data.micro_batch_size", 4
-    yield "model.lr", 2e-5 if given.get("model.pretrained") else 3e-4
+    yield "model.lr", 2e-5 if answers.get("model.pretrained") else 3e-4
     yield "trainer.max_steps", 10000
 
 
-def _answer(place: str, default: Any) -> Any:
-    match = next(match for each, _, match in _lines() if each == place)
+def _ask(option: str, default: Any) -> Any:
+    match = next(match for name, _, match in _lines() if name == option)
     assert match is not None
     kind = match["name"] if match["name"] in _CHOICES else type(yaml.safe_load(match["default"])).__name__
     text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
     if not sys.stdin.isatty():
-        print(text)  # as a terminal shows it
+        print(text)  # echo it, as a terminal does
     try:
-        return _read(kind, text.strip() or default)
+        return _parse(kind, text.strip() or default)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
 
 
-def _longest(model: ModelConfig) -> int | None:
-    """Tokens of a row for which it has positions; None for any number."""
+def _max_length(model: ModelConfig) -> int | None:
+    """Maximum tokens of a row by the position table; None without a table."""
     return model.max_position_embeddings if model.has_position_table else None
 
 
 @functools.cache
 def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
-    """What a configuration says of a path, or of a type with transformers' default sizes; and the model itself."""
+    """Value of ``model.model`` for a path or a ``model_type`` (with transformers' default sizes), and its config."""
     from lightning_megatron.convert.registry import known_families, model_config
     from lightning_megatron.hub import local_folder
 
     path = Path(answer).expanduser()
-    given = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
-    return given, model_config(given if isinstance(given, dict) else str(local_folder(given, "config")))
+    value = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
+    return value, model_config(value if isinstance(value, dict) else str(local_folder(value, "config")))
 
 
 # ---- Accelerate's file ----------------------------------------------------------------------------------------------
 
 
-def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
-    """What the YAML or JSON of ``accelerate config`` says, and for torchrun; prints what is not taken over, and why.
+def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
+    """Translate the file of ``accelerate config`` to settings and launch options; print the ignored keys, and why.
 
     Raises:
-        ConfigError: If it cannot be read, a key is unknown or asks for what there is not, or values do not fit.
+        ConfigError: If it cannot be read, or a key or value is unknown, unsupported or incompatible with others.
     """
-    given = _fields(path)
+    source = _read_flat(path)
     rows = {f"{'megatron_lm_' * (row.used_by != 'config')}{row.theirs}": row
             for row in foreign_names() if row.value or row.used_by in ("config", "plugin")}  # fmt: skip
-    for key in given:
+    for key in source:
         if key not in rows:
             fix = advice(key, list(rows)).partition("choose from")[0] or "remove it"
             raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
-    settings, launch, left_out = dict(_UNSAID), dict[str, str](), dict[str, list[str]]()
+    settings, launch, ignored = dict(_ACCELERATE_DEFAULTS), dict[str, str](), dict[str, list[str]]()
     samples: dict[str, str] = {}
     for key, row in rows.items():
-        value = given.get(key)
+        value = source.get(key)
         if not row.value:
-            if key in given:
+            if key in source:
                 reason = "; ".join(filter(None, (row.ours and f"set {row.ours}", row.note)))
-                left_out.setdefault(reason, []).append(key)
+                ignored.setdefault(reason, []).append(key)
         elif isinstance(value, (dict, list)) and row.value != "ints":
             raise ConfigError(f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it")
         elif row.value.startswith("="):
@@ -344,62 +344,62 @@ def _imported(path: Path) -> tuple[Settings, dict[str, str]]:
             if row.value == "samples":
                 samples[key] = row.cli_name
             try:
-                settings[row.cli_name] = _read(row.value, value)
+                settings[row.cli_name] = _parse(row.value, value)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {key}: {error}; {row.note or 'correct it'}") from None
     processes, nodes = settings["trainer.devices"], settings["trainer.num_nodes"]
-    if processes != "auto":  # those of each machine, from those of all
+    if processes != "auto":  # per machine, from the total
         require_divides("num_machines", nodes, "num_processes", processes)
         settings["trainer.devices"] = processes // nodes
     _layout(settings)
-    told = [f"not taken over: {', '.join(keys)}: {why}" for why, keys in left_out.items()]
-    for key, place in samples.items():
+    lines = [f"not taken over: {', '.join(keys)}: {reason}" for reason, keys in ignored.items()]
+    for key, option in samples.items():
         try:
-            told.append(f"{key}: {_in_steps(settings, place)}")
+            lines.append(f"{key}: {_samples_to_steps(settings, option)}")
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from None
-    print("\n".join(told))
+    print("\n".join(lines))
     if "model.lr_schedule.warmup_steps" in settings:
         settings["model.lr_schedule.warmup_fraction"] = None
     return settings, launch
 
 
-def _in_steps(settings: Settings, place: str) -> str:
-    """Turn the samples at ``place`` into steps, whole ones, and say by which global batch.
+def _samples_to_steps(settings: Settings, option: str) -> str:
+    """Convert ``settings[option]`` from samples to complete steps, and describe the conversion in a line.
 
     Raises:
-        ConfigError: If the number of processes is not known, or the batch cannot grow as it should.
+        ConfigError: If the number of processes is unknown, or the batch size ramp-up is invalid.
     """
     from lightning_megatron.data.loader import BatchRampup, BatchShape
 
     parallel, rows = _layout(settings), settings.setdefault("data.micro_batch_size", 4)
     if (devices := settings["trainer.devices"]) == "auto":
-        raise ConfigError("samples become steps by the number of copies: expected num_processes, got none; add it")
+        raise ConfigError("samples become steps by the number of replicas: expected num_processes, got none; add it")
     dp, ramp = parallel.data_parallel_size(devices * settings["trainer.num_nodes"]), None
-    if given := settings.get("data.rampup_batch_size"):
-        if len(given) != 3:
-            raise ConfigError(f"rampup_batch_size: expected START INCREMENT SAMPLES, got {given}; correct it")
-        ramp = BatchRampup(*given)
+    if values := settings.get("data.rampup_batch_size"):
+        if len(values) != 3:
+            raise ConfigError(f"rampup_batch_size: expected START INCREMENT SAMPLES, got {values}; correct it")
+        ramp = BatchRampup(*values)
     shape = BatchShape(micro_batch_size=rows, num_microbatches=parallel.num_microbatches, data_parallel_size=dp,
                        data_parallel_rank=0, rampup=ramp)  # fmt: skip
-    samples: int = settings[place]
-    settings[place] = steps = shape.steps_in(0, samples)
-    left = samples - shape.position_after(0, steps)
+    samples: int = settings[option]
+    settings[option] = steps = shape.steps_in(0, samples)
+    rest = samples - shape.position_after(0, steps)
     size = f"{shape.global_batch_size:,} rows (micro_batch_size={rows} x {parallel.num_microbatches} x dp={dp})"
-    grown = "" if ramp is None else f"{ramp.start:,} rows, growing to "
-    return f"{samples:,} samples are {steps:,} steps of {grown}{size}{f', and {left:,} are left over' * (left > 0)}"
+    growth = "" if ramp is None else f"{ramp.start:,} rows, growing to "
+    return f"{samples:,} samples are {steps:,} steps of {growth}{size}{f', and {rest:,} are left over' * (rest > 0)}"
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """All keys on one level: the section of Megatron-LM may have lost its indentation."""
+def _read_flat(path: Path) -> dict[str, Any]:
+    """Read Accelerate's file as one level of keys; its Megatron-LM section may have lost its indentation."""
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration of accelerate's: {error}") from None
-    section = found.pop("megatron_lm_config", None) or {} if isinstance(found, dict) else {}
-    for name, part in ((path, found), (f"{path}: megatron_lm_config", section)):
+        raise ConfigError(f"{path} cannot be read as a configuration of Accelerate: {error}") from None
+    section = content.pop("megatron_lm_config", None) or {} if isinstance(content, dict) else {}
+    for name, part in ((path, content), (f"{path}: megatron_lm_config", section)):
         if not isinstance(part, dict):
             kind = type(part).__name__
             raise ConfigError(f"{name}: expected keys and values, got a {kind}; run accelerate config again")
-    return {str(key): value for key, value in {**found, **section}.items()}
+    return {str(key): value for key, value in {**content, **section}.items()}

@@ -1,6 +1,6 @@
-"""Commands on corpora, datasets and checkpoints: their signatures and docstrings are the options and help.
+"""Commands for corpora, datasets and checkpoints; options and help are generated from signatures and docstrings.
 
-Whatever takes long to import is imported when a command runs.
+Slow imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> None:
 def preprocess(options: PreprocessOptions) -> None:
     """Turn text into an indexed dataset (.bin/.idx).
 
-    Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences. Files appear under these names
-    when all of them are complete, and replace none. The order of the inputs is kept.
+    Writes P_<key>_document.bin and .idx, or P_<key>_sentence with --split-sentences. The files appear under these
+    names once all are complete, and replace none. The order of the inputs is kept.
 
     Example:
         lightning-megatron preprocess --input 'corpus/*.jsonl.gz' --output-prefix data/corpus
@@ -50,19 +50,19 @@ def preprocess(options: PreprocessOptions) -> None:
         f" {result.bytes:,} bytes at {result.bytes / 1e6 / result.seconds:.2f} MB/s"
     )
     if result.empty_documents:
-        print(f"{result.empty_documents:,} texts without a token, which are documents without a sequence")
+        print(f"{result.empty_documents:,} texts without a token, written as documents without a sequence")
     _print_skipped(result.skipped)
 
 
 def _print_skipped(count: int) -> None:
     if count:
-        print(f"{count:,} lines, rows or files were skipped, which are no documents")
+        print(f"{count:,} lines, rows or files that are no documents were skipped")
 
 
 def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
-    """Turn an indexed dataset of Megatron 1.x or 2.x (cached, lazy) into mmap.
+    """Convert an indexed dataset of Megatron 1.x or 2.x (cached, lazy) to mmap.
 
-    Checks all of the old index; documents and tokens stay as they are.
+    Checks all of the old index; documents and tokens are unchanged.
 
     Args:
         input: Dataset to read, without .bin.
@@ -74,10 +74,10 @@ def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
 
 
 def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
-    """Write several indexed datasets as one.
+    """Merge several indexed datasets into one.
 
-    In the order given, in the mmap format. Keeps documents and tokens; the type of tokens is the smallest that holds
-    those of all inputs. Checks all of each index first.
+    Keeps the given order, documents and tokens; writes the mmap format, with the smallest dtype that holds all tokens.
+    Checks all of each index first.
 
     Args:
         input: Datasets to read (mmap, cached, lazy), without .bin.
@@ -85,29 +85,29 @@ def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
     """
     from lightning_megatron.data.indexed import merge_datasets
 
-    _print_merged(merge_datasets([str(each) for each in input], str(output_prefix)), input)
+    _print_merged(merge_datasets([str(prefix) for prefix in input], str(output_prefix)), input)
 
 
-def _print_merged(new: IndexedDataset, sources: Sequence[str | Path]) -> None:
+def _print_merged(merged: IndexedDataset, sources: Sequence[str | Path]) -> None:
     print(
-        f"{new.prefix}: {new.num_documents:,} documents, {len(new.lengths):,} sequences, {len(new.tokens):,} tokens"
-        f" ({new.dtype}) from {', '.join(map(str, sources))}"
+        f"{merged.prefix}: {merged.num_documents:,} documents, {len(merged.lengths):,} sequences, "
+        f"{len(merged.tokens):,} tokens ({merged.dtype}) from {', '.join(map(str, sources))}"
     )
 
 
 def convert(options: ConvertOptions) -> None:
-    """Turn a checkpoint into one of another format or layout.
+    """Convert a checkpoint to another format or layout.
 
-    Reads and writes weights through the model, without a GPU. The format of what is read is detected:
+    Reads and writes weights through the model, without a GPU. The input format is detected:
 
-      Hugging Face model directories    safetensors or .bin, in one file or several; or their names on the hub, org/name
+      Hugging Face model directories    safetensors or .bin, in one file or several; or a name on the hub, org/name
       *.ckpt                            of MegatronStrategy, at any layout
       torch_dist                        Megatron-Core's distributed checkpoints
       mp_rank_*/model_optim_rng.pt      Megatron-LM's of any version, and NVIDIA's .zip of one
-      folders of iterations             with latest_checkpointed_iteration.txt, or iter_* and release
+      directories of iterations         with latest_checkpointed_iteration.txt, or iter_* and release
 
-    In one process memory holds one copy of the model; under torchrun each of tp x pp processes holds its part. Nothing
-    stands under the name of --save-path before all of it is written. Files are data: no code in a checkpoint is run.
+    A single process holds the whole model in memory; under torchrun each of tp x pp processes holds its shard.
+    --save-path appears only when it is complete. No code in a checkpoint is run.
 
     Examples:
         lightning-megatron convert --load-path gpt2 --save-path gpt2.ckpt --to megatron
@@ -127,15 +127,15 @@ def average(
 ) -> None:
     """Write the mean of the weights of several checkpoints of one model.
 
-    Averages of the last checkpoints of a run are often better than the last one (stochastic weight averaging). Sums are
-    fp32; the weights keep the dtype of the first checkpoint, unless --dtype says another. Reads what convert reads.
+    The average of the last checkpoints of a run is often better than the last one (stochastic weight averaging). Sums
+    are fp32; the weights keep the dtype of the first checkpoint unless --dtype is given. Reads what convert reads.
 
     Args:
-        load_path: Checkpoints to average, of any format.
-        save_path: What to write; must not exist, or be an empty folder.
-        to: Format to write, as for convert.
+        load_path: Checkpoints to average, in any format.
+        save_path: Checkpoint to write; must not exist, or be an empty directory.
+        to: Output format, as for convert.
         dtype: fp32, fp16 or bf16 for the weights.
-        tokenizer: Tokenizer to put beside the weights; that of the first checkpoint if left out.
+        tokenizer: Tokenizer to save with the weights (default: that of the first checkpoint).
 
     Example:
         lightning-megatron average --load-path runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
@@ -152,22 +152,22 @@ def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> N
     with exit_on_sigterm():
         kind = convert(options, average_with)
     seconds = max(time.monotonic() - start, 1e-9)
-    if int(os.environ.get("RANK", 0)) > 0:  # of torchrun
+    if int(os.environ.get("RANK", 0)) > 0:  # set by torchrun
         return
-    sizes = [each.stat().st_size for each in options.save_path.rglob("*") if each.is_file()]
+    sizes = [file.stat().st_size for file in options.save_path.rglob("*") if file.is_file()]
     sources = ", ".join(map(str, (options.load_path, *average_with)))
     print(
         f"{options.save_path}: {len(sizes):,} files, {readable_size(sum(sizes))}, from {kind} {sources}, in "
         f"{seconds:.1f} s ({readable_size(sum(sizes) / seconds)}/s)"
     )
     if options.to == "megatron":
-        print(f"It holds weights only: begin a run with MegatronStrategy(load_from={str(options.save_path)!r})")
+        print(f"It holds weights only: start a run with MegatronStrategy(load_from={str(options.save_path)!r})")
     elif options.to == "megatron-legacy":
-        print("It holds weights only: Megatron-LM takes it as a release, and begins at iteration 0")
+        print("It holds weights only: Megatron-LM loads it as a release, and starts at iteration 0")
 
 
 def doctor() -> None:
-    """Show versions, devices, and what fills each slot of the engine."""
+    """Show versions, devices, the filler of each engine slot, and optional packages."""
     from lightning_megatron.cli.doctor import report_installation
 
     print(report_installation())

@@ -1,4 +1,4 @@
-"""The command ``doctor``: versions, devices, what fills each slot of the engine, and what could be installed."""
+"""The command ``doctor``: versions, devices, the filler of each engine slot, and optional packages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_megatron.cli.inspect import columns
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
 from lightning_megatron.errors import ConfigError
 
-_NEEDED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
-_ABSENT = "not installed"
+_REQUIRED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
+_NOT_INSTALLED = "not installed"
 _FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
 
 
 def check_accelerator(accelerator: object) -> None:
-    """Raise if ``Trainer(accelerator=...)`` names a GPU, and torch finds none.
+    """Check that torch finds a GPU if ``Trainer(accelerator=...)`` requires one.
 
     Raises:
-        ConfigError: With what to do.
+        ConfigError: If it finds none.
     """
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
@@ -33,13 +33,13 @@ def check_accelerator(accelerator: object) -> None:
 
 
 def report_installation() -> str:
-    """Versions, devices, what fills each slot of the engine, and what could be installed, as a text of tables."""
+    """Report versions, devices, the filler of each engine slot, and optional packages, as text tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
-    # A half-installed CUDA extension is there only.
-    liger = "usable" if has_liger() else "installed, but not usable" if find_spec("liger_kernel") else _ABSENT
+    # The package may be installed without a working CUDA extension.
+    liger = "usable" if has_liger() else "installed, but not usable" if find_spec("liger_kernel") else _NOT_INSTALLED
     optional = [("liger-kernel", liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'")]
     for name in _FOR_PREPROCESS:
-        state = "usable" if find_spec(name) else _ABSENT
+        state = "usable" if find_spec(name) else _NOT_INSTALLED
         optional.append((name, state, "for preprocess", "pip install 'lightning-megatron[data]'"))
     return "\n\n".join(
         (
@@ -60,7 +60,7 @@ def _versions() -> list[tuple[str, str]]:
     return [
         ("python", platform.python_version()),
         ("lightning-megatron", lightning_megatron.__version__),
-        *((package, importlib.metadata.version(package)) for package in _NEEDED),
+        *((package, importlib.metadata.version(package)) for package in _REQUIRED),
         ("CUDA of torch", torch.version.cuda or "none (CPU build)"),
         ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "not used"),
         ("cuDNN", str(cudnn or "not used")),

@@ -177,7 +177,7 @@ def test_a_wrong_answer_from_a_pipe_is_one_line(
     for answers, says in (
         (("gpt2", "cpu", "", "5"), "tp=5 does not divide num_attention_heads=12; choose tp from 1, 2, 3, 4, 6, 12"),
         ((*LAYOUT[:10], "6"), "world size 6 (devices x num_nodes) is not a multiple of tp=2 x pp=2 = 4; use 8"),
-        (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input (none is 1)"),
+        (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input (default: 1)"),
     ):
         answer(monkeypatch, *answers)
         assert main(["config"]) == 2

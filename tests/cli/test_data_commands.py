@@ -100,8 +100,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("to", "hint"),
     [
-        ("megatron", "begin a run with MegatronStrategy(load_from={!r})"),
-        ("megatron-legacy", "Megatron-LM takes it as a release, and begins at iteration 0"),
+        ("megatron", "start a run with MegatronStrategy(load_from={!r})"),
+        ("megatron-legacy", "Megatron-LM loads it as a release, and starts at iteration 0"),
     ],
 )
 def test_convert_says_what_it_wrote_and_what_that_is_for(

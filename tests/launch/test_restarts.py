@@ -102,7 +102,7 @@ def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
 
 def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "-1")
-    assert (code, said) == (2, "error: --max-restarts: expected a number, got -1; give 0 or more\n")
+    assert (code, said) == (2, "error: --max-restarts: expected at least 0, got -1; give 0 or more\n")
     monkeypatch.setenv("SLURM_NTASKS", "2")
     code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "2")
     assert code == 2
