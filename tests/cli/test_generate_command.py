@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.generate import TextWriter, _own_precision
+from lightning_megatron.cli.generate import TextWriter, _default_precision
 from lightning_megatron.generate.options import GenerationOptions
 from tests.cli.command import run_cli
 
@@ -66,7 +66,7 @@ def test_gpus_compute_in_the_dtype_of_the_weights(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for dtype, on_gpu in (("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")):
         stored: Any = SimpleNamespace(dtype=getattr(torch, dtype))
-        assert [_own_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == ["32-true", on_gpu]
+        assert [_default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == ["32-true", on_gpu]
 
 
 def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_stream_shows_whole_characters_and_nothing_behind_a_stop_text(
     import torch
 
     parts: list[str] = []
-    show = TextWriter(["p"], Bytes(), GenerationOptions(stop_strings=stop), as_json=False, is_answer=False)
+    show = TextWriter(["p"], Bytes(), GenerationOptions(stop_strings=stop), as_json=False, is_t5=False)
     monkeypatch.setattr(sys.stdout, "write", parts.append)
     rows = {"input_ids": torch.tensor([list(b"p")]), "attention_mask": torch.ones(1, 1)}
     for token in (*text, -1):
@@ -148,7 +148,7 @@ def test_characters_that_the_output_lacks_are_escaped_for_programs(
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
     rows = {"input_ids": torch.tensor([[33]]), "attention_mask": torch.ones(1, 1)}
-    show = TextWriter(["é "], Bytes(), GenerationOptions(), as_json=True, is_answer=False)
+    show = TextWriter(["é "], Bytes(), GenerationOptions(), as_json=True, is_t5=False)
     show.end(rows, torch.tensor([[33, *"🎉".encode()]]))
     assert json.loads(raw.getvalue().decode(encoding)) == {"prompt": "é ", "text": "🎉"}
 
