@@ -84,7 +84,7 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
     can_stream = len(prompts) == generation.num_beams == generation.num_return_sequences == 1 and not options.json
     if options.stream and not can_stream:
-        raise ConfigError("--stream: expected one prompt without beams, samples or --json; leave it out, or these")
+        raise ConfigError("--stream: expected one prompt and completion, without beams or --json; leave it out")
     require_number("batch_size", options.batch_size, at_least=1)
 
     from lightning_megatron.convert.contents import open_source

@@ -1,4 +1,4 @@
-"""The command ``plan``: the layouts that fit a model onto GPUs, with memory and speed, as table, YAML and picture."""
+"""The command ``plan``: layouts that fit a model on GPUs, with memory and speed, as table, YAML and picture."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ DeviceName = Literal["b200", "h200", "h100", "a100", "a100-40gb"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What ``plan`` is asked for."""
+    """Options of the command ``plan``."""
 
     model: str
-    """Folder or config.json of Hugging Face, org/name, or a model_type with its usual sizes."""
+    """Hugging Face directory or config.json, org/name, or a model_type with its default sizes."""
     gpus: int
-    """How many there are in all."""
+    """Total number of GPUs."""
     memory: str | None = None
-    """Of each GPU, e.g. 80GB; that of the device if left out."""
+    """Memory of each GPU, e.g. 80GB (default: that of the device)."""
     device: DeviceName = "h200"
-    """Whose speed is estimated."""
+    """Type of the GPUs."""
     seq_length: int = 4096
-    """Tokens of a row; of the encoder for a T5."""
+    """Tokens of a row; for a T5 those of the encoder."""
     decoder_seq_length: int = 128
-    """Tokens of a row of a T5's decoder."""
+    """Tokens of a row in a T5's decoder."""
     global_batch_size: int = 256
     """Rows of a step over all GPUs."""
     precision: Literal["bf16-mixed", "16-mixed", "32-true"] = "bf16-mixed"
-    """Of the Trainer."""
+    """The Trainer's precision."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Short for --precision: bf16-mixed, 16-mixed or 32-true."""
+    """Short form of --precision: bf16-mixed, 16-mixed or 32-true."""
     top: int = 10
-    """How many layouts to list."""
+    """Number of layouts to list."""
     output: Path | None = None
-    """Where to write a configuration for fit with the best layout."""
+    """File to write a configuration for fit with the fastest layout."""
     picture: Path | None = None
-    """Where to draw the memory of each layout and the best one's pipeline, e.g. plan.png."""
+    """File to draw the memory of each layout and the pipeline of the fastest, e.g. plan.png."""
     overwrite: bool = False
     """Replace these files if they exist."""
 
 
 def plan(options: PlanOptions) -> None:
-    """List the layouts that fit, the fastest first, with memory and speed.
+    """List the layouts that fit, fastest first, with memory and speed.
 
-    Estimates are arithmetic, fitted on runs on H200s: memory within 10 %, time within 15 % of what was measured there.
-    Other devices are scaled by their datasheets. mb x m is micro_batch_size x num_microbatches; tp comes with sequence
-    parallelism, and recomputing is left out wherever memory suffices.
+    Estimates are computed by formulas fitted to runs on H200s, with errors of at most 10 % in memory and 15 % in time.
+    Other devices are scaled by their datasheets. mb x m is micro_batch_size x num_microbatches; tp uses sequence
+    parallelism, and activations are recomputed only if memory requires it.
 
     Examples:
         lightning-megatron plan --model path/to/llama --gpus 8 --memory 80GB --device h100
@@ -79,7 +79,7 @@ def plan(options: PlanOptions) -> None:
         if options.memory.isdecimal():
             raise ConfigError(f"memory={options.memory}: expected a unit, got none; give {options.memory}GB")
         device = replace(device, memory=float(size_in_bytes(options.memory, "memory")))
-    given, model = described_model(options.model)
+    model_option, model = described_model(options.model)
     is_t5 = model.architecture == "t5"
     if model.has_position_table:
         ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
@@ -89,41 +89,41 @@ def plan(options: PlanOptions) -> None:
         world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
     )
-    found = planner.plans(run, options.global_batch_size, device)[: options.top]
-    print("\n".join(_table(found, device)))
+    plans = planner.plans(run, options.global_batch_size, device)[: options.top]
+    print("\n".join(_table(plans, device)))
     if options.output is not None:
         with failures_as_errors(f"--output {options.output} cannot be written"):
-            options.output.write_text(_yaml(found[0], given, options), encoding="utf-8")
+            options.output.write_text(_yaml(plans[0], model_option, options), encoding="utf-8")
         print(f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}")
     if options.picture is not None:
-        _draw(found, device).savefig(options.picture)
+        _draw(plans, device).savefig(options.picture)
         print(f"\n{options.picture} is drawn")
 
 
 _GIB = 2**30
 
 
-def _table(found: Sequence[Plan], device: Device) -> Iterator[str]:
+def _table(plans: Sequence[Plan], device: Device) -> Iterator[str]:
     from lightning_megatron.cli.inspect import columns
 
-    first = found[0].run
+    first = plans[0].run
     yield (
         f"{first.model.family} on {first.world_size} x {device.name} of {device.memory / _GIB:.1f} GiB: "
         f"{first.tokens // sum(first.lengths):,} rows of {' + '.join(map(str, first.lengths))} tokens a step, "
-        f"{first.precision}; GiB are of the fullest GPU"
+        f"{first.precision}; GiB are those of the fullest GPU"
     )
     yield ""
-    rows = [_cells(each, device) for each in found]
+    rows = [_cells(plan, device) for plan in plans]
     yield from columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
 
 
-def _cells(each: Plan, device: Device) -> dict[str, str]:
-    """A row of the table, by columns."""
+def _cells(plan: Plan, device: Device) -> dict[str, str]:
+    """One row of the table, by column."""
     from lightning_megatron.accounting import model_flops
 
-    run, time, memory, parallel = each.run, each.time, each.memory, each.run.parallel
+    run, time, memory, parallel = plan.run, plan.time, plan.memory, plan.run.parallel
     row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
-    flops_per_s = each.tokens_per_s_per_device / sum(run.lengths) * row_flops
+    flops_per_s = plan.tokens_per_s_per_device / sum(run.lengths) * row_flops
     return {
         **{"tp": str(parallel.tp), "pp": _pp(run), "vpp": str(parallel.vpp or "-"), "cp": str(parallel.cp)},
         **{"dp": str(run.dp), **({"ep": str(parallel.ep)} if run.model.experts else {})},
@@ -134,19 +134,19 @@ def _cells(each: Plan, device: Device) -> dict[str, str]:
         "s/step": f"{time.total:.3f}",
         "bubble": f"{time.bubble / time.total:.1%}",
         "comm.": f"{time.communication / time.total:.1%}",
-        "tok/s/GPU": f"{each.tokens_per_s_per_device:,.0f}",
+        "tok/s/GPU": f"{plan.tokens_per_s_per_device:,.0f}",
         "MFU": f"{flops_per_s / (run.peak_flops_per_s(device) or 1):.1%}",
     }
 
 
 def _pp(run: Run) -> str:
-    """Stages, and the layers of each where they are not the same."""
+    """Number of stages, with the layers of each if uneven."""
     chunks = run.chunks[: run.parallel.pp]
     return str(run.parallel.pp) if len(set(chunks)) == 1 else f"{run.parallel.pp}:{'-'.join(map(str, chunks))}"
 
 
-def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
-    """A configuration for ``fit`` with the best layout; data are a placeholder."""
+def _yaml(best: Plan, model: str | dict[str, str], options: PlanOptions) -> str:
+    """Configuration for ``fit`` with the fastest layout; its data path is a placeholder."""
     from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 
     run, parallel = best.run, best.run.parallel
@@ -155,40 +155,40 @@ def _yaml(best: Plan, given: str | dict[str, str], options: PlanOptions) -> str:
     strategy = {**{name: getattr(parallel, name) for name in names}, "recompute": run.recompute}
     settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
-    settings |= {"trainer.precision": run.precision, "model.model": given}
+    settings |= {"trainer.precision": run.precision, "model.model": model}
     settings |= {"data.seq_length": options.seq_length, "data.micro_batch_size": run.micro_batch_size}
-    told = f"{best.memory.total / _GIB:.1f} GiB of each GPU and {best.time.total:.3f} s a step are estimated"
-    title = f"# For {options.gpus} x {options.device}; {told}.\n#\n"
+    estimate = f"estimated {best.memory.total / _GIB:.1f} GiB of each GPU and {best.time.total:.3f} s a step"
+    title = f"# For {options.gpus} x {options.device}: {estimate}.\n#\n"
     return f"{title}#   lightning-megatron fit --config {options.output}\n{as_yaml(settings)}"
 
 
-def _draw(found: Sequence[Plan], device: Device) -> Any:
-    """A figure: bars of each layout's memory, and below them what each stage of the best does when."""
+def _draw(plans: Sequence[Plan], device: Device) -> Any:
+    """Figure with the memory of each layout as bars, and the pipeline timeline of the fastest."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     from lightning_megatron.planner import timeline
 
     figure = Figure(figsize=(10.0, 8.0), dpi=130, layout="constrained")
-    bars, stages = figure.subplots(2, 1, height_ratios=(len(found) + 3, found[0].run.parallel.pp + 3))
-    names = [_name(each) for each in found]
-    left = [0.0] * len(found)
-    for part in vars(found[0].memory):
-        sizes = [getattr(each.memory, part) / _GIB for each in found]
+    bars, stages = figure.subplots(2, 1, height_ratios=(len(plans) + 3, plans[0].run.parallel.pp + 3))
+    names = [_name(plan) for plan in plans]
+    left = [0.0] * len(plans)
+    for part in vars(plans[0].memory):
+        sizes = [getattr(plan.memory, part) / _GIB for plan in plans]
         bars.barh(names, sizes, left=left, label=part)
-        left = [before + size for before, size in zip(left, sizes, strict=True)]
-    bars.axvline(device.memory / _GIB, color="black", linestyle="--", label=f"a GPU's {device.memory / _GIB:.0f} GiB")
-    for index, each in enumerate(found):
-        bars.text(left[index], index, f" {each.tokens_per_s_per_device:,.0f} tok/s/GPU", va="center", fontsize=8)
-    bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, the fastest first")
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    bars.axvline(device.memory / _GIB, color="black", linestyle="--", label=f"capacity: {device.memory / _GIB:.0f} GiB")
+    for index, plan in enumerate(plans):
+        bars.text(left[index], index, f" {plan.tokens_per_s_per_device:,.0f} tok/s/GPU", va="center", fontsize=8)
+    bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, fastest first")
     bars.set_xlim(0, max(device.memory / _GIB, *left) * 1.15)
     bars.invert_yaxis()
-    for rank, slots in enumerate(timeline(found[0].run, device)):
+    for rank, slots in enumerate(timeline(plans[0].run, device)):
         for slot in slots:
-            colour = ("C0" if slot.is_forward else "C2", 1 - 0.6 * slot.chunk / found[0].run.parallel.num_model_chunks)
+            colour = ("C0" if slot.is_forward else "C2", 1 - 0.6 * slot.chunk / plans[0].run.parallel.num_model_chunks)
             stages.barh(rank, slot.seconds, left=slot.start, color=colour, edgecolor="white", linewidth=0.3)
     stages.set(xlabel="seconds", ylabel="pipeline stage", title=f"One step of {names[0]}, before the optimizer")
-    stages.set_yticks(range(found[0].run.parallel.pp))
+    stages.set_yticks(range(plans[0].run.parallel.pp))
     stages.invert_yaxis()
     directions = [Patch(color="C0", label="forward"), Patch(color="C2", label="backward")]
     figure.legend(handles=bars.get_legend_handles_labels()[0], loc="outside upper center", ncols=6, fontsize=8)
@@ -196,8 +196,8 @@ def _draw(found: Sequence[Plan], device: Device) -> Any:
     return figure
 
 
-def _name(each: Plan) -> str:
-    run, parallel = each.run, each.run.parallel
+def _name(plan: Plan) -> str:
+    run, parallel = plan.run, plan.run.parallel
     vpp = f" vpp{parallel.vpp}" if parallel.vpp else ""
     cp = f" cp{parallel.cp}" if parallel.cp > 1 else ""
     return (
