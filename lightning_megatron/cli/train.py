@@ -1,4 +1,4 @@
-"""The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with errors that people can read."""
+"""The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with readable errors."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ from lightning_megatron.startup import STRATEGY_SIZES
 from lightning_megatron.strategy import MegatronStrategy
 
 SHORT_NAMES: list[type] = [
-    each
-    for each in map(partial(getattr, lightning_megatron), lightning_megatron.__all__)
-    if inspect.isclass(each) and issubclass(each, (LightningModule, LightningDataModule, Strategy, Callback))
+    cls
+    for cls in map(partial(getattr, lightning_megatron), lightning_megatron.__all__)
+    if inspect.isclass(cls) and issubclass(cls, (LightningModule, LightningDataModule, Strategy, Callback))
 ]
-"""Classes that a configuration may name without their module, because they are imported here."""
-DATA_MODULES = [each for each in SHORT_NAMES if issubclass(each, LightningDataModule) and not inspect.isabstract(each)]
+"""Classes that a configuration may name without their module; LightningCLI finds imported classes."""
+DATA_MODULES = [cls for cls in SHORT_NAMES if issubclass(cls, LightningDataModule) and not inspect.isabstract(cls)]
 DEFAULT_SEED = 1234
-_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""What argparse takes for a negative number; any other word with a dash is an option to it, -1e-3 as well."""
-_MOST_VALUES, _DEEPEST = 100_000, 100
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
+"""Negative numbers as argparse recognizes them; it takes any other word with a dash for an option, also -1e-3."""
+_MAX_VALUES, _MAX_DEPTH = 100_000, 100
 _load = get_loader("yaml")
-_REFUSED = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
-"""How jsonargparse names an option or a class that there is not."""
+_UNKNOWN_NAME = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
+"""Unknown option or class in a message of jsonargparse."""
 _NOISE = re.compile(
     r"^ *(- )?(Does not validate|Subtypes:|Errors:|Given value|Not a valid|Subclass types|a class path|a dict with|"
     r"Not of|Expected a (path|<class)|argument of type).*|Parser key \"\S+\":|\. Got value:.*| in"
     r" \"<\w+ string>\", line .*",
     flags=re.MULTILINE,
 )
-"""What is left out of what it says: what it has tried, and what of it the user did not mean."""
+"""Parts of jsonargparse's messages to remove: types that it tried, and types that the user did not mean."""
 _WORDINGS = {
     r"Unexpected config:$": "expected keys and values, got nothing",
     r"(?:Unexpected config:|Unable to load config) (['\"]?)(.+)\1$": r"expected keys and values, got \2",
     r"Expected a typing\.Literal\[(.*?)\]": r"expected one of \1",
     r"Expected a dot import path string: ": "expected the name of a class, or its import path, got ",
 }
-"""What replaces phrases of its."""
+"""Replacements for phrases of jsonargparse's messages."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -76,8 +76,8 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: If an argument or a setting is wrong.
     """
-    # Help of the fields of LRSchedule and others stands below them; reading it takes time, so it is for help alone.
-    set_parsing_settings(docstring_parse_attribute_docstrings=any(each.endswith("help") for each in arguments))
+    # Docstrings below the fields of LRSchedule and others are slow to parse, and needed for help only.
+    set_parsing_settings(docstring_parse_attribute_docstrings=any(word.endswith("help") for word in arguments))
     MegatronCLI(list(arguments))
 
 
@@ -85,21 +85,21 @@ def show_all_options(command: str) -> None:
     """Print every option of a command, and every argument of the classes that have short names.
 
     Args:
-        command: ``fit`` or another one that LightningCLI runs.
+        command: ``fit`` or another command of LightningCLI.
     """
     classes = (("model", (MegatronModule,)), ("trainer.strategy", (MegatronStrategy,)), ("data", DATA_MODULES))
-    for arguments in (["--help"], *([f"--{key}.help", each.__name__] for key, found in classes for each in found)):
+    for arguments in (["--help"], *([f"--{key}.help", cls.__name__] for key, group in classes for cls in group)):
         with contextlib.suppress(SystemExit):
             run([command, *arguments])
 
 
 class _RunConfig(SaveConfigCallback):
-    """Saves the settings of a run beside its logs: over those of an earlier run, but not over the user's own file."""
+    """Saves the configuration beside the logs: overwrites that of an earlier run, but not the user's own file."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save them, as ``run_config.yaml`` where the user's own file has the usual place and name."""
-        own = [Path(each).resolve() for each in self.config.get("config") or ()]
+        """Save the configuration, as ``run_config.yaml`` if its usual path is that of the user's own file."""
+        own = [Path(file).resolve() for file in self.config.get("config") or ()]
         if Path(trainer.log_dir or "", self.config_filename).resolve() in own:
             self.config_filename = f"run_{self.config_filename}"
         super().setup(trainer, pl_module, stage)
@@ -108,22 +108,22 @@ class _RunConfig(SaveConfigCallback):
 class MegatronCLI(LightningCLI):
     """LightningCLI for any LightningModule and LightningDataModule; the model defaults to ``MegatronModule``.
 
-    Optimizers are not options of the command line: they are built over the shards by ``configure_optimizers``, and
-    LightningCLI would build one before any weight exists.
+    Optimizers are not options of the command line: ``configure_optimizers`` builds them over the shards, whereas
+    LightningCLI would build one before the weights exist.
 
     Args:
         args: Arguments after the program's name.
-        run: Whether the first argument is a sub-command to run; otherwise the objects are only made.
+        run: Whether to run the sub-command in the first argument; otherwise the objects are only instantiated.
     """
 
     def __init__(self, args: list[str], run: bool = True) -> None:
-        self._mistakes: list[Exception] = []
-        raising = {"exit_on_error": False}  # instead of printing its usage and exiting
-        with held_messages() as self._show_messages:
+        self._user_errors: list[Exception] = []
+        raises = {"exit_on_error": False}  # instead of printing the usage and exiting
+        with defer_messages() as self._show_messages:
             super().__init__(
                 args=args,
                 run=run,
-                parser_kwargs={**raising, **{name: {**raising} for name in self.subcommands()}},
+                parser_kwargs={**raises, **{name: {**raises} for name in self.subcommands()}},
                 auto_configure_optimizers=False,
                 save_config_callback=_RunConfig,
                 save_config_kwargs={"overwrite": True},
@@ -132,15 +132,15 @@ class MegatronCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Let ``model`` without a class be a ``MegatronModule``."""
+        """Make ``MegatronModule`` the default class of ``model``."""
         parser.set_defaults({"model": {"class_path": f"{MegatronModule.__module__}.{MegatronModule.__qualname__}"}})
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse without the warning that both ``args`` and ``sys.argv`` are there: one is the other's tail.
+        """Parse without Lightning's warning for ``args`` beside ``sys.argv``, of which they are a part.
 
         Raises:
-            ConfigError: If something is wrong, ``seed_everything`` out of range, or ``ckpt_path`` a file of others.
+            ConfigError: If an argument is invalid, or ``ckpt_path`` is a file that is not a checkpoint.
         """
         assert isinstance(args, list)
         set_loader("yaml", _load_checked, (yaml.YAMLError,))
@@ -152,226 +152,226 @@ class MegatronCLI(LightningCLI):
         except (ArgumentError, UnicodeDecodeError) as error:
             command = getattr(self, "_subcommand_parsers", {}).get(args[0] if args else None, parser)  # none: run=False
             options = [name for action in command._actions for name in action.option_strings]
-            raise ConfigError(_explained(error, args, options)) from error
-        # What Lightning uses before it makes any object; it loads settings from a ckpt_path that is a file.
+            raise ConfigError(_explain(error, args, options)) from error
+        # Lightning uses these before it instantiates anything; it would load settings from a ckpt_path that is a file.
         seed, path = settings.seed_everything, Path(settings.get("ckpt_path") or ".")
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
             raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
         if path.is_file() and not zipfile.is_zipfile(path):
-            what = "expected a checkpoint, which is a folder, got another file; give the path of a *.ckpt"
-            raise ConfigError(f"ckpt_path={path}: {what}")
+            message = "expected a checkpoint directory, got another file; give the path of a *.ckpt"
+            raise ConfigError(f"ckpt_path={path}: {message}")
 
     @override
     def instantiate_classes(self) -> None:
-        """Make model, data and Trainer.
+        """Instantiate model, data module and Trainer.
 
         Raises:
-            ConfigError: If a constructor found a mistake of the user's.
+            ConfigError: If a constructor raised a user error.
         """
-        self.parser.add_instantiator(self._make, object)
+        self.parser.add_instantiator(self._instantiate, object)
         try:
             super().instantiate_classes()
         except Exception as error:
-            if self._mistakes:
-                raise ConfigError(str(self._mistakes[-1])) from error
+            if self._user_errors:
+                raise ConfigError(str(self._user_errors[-1])) from error
             raise
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer, with a line of progress in place of Lightning's bar, unless there is another one.
+        """Instantiate the Trainer, by default with ``ProgressLine`` instead of Lightning's progress bar.
 
         Raises:
-            ConfigError: If it does not accept a value, or what the value names is not there.
+            ConfigError: If it refuses a value, or something that a value names is not available.
         """
-        given: Any = self._get(self.config_init, "trainer")
-        check_accelerator(given.accelerator)
-        own = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        if given.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
+        config: Any = self._get(self.config_init, "trainer")
+        check_accelerator(config.accelerator)
+        own = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
+        if config.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
             self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
             return super().instantiate_trainer(**kwargs)
         except (TypeError, ValueError, RuntimeError, ModuleNotFoundError, MisconfigurationException) as error:
             message = str(error)
             if "`devices`" in message:
-                message = f"devices={given.devices}: expected a number of processes from 1 on, got none; give one, as 4"
+                message = f"devices={config.devices}: expected a number of processes of at least 1; give one, e.g. 4"
             elif "invalid strategy name" in message:
-                message = f"strategy={given.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN,"
-                message += f" megatron_tpN_ppN with N of {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
+                message = f"strategy={config.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN"
+                message += f", megatron_tpN_ppN with N from {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
             raise ConfigError(message) from error
 
-    def _make(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
-        """Call a constructor and remember what it says: jsonargparse buries it where an option has several types."""
+    def _instantiate(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        """Call a constructor and record its user error, which jsonargparse buries for options of several types."""
         try:
             return class_type(*args, **kwargs)
         except (ConfigError, MisconfigurationException) as error:
-            self._mistakes.append(error)
+            self._user_errors.append(error)
             raise
-        except ModuleNotFoundError as error:  # of a logger, say; the name is the first thing in quotes
+        except ModuleNotFoundError as error:  # of a logger, for example; the package is first in quotes
             package = shlex.quote(re.split("'", f"{error}'")[1] or str(error))
-            what = f"{class_type.__name__}: expected the package {package}, got none; pip install {package}"
-            self._mistakes.append(ConfigError(what))
+            message = f"{class_type.__name__}: expected the package {package}, got none; pip install {package}"
+            self._user_errors.append(ConfigError(message))
             raise
 
     def before_fit(self) -> None:
-        """Check everything that can be checked before processes are launched."""
+        """Run all checks that are possible before processes are launched."""
         model: LightningModule = self.model
         datamodule: LightningDataModule | None = self.datamodule
         stage = {"fit": "train", "validate": "val"}.get(str(self.subcommand), self.subcommand)
         if datamodule is None and not is_overridden(f"{stage}_dataloader", model, LightningModule):
-            raise ConfigError("data: expected a data module, or a model with loaders of its own, got none; give --data")
-        # As Trainer.fit does next: a module checks itself against its Trainer.
+            raise ConfigError("data: expected a data module, or a model with data loaders, got none; give --data")
+        # As Trainer.fit does next: modules are checked against their Trainer.
         model.trainer, self.trainer.state.fn = self.trainer, TrainerFn(self.subcommand)
         strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            strategy._lightning_module = model  # likewise, and data are checked against the model
+            strategy._lightning_module = model  # likewise; data is checked against the model
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # likewise
             strategy.check_run(self.trainer, model, datamodule)
             strategy.checkpointing.resolve_ckpt_path(self.trainer, self._get(self.config_init, "ckpt_path"))
-        folders = [each.save_dir for each in self.trainer.loggers] or [self.trainer.default_root_dir]
-        check_writable(Path(each) for each in folders if each and "://" not in str(each))
+        folders = [logger.save_dir for logger in self.trainer.loggers] or [self.trainer.default_root_dir]
+        check_writable(Path(folder) for folder in folders if folder and "://" not in str(folder))
         self._show_messages()
 
     before_validate = before_test = before_predict = before_fit
 
 
 @contextlib.contextmanager
-def held_messages() -> Iterator[Callable[[], None]]:
-    """Hold back log records and warnings until the function is called that this gives; a user's mistake drops them.
+def defer_messages() -> Iterator[Callable[[], None]]:
+    """Defer log records and warnings until the yielded function is called; a user error discards them.
 
-    So a wrong setting is one line, though Lightning has told of seeds and devices before it is found.
+    A user error is then one line, although Lightning logs seeds and devices before the error is found.
     """
-    waiting: list[Callable[[], object]] = []
+    deferred: list[Callable[[], object]] = []
 
-    def hold(handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
-        waiting.append(partial(handle, record))
+    def defer(handle: Callable[[logging.LogRecord], object], record: logging.LogRecord) -> bool:
+        deferred.append(partial(handle, record))
         return False
 
     with contextlib.ExitStack() as undo:
 
         def show() -> None:
             undo.close()
-            while waiting:
-                waiting.pop(0)()
+            while deferred:
+                deferred.pop(0)()
 
         names = ("", "lightning", "lightning.fabric", "lightning.pytorch", "transformers")
-        for handler in (each for name in names for each in logging.getLogger(name).handlers):
-            handler.addFilter(held := partial(hold, handler.handle))
-            undo.callback(handler.removeFilter, held)
+        for handler in (handler for name in names for handler in logging.getLogger(name).handlers):
+            handler.addFilter(log_filter := partial(defer, handler.handle))
+            undo.callback(handler.removeFilter, log_filter)
         undo.callback(setattr, warnings, "showwarning", warn := warnings.showwarning)
-        warnings.showwarning = lambda *args, **keywords: waiting.append(partial(warn, *args, **keywords))
+        warnings.showwarning = lambda *args, **keywords: deferred.append(partial(warn, *args, **keywords))
         try:
             yield show
         except BaseException as error:
             if user_error(error) is not None:
-                waiting.clear()
+                deferred.clear()
             raise
         finally:
             show()
 
 
-# ---- mistakes in options and YAML -----------------------------------------------------------------------------------
+# ---- errors in options and YAML -------------------------------------------------------------------------------------
 
 
 def _load_checked(text: str, path: str = "") -> Any:
-    """Load YAML unless it expands to more, or is deeper, than any configuration.
+    """Load YAML with limits on its expanded size and depth.
 
-    jsonargparse gives the path, if there is one, to a loader that has a parameter of this name.
+    jsonargparse passes the path of a file to loaders with a parameter ``path``.
     """
     sizes: dict[str | None, float] = {}
-    above: list[tuple[str | None, float]] = []
+    parents: list[tuple[str | None, float]] = []
     size = 0.0
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
-            sizes[event.anchor] = _MOST_VALUES  # if it contains itself
-            above.append((event.anchor, size))
+            sizes[event.anchor] = _MAX_VALUES  # if it contains itself
+            parents.append((event.anchor, size))
             size = 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = above.pop()
+            anchor, outer_size = parents.pop()
             sizes[anchor] = size
-            size += before
+            size += outer_size
         elif isinstance(event, yaml.NodeEvent):
             size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if size > _MOST_VALUES or len(above) > _DEEPEST:
+        if size > _MAX_VALUES or len(parents) > _MAX_DEPTH:
             raise ConfigError(
-                f"{path or text[:40]}: expected at most {_MOST_VALUES:,} values, {_DEEPEST} in each other, got more "
-                "(aliases are counted as what they stand for); write out what is meant"
+                f"{path or text[:40]}: expected at most {_MAX_VALUES:,} values, nested {_MAX_DEPTH} deep, got more "
+                "(aliases are expanded); write the values out"
             )
     try:
         return _load(text)
-    except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{path or text[:40]}: {error}; write out what is meant") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise ConfigError(f"{path or text[:40]}: {error}; correct it") from error
 
 
-def _explained(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:
-    """What jsonargparse says of a mistake, with the file and line of it, and what may have been meant.
+def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str]) -> str:
+    """Rewrite an error of jsonargparse, with file and line, and a suggestion.
 
     Args:
-        error: That it raised.
-        arguments: What was typed.
+        error: The exception.
+        arguments: The typed arguments.
         options: All options of the command.
     """
-    typed = [word for each in arguments for word in each.split("=", 1)]
+    typed = [word for argument in arguments for word in argument.split("=", 1)]
     files = [Path(value) for name, value in pairwise(typed) if name in ("-c", "--config") and Path(value).is_file()]
     for file in files:
         if re.search(r"""^\s*["']?distributed_type["']?\s*:""", file.read_text(errors="replace"), flags=re.MULTILINE):
-            make = f"make one of ours with lightning-megatron config --from-accelerate {file}"
-            return f"--config {file} is a configuration of accelerate's; {make}"
+            fix = f"convert it with lightning-megatron config --from-accelerate {file}"
+            return f"--config {file} is a configuration of Accelerate; {fix}"
     if isinstance(error, UnicodeDecodeError):
-        return f"--config {', '.join(map(str, files))} is no text in UTF-8 ({error.reason}); give a YAML file"
-    if told := user_error(error):
-        return told
-    message = _without_parser_noise(str(error))
+        return f"--config {', '.join(map(str, files))} is not UTF-8 text ({error.reason}); give a YAML file"
+    if explanation := user_error(error):
+        return explanation
+    message = _shorten(str(error))
     path, hint = message.partition(":")[0], ""
     if not files and "arguments are required" in message:
         return f"{message}; give --config FILE, or model and data as options: see --help"
-    if message.endswith("expected one argument"):  # which is said of --model where --model.lr has none
+    if message.endswith("expected one argument"):  # jsonargparse names --model if --model.lr has no value
         for name, value in pairwise([*arguments, "--"]):
-            if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NUMBER.fullmatch, (name, value))):
+            if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NEGATIVE.fullmatch, (name, value))):
                 return f"argument {name}: expected a value" + f"; write {name}={value}" * value[1:2].isdigit()
     if path == "trainer.precision":
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
-    elif match := _REFUSED.search(message):
+    elif match := _UNKNOWN_NAME.search(message):
         wrong, known = match[1], options
         if Path(wrong).suffix in (".yaml", ".yml"):
-            return f"{wrong} stands alone; did you mean --config {wrong}?"
+            return f"{wrong}: expected an option; did you mean --config {wrong}?"
         if of_class := re.search(r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)'|Option|unrecognized)", message):
             module, name, group = of_class.groups()
             wrong = f"{group}.{wrong}" if group else wrong
             path, known = f"{path}.{wrong}", _options_of(getattr(importlib.import_module(module), name))
         elif "its import path" in message:
-            known = (*(each.__name__ for each in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
+            known = (*(cls.__name__ for cls in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
         else:
             path, wrong = wrong, f"--{wrong}"
-        hint = advice(match[1].rpartition(".")[2], typed=True) or _meant(wrong, list(known))
-    is_typed = any(each.startswith(f"--{path}") for each in typed)
-    return ("" if is_typed else _where(path, files)) + message + (hint and f"; {hint}")
+        hint = advice(match[1].rpartition(".")[2], typed=True) or _suggest(wrong, list(known))
+    is_typed = any(word.startswith(f"--{path}") for word in typed)
+    return ("" if is_typed else _locate(path, files)) + message + (hint and f"; {hint}")
 
 
-def _without_parser_noise(text: str) -> str:
-    """The message of jsonargparse as ``option: expected X, got Y``, without all that it has tried.
+def _shorten(text: str) -> str:
+    """Shorten a message of jsonargparse to ``option: expected X, got Y``.
 
-    An option of type A or B that fits neither is reported with the reason for each. Where one says more than the name
-    of a type, the user meant that.
+    For an option of type A or B, jsonargparse reports why the value is neither. A reason that is more than the name of
+    a type is that of the type that the user meant.
     """
     text = re.sub(r"Problem with given class_path \S+\s+(?=Parser key)", "", text)
-    place = ".".join(dict.fromkeys(re.findall(r'Parser key "(\S+)":', text)))
+    option = ".".join(dict.fromkeys(re.findall(r'Parser key "(\S+)":', text)))
     kinds = re.findall(r"^( *)(?:- )?(?:Expected a <class '(\w+)'>|Not a valid subclass of (\w+))", text, re.MULTILINE)
-    types = dict.fromkeys(one + other for indent, one, other in kinds if indent == max(kinds)[0])  # of the innermost
-    given = re.search(r"(?:Given|Got) value: ?(.*)", text)
-    reasons = [" ".join(each.split()) for each in re.split(r"^ *- ", _NOISE.sub("", text), flags=re.MULTILINE)]
+    types = dict.fromkeys(one + other for indent, one, other in kinds if indent == max(kinds)[0])  # the innermost
+    value = re.search(r"(?:Given|Got) value: ?(.*)", text)
+    reasons = [" ".join(reason.split()) for reason in re.split(r"^ *- ", _NOISE.sub("", text), flags=re.MULTILINE)]
     for theirs, ours in _WORDINGS.items():
-        reasons = [re.sub(theirs, ours, each) for each in reasons]
-    told = "; ".join(dict.fromkeys(filter(None, reasons)))
-    got = (given[1][:80] or "nothing") if given else ""
-    if told and (got.startswith(("{", "[", "Namespace(", "NestedArg(")) or f"got {got}" in told):
-        got = ""  # the reasons name it, or the part of it that is meant
-    told = told or f"expected {' or '.join(types).replace('NoneType', 'null')}"
-    return one_line(f"{place and place + ': '}{told}{got and f', got {got}'}")
+        reasons = [re.sub(theirs, ours, reason) for reason in reasons]
+    message = "; ".join(dict.fromkeys(filter(None, reasons)))
+    got = (value[1][:80] or "nothing") if value else ""
+    if message and (got.startswith(("{", "[", "Namespace(", "NestedArg(")) or f"got {got}" in message):
+        got = ""  # the reasons include it, or the relevant part
+    message = message or f"expected {' or '.join(types).replace('NoneType', 'null')}"
+    return one_line(f"{option and option + ': '}{message}{got and f', got {got}'}")
 
 
 def _options_of(cls: type) -> Iterator[str]:
-    """What a constructor takes, and ``option.field`` for what is grouped."""
+    """Options of a constructor, and ``option.field`` for those that are dataclasses."""
     hints = get_type_hints(cls.__init__)  # type: ignore[misc]
     for name in inspect.signature(cls).parameters:
         yield name
@@ -379,16 +379,16 @@ def _options_of(cls: type) -> Iterator[str]:
             yield from (f"{name}.{field.name}" for field in fields(kind))
 
 
-def _meant(wrong: str, known: Collection[str]) -> str:
-    """The known name that is nearest; of names with dots the one of the same section, or else the section."""
-    sections, section = {each.partition(".")[0] for each in known}, wrong.partition(".")[0]
+def _suggest(wrong: str, known: Collection[str]) -> str:
+    """Suggest the closest known name; for a dotted name one in the same section, or else the section."""
+    sections, section = {name.partition(".")[0] for name in known}, wrong.partition(".")[0]
     close = difflib.get_close_matches(*((wrong, known) if section in sections else (section, sections)), n=1)
     return f"did you mean {close[0]}?" if close and close[0] != wrong else ""
 
 
-def _where(path: str, files: list[Path]) -> str:
-    """``FILE:LINE: `` of what is no YAML or no configuration, else of the key that ``path`` leads to farthest."""
-    found: list[tuple[int, str]] = [(0, "")]
+def _locate(path: str, files: list[Path]) -> str:
+    """``FILE:LINE: `` of invalid YAML, or of the key that matches most of the dotted ``path``."""
+    matches: list[tuple[int, str]] = [(0, "")]
     for file in files:
         try:
             node = yaml.compose(file.read_text(), Loader=yaml.CSafeLoader)
@@ -397,20 +397,20 @@ def _where(path: str, files: list[Path]) -> str:
             return f"{file}:{mark.line + 1 if mark else 1}: "
         if not isinstance(node, yaml.MappingNode):
             return f"{file}:1: "
-        depth, line = _place(node, path.split("."))
-        found.insert(0, (depth, f"{file}:{line}: " if depth else ""))  # a later file overrides
-    return max(found, key=lambda each: each[0])[1]
+        depth, line = _find_key(node, path.split("."))
+        matches.insert(0, (depth, f"{file}:{line}: " if depth else ""))  # a later file overrides
+    return max(matches, key=lambda match: match[0])[1]
 
 
-def _place(node: Any, names: list[str]) -> tuple[int, int]:
-    """How many of ``names`` lead into it, through ``init_args`` and items of lists, and the line of the last one."""
+def _find_key(node: Any, names: list[str]) -> tuple[int, int]:
+    """Number of ``names`` found, also below ``init_args`` and in items of lists, and the line of the last one."""
     if isinstance(node, yaml.SequenceNode):
-        return max((_place(each, names) for each in node.value), default=(0, 0))
+        return max((_find_key(item, names) for item in node.value), default=(0, 0))
     best = (0, 0)
     for key, value in node.value if names and isinstance(node, yaml.MappingNode) else ():
         if key.value == names[0]:
-            depth, line = _place(value, names[1:])
+            depth, line = _find_key(value, names[1:])
             best = max(best, (1 + depth, line or key.start_mark.line + 1))
         elif key.value == "init_args":
-            best = max(best, _place(value, names))
+            best = max(best, _find_key(value, names))
     return best

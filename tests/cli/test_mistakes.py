@@ -75,7 +75,7 @@ MISTAKES = {
     f"{_FIT} --model.lr_schedule cosine": "model.lr_schedule: expected keys and values, got cosine",
     f"{_FIT} --model.lora.targets q_proj": "model.lora.targets: expected one of 'all-linear', got q_proj",
     f"{_FIT} --data MegatronModule": "data: expected the name of a class, or its import path, got MegatronModule\n",
-    f"{_FIT} --data null": "data: expected a data module, or a model with loaders of its own, got none; give --data",
+    f"{_FIT} --data null": "data: expected a data module, or a model with data loaders, got none; give --data",
     f"{_FIT} --seed_everything -3": "seed_everything=-3: expected a number from 0 to 4294967295",
     f"{_FIT} --data.seed 4294967296": "seed=4294967296 must be less than 4294967296, as NumPy's shuffles need it",
     f"{_FIT} --trainer.strategy.tp_degree 3": "Option 'tp_degree' is not accepted; here it is --trainer.strategy.tp",
@@ -94,12 +94,12 @@ MISTAKES = {
     f"{_FIT} --trainer.logger MLFlowLogger": "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip",
     f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is not a directory",
     f"{_FIT} --trainer.strategy megatron_tp3_pp1": "expected MegatronStrategy, megatron, megatron_tpN",
-    f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes from 1 on",
-    f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes from 1 on",
+    f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes of at least 1",
+    f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes of at least 1",
     f"{_FIT} --model.model nowhere/config.json": "nowhere/config.json does not exist",
     f"{_FIT} --ckpt_path ''": "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out",
     f"{_FIT} --ckpt_path nowhere.ckpt": "nowhere.ckpt does not exist; give the path of a *.ckpt directory",
-    f"{_FIT} --ckpt_path /dev/../etc/passwd": "expected a checkpoint, which is a folder, got another file",
+    f"{_FIT} --ckpt_path /dev/../etc/passwd": "expected a checkpoint directory, got another file",
     f"{_FIT} --ckpt_path /proc": "checkpoint /proc lacks its file meta.pt",
     f"{_FIT} --ckpt_path best": "expected a ModelCheckpoint of this Trainer that has saved, got none",
     # and what does not go together.
@@ -118,8 +118,8 @@ if not torch.cuda.is_available():
 _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
 )
-_OF_ACCELERATE = "is a configuration of accelerate's; make one of ours with lightning-megatron config --from-accelerate"
-_MANY = "expected at most 100,000 values, 100 in each other, got more"
+_OF_ACCELERATE = "is a configuration of Accelerate; convert it with lightning-megatron config --from-accelerate"
+_MANY = "expected at most 100,000 values, nested 100 deep, got more"
 FILES = {
     "trainer:\n\tmax_steps: 3": ":2: Problems parsing config: while scanning for the next token found",
     "trainer:\n  max_stepps: 3": ":2: Subcommand 'fit' does not accept option 'trainer.max_stepps'; did",
@@ -136,7 +136,7 @@ FILES = {
     "trainer: &a {logger: *a}": f": {_MANY}",
     f"trainer: {'[' * 5000}{']' * 5000}": f": {_MANY}",
     f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
-    "trainer: \xff": " is no text in UTF-8",
+    "trainer: \xff": " is not UTF-8 text",
     **dict.fromkeys(("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'), f" {_OF_ACCELERATE}"),
 }
 """Texts of configurations, and what is said behind their names."""
