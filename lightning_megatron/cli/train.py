@@ -196,7 +196,7 @@ class MegatronCLI(LightningCLI):
                 message = f"devices={config.devices}: expected a number of processes of at least 1; give one, e.g. 4"
             elif "invalid strategy name" in message:
                 message = f"strategy={config.strategy}: expected MegatronStrategy, megatron, megatron_tpN, megatron_ppN"
-                message += f", megatron_tpN_ppN with N from {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
+                message += f", megatron_tpN_ppN with N of {', '.join(map(str, STRATEGY_SIZES))}, or one of Lightning's"
             raise ConfigError(message) from error
 
     def _instantiate(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
