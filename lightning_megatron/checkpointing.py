@@ -1,12 +1,12 @@
-"""Lightning's checkpoint hooks: save and load Megatron's shards beside Lightning's dict; and preemption, which saves.
+"""Checkpoint hooks of the strategy: Megatron's shards beside Lightning's dict, resuming, and saving on preemption.
 
 Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
-Here it ends with a checkpoint that ``ckpt_path="last"`` finds, and exit code 143.
+Here the run saves a checkpoint that ``ckpt_path="last"`` finds, and exits with code 143.
 
-A signal handler runs wherever the program happens to be, which on a Megatron rank is nearly always in the middle of
-some communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM
-broadcasts, SLURM's requeue signal saves a checkpoint), and ranks that are at different places then wait for each other
-for ever. Here a signal is only noted; the handlers that were registered run between two batches, on all ranks at once.
+A signal handler interrupts the program anywhere, which on a Megatron rank is nearly always in the middle of some
+communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM broadcasts,
+SLURM's requeue signal saves a checkpoint), so ranks that were interrupted at different points would deadlock. Here a
+signal is only recorded; the registered handlers run between two batches, on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -54,33 +54,32 @@ if TYPE_CHECKING:
 
 
 _FAILURE_WAIT = timedelta(seconds=30)
-"""How long a rank that has failed waits for the others to fail, too, where a callback then saves."""
+"""How long a failed rank waits for all other ranks to fail, too, before a callback may save."""
 
 LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
 _PREEMPTED = "preempted.ckpt"
-"""Beside ``last.ckpt`` where that is a link."""
+"""Name of the checkpoint saved on preemption where ``last.ckpt`` is a link."""
 _REQUEUED = "hpc_ckpt_*.ckpt*"
-"""What Lightning names the checkpoints of SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
+"""Names of checkpoints that Lightning saves on SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
 modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
-"""Modules of this process that were trained, or have loaded a checkpoint: a later run goes on with what they have."""
+"""Modules of this process that were trained or have loaded a checkpoint: a later run keeps their weights."""
 
 
 class Checkpointing:
-    """The checkpoints of a strategy's runs: which one a run begins with, what it saves, and when it must save.
+    """Checkpoints of a strategy's runs: which one a run starts from, what it saves, and when it must save.
 
-    Saves are one at a time. A checkpoint that replaces an older one is worth nothing before it is complete, so what
-    Lightning asks to remove in the meantime stays until then. A save that fails costs nothing but itself: older
-    checkpoints are still there, and the next save is tried as if nothing had happened.
+    Only one save is in progress at a time. Checkpoints that Lightning asks to remove stay until the one that replaces
+    them is complete. If a save fails, older checkpoints stay, and the next save is tried as usual.
     """
 
     def __init__(
         self, strategy: MegatronStrategy, *, load_from: LoadFrom | str | Path | None, async_save: bool
     ) -> None:
-        """Begin without any run.
+        """Create the checkpointing of a strategy, before any run.
 
         Args:
-            strategy: Whose hooks call this object.
+            strategy: The strategy whose hooks call this object.
             load_from: As ``MegatronStrategy``.
             async_save: As ``MegatronStrategy``.
         """
@@ -88,71 +87,71 @@ class Checkpointing:
         self._load_from = LoadFrom(path=str(load_from)) if isinstance(load_from, (str, Path)) else load_from
         self._asynchronous = async_save
         self.is_preempted = False
-        self._beginning: str | None = None
+        self._start_checkpoint: str | None = None
         """The checkpoint that the Trainer loads in this run."""
         self._trainer: pl.Trainer
         self._run: RunState
         self._signals: DeferredSignals
-        self._is_trained: bool
+        self._training_ended: bool
         self._first_step: int | None
-        """``global_step`` when training began; None before."""
+        """``global_step`` at the start of training; None outside of training."""
         self._loader_state: dict[str, Any] | None = None
-        """Where the training data goes on, until its loader is made."""
+        """Position in the training data to resume from, until the loader is created."""
         self._memory = HostMemory(in_place=not async_save)
         self.saving: Save | None = None
-        """The save that is under way."""
-        self._asked_about: Save | None = None
-        """The save that the ranks spoke of at the step before."""
+        """The save in progress."""
+        self._polled_save: Save | None = None
+        """The save in progress at the previous step boundary, whose state the ranks exchanged there."""
         self._failure: ConfigError | None = None
-        """Why the last save has failed; None if it has not."""
+        """Error of the last save; None if it succeeded."""
         self._removals: list[Path] = []
-        """What Lightning has asked to remove."""
+        """Checkpoints that Lightning has asked to remove."""
         self._written: set[Path] = set()
         self._steps: dict[Path, int] = {}
-        """The steps of this run's checkpoints with an optimizer, that which it began with included."""
+        """Steps of this run's checkpoints with optimizer state, including the one that it resumed from."""
 
     def begin(self, trainer: pl.Trainer, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
-        """Forget the run before, whose checkpoints stay; every rank must call.
+        """Reset for a new run; checkpoints of the previous run stay. Every rank must call.
 
         Args:
-            trainer: Of the run that begins.
-            environment: Tells which signals are acted on between two steps.
-            group: All ranks, on the hosts.
+            trainer: Trainer of the new run.
+            environment: Determines which signals are handled between two steps.
+            group: Process group of all ranks over gloo.
         """
         self._trainer = trainer
         self._signals = DeferredSignals(environment, group)
-        self._is_trained, self._first_step = False, None
+        self._training_ended, self._first_step = False, None
         self._failure, self._removals, self._steps = None, [], {}
 
     def end(self) -> None:
-        """Give up a save that is under way, and what saves have taken. Does not communicate."""
+        """Abandon a save in progress, and release the host memory of saves. Does not communicate."""
         self._abandon()
         wait_for_deletions()
         self._memory.release()
 
     def take_loader_state(self) -> dict[str, Any] | None:
-        """Where the training data goes on, once; None if it begins."""
+        """Pop the position in the training data to resume from; None to start from the beginning."""
         state, self._loader_state = self._loader_state, None
         return state
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
-        """Save the run beside Lightning's dict, after the save that is still under way; every rank must call.
+        """Save the run and Lightning's dict, after a save that is still in progress; every rank must call.
 
         Raises:
-            CheckpointError: If the dict holds more than plain data; if the run ends with this save, and it fails.
+            CheckpointError: If the dict holds more than plain data; if this is the run's last save, and it fails.
         """
-        begin = time.monotonic()
-        self._end_unless_all_ranks_save(filepath)
+        start = time.monotonic()
+        self._reraise_unless_all_ranks_failed(filepath)
         state = self._trainer.state
         is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        # Whether no later step of this run would save again, should this save fail.
-        is_final = not is_training or self._signals.is_delivering or self._is_trained
+        # If it fails, no later step of this run would save again.
+        is_final = not is_training or self._signals.is_delivering or self._training_ended
         self.finish()
         saving = Save(self._run, checkpoint, self._strategy.broadcast(str(filepath)))
-        self._removals = [each for each in self._removals if each != saving.path]
-        with self._failures(is_final):
+        self._removals = [path for path in self._removals if path != saving.path]
+        with self._failure_as_warning(is_final):
             saving.start(self._memory)
             self.saving = saving
             if "optimizer_states" in checkpoint:
@@ -161,33 +160,33 @@ class Checkpointing:
             self.finish(is_final=is_final)
         if is_final:
             self.end()
-        progress.saves.append(time.monotonic() - begin)
+        progress.saves.append(time.monotonic() - start)
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Complete the save that is under way, if there is one; waits for the files of all ranks.
+        """Complete the save in progress, if there is one; waits for the files of all ranks.
 
         Args:
             is_final: Whether the run ends here.
 
         Raises:
-            CheckpointError: If the run ends, and its last save fails or has failed before.
+            CheckpointError: If the run ends here, and its last save fails or has failed before.
         """
         saving, self.saving = self.saving, None
         if saving is None:
             if is_final and self._failure is not None:
                 raise self._failure
             return
-        with self._failures(is_final):
+        with self._failure_as_warning(is_final):
             saving.finish()
             if self._asynchronous:
                 rank_zero_info(saving.report())
             self._failure = None
             self._written.add(saving.path)
-            self._remove_what_is_replaced()
+            self._remove_replaced()
 
     @contextlib.contextmanager
-    def _failures(self, is_final: bool) -> Iterator[None]:
-        """Warn of what goes wrong, unless the run ends with it."""
+    def _failure_as_warning(self, is_final: bool) -> Iterator[None]:
+        """Turn the error of a save into a warning, unless it is the run's last save."""
         try:
             yield
         except ConfigError as error:
@@ -197,24 +196,24 @@ class Checkpointing:
             rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
 
     def _abandon(self) -> None:
-        """Give the save that is under way up: other ranks may never come to complete it. Does not communicate."""
+        """Abandon the save in progress, which other ranks may never join to complete. Does not communicate."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.abandon()
             rank_zero_warn(f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it")
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint that a newer one replaces, as soon as none that may is under way or has failed."""
+        """Remove a checkpoint that a newer one replaces; later, if a save is in progress or the last one failed."""
         self._removals.append(path)
         if self.saving is None and self._failure is None:
-            self._remove_what_is_replaced()
+            self._remove_replaced()
 
-    def _remove_what_is_replaced(self) -> None:
+    def _remove_replaced(self) -> None:
         removals, self._removals = self._removals, []
         folders = self._checkpoint_folders
         for path in removals if self._strategy.is_global_zero else ():
             try:
-                # Lightning may know the path from a state that it has loaded.
+                # Lightning may have the path from a loaded state.
                 if path in self._written or files.is_checkpoint_within(path, folders):
                     remove(path)
                 elif path.is_symlink() or path.exists():
@@ -225,15 +224,15 @@ class Checkpointing:
 
     @property
     def _checkpoint_folders(self) -> list[Path]:
-        """Where the Trainer's callbacks keep checkpoints, once they are set up."""
+        """Directories in which the Trainer's callbacks keep checkpoints, once they are set up."""
         callbacks = self._trainer.checkpoint_callbacks
         folders = (getattr(callback, "dirpath", None) for callback in callbacks)
         return [as_path(folder) for folder in folders if folder is not None]
 
-    def _end_unless_all_ranks_save(self, path: str | Path) -> None:
-        """Go on with the failure that callbacks like ``OnExceptionCheckpoint`` save after, if it is not all ranks'.
+    def _reraise_unless_all_ranks_failed(self, path: str | Path) -> None:
+        """Re-raise the error after which a callback like ``OnExceptionCheckpoint`` saves, unless all ranks failed.
 
-        Otherwise this rank would wait for the others, and they for it, and nobody would hear of the failure.
+        Otherwise this rank and the others would wait for each other, and the error would never be shown.
         """
         failure = sys.exc_info()[1]
         is_after_failure = self._trainer.state.status == TrainerStatus.INTERRUPTED
@@ -246,49 +245,49 @@ class Checkpointing:
             raise failure
 
     def at_step_boundary(self) -> None:
-        """Act on signals, and complete a save that is written; all ranks call it between two batches."""
+        """Handle signals, and complete a save whose files are written; all ranks call this between two batches."""
         is_written = self.saving is not None and self.saving.is_written()
-        asked_about, self._asked_about = self._asked_about, self.saving
+        polled_save, self._polled_save = self._polled_save, self.saving
         all_written = self._signals.deliver(is_written)
-        if all_written and asked_about is not None and asked_about is self.saving:
+        if all_written and polled_save is not None and polled_save is self.saving:
             self.finish()
 
     def on_train_start(self) -> None:
-        """Note the step that training begins with, and get memory for saves beside training."""
+        """Record the first step, warn of callbacks that would not save, and preallocate memory for async saves."""
         trainer, batches = self._trainer, self._trainer.num_val_batches
         self._first_step = trainer.global_step
-        keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        for monitor in (each.monitor for each in keepers if (each.monitor or "").startswith("val_")):
-            if not (sum(batches) if isinstance(batches, list) else batches):  # Lightning then saves nothing silently
+        savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for monitor in (saver.monitor for saver in savers if (saver.monitor or "").startswith("val_")):
+            if not (sum(batches) if isinstance(batches, list) else batches):  # Lightning then silently saves nothing
                 rank_zero_warn(
                     f"ModelCheckpoint(monitor={monitor!r}): expected validation, got a run without; it saves nothing, "
                     "or with save_last at the end only; leave monitor out and set every_n_train_steps"
                 )
-        names = {(each.dirpath, each.filename) for each in keepers}
-        if self._asynchronous and len(names) < len(keepers):
-            self._asynchronous = False  # Lightning gives another name only where it sees the file of the first
+        names = {(saver.dirpath, saver.filename) for saver in savers}
+        if self._asynchronous and len(names) < len(savers):
+            self._asynchronous = False  # Lightning picks another name only if it finds the first one's file
             rank_zero_warn(
                 "async_save=True: expected a filename or dirpath of its own for each ModelCheckpoint, got the same for "
-                "two, which would overwrite each other's checkpoints; saves are waited for until each has one"
+                "two, which would overwrite each other's checkpoints; training waits for saves until each has one"
             )
-        if self._asynchronous and keepers and not getattr(trainer, "fast_dev_run", False):
-            with_optimizer = not all(keeper.save_weights_only for keeper in keepers)
+        if self._asynchronous and savers and not getattr(trainer, "fast_dev_run", False):
+            with_optimizer = not all(saver.save_weights_only for saver in savers)
             preallocate(self._run if with_optimizer else self._run.weights_only(), self._memory)
 
     def on_train_end(self) -> None:
         """Complete the last save.
 
         Raises:
-            CheckpointError: If it has failed, or an earlier one has and none after it has been tried.
+            CheckpointError: If it fails, or an earlier save has failed and none was attempted since.
         """
         self._run.settle()
-        self._is_trained, self._first_step = True, None
+        self._training_ended, self._first_step = True, None
         self.finish(is_final=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Save before the exit that SIGTERM asks for; give up a save under way where other ranks may never come."""
-        # These are raised on all ranks at the same place. After any other one, also of ours (one rank alone may have
-        # read a bad sample), the ranks cannot be told to meet again.
+        """Save after SIGTERM, before the run exits; abandon a save in progress that other ranks may never join."""
+        # These are raised on all ranks at the same point. After any other exception, also of this package (one rank
+        # alone may have read a bad sample), the ranks may never meet in a collective again.
         if not isinstance(exception, (SIGTERMException, NonFiniteError, NumericsError)):
             self._abandon()
             return
@@ -297,65 +296,65 @@ class Checkpointing:
         if not isinstance(exception, SIGTERMException):
             return
         trainer = self._trainer
-        news = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
+        end = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
         path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
         if path is not None:
             trainer.save_checkpoint(path)
-        saved = "with nothing to save" if path is None else f"its checkpoint is {path}, go on with ckpt_path='last'"
-        rank_zero_info(f"{news}; {saved}")
+        saved = "with nothing to save" if path is None else f"its checkpoint is {path}, resume with ckpt_path='last'"
+        rank_zero_info(f"{end}; {saved}")
         exception.code = TERMINATED
         self.is_preempted = True
 
-    # ---- beginning --------------------------------------------------------------------------------------------------
+    # ---- start of a run ---------------------------------------------------------------------------------------------
 
     def resolve_ckpt_path(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
-        """The checkpoint that a run begins with; called by the launcher before there are other processes.
+        """Find the checkpoint that a run starts from; the launcher calls this before it starts other processes.
 
         Args:
-            trainer: About to run.
-            ckpt_path: As the user gave it.
+            trainer: The Trainer that is about to run.
+            ckpt_path: The user's argument.
 
         Raises:
-            CheckpointError: If a checkpoint is missing or not complete, or the store it is to be saved in refuses.
+            CheckpointError: If the checkpoint is missing or not complete, or the object store for new ones refuses.
         """
         savers = trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
         folders = [as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir) for callback in savers]
         files.check_writable(each for each in folders if is_remote(each))  # before Lightning's callbacks look there
         found = find_checkpoint(trainer, ckpt_path)
-        self._beginning = None if found is None or found == "last" else str(found)  # "last" means that there is none
-        is_new = self._beginning is None and self._strategy.lightning_module not in modules_with_weights
+        self._start_checkpoint = None if found is None or found == "last" else str(found)  # "last": there is none
+        is_new = self._start_checkpoint is None and self._strategy.lightning_module not in modules_with_weights
         if self.initial_weights is not None and is_new:
             self.initial_weights.resolve()
         return found
 
     def setup(self, run: RunState, *, fitting: bool) -> None:
-        """Take the live objects of a run, and load what ``load_from`` says if the model has only its initial weights.
+        """Set the live objects of a run, and load ``load_from`` if the model has only its initial weights.
 
         Every rank must call, inside the engine.
 
         Raises:
-            CheckpointError: If that fails, the ranks have not found the same checkpoint to resume from, or the run
+            CheckpointError: If loading fails, the ranks have found different checkpoints to start from, or the run
                 could not save its own.
         """
         self._run = run
-        module, of_rank_0 = self._trainer.lightning_module, self._strategy.broadcast(self._beginning)
+        module, rank_0_checkpoint = self._trainer.lightning_module, self._strategy.broadcast(self._start_checkpoint)
         with raise_on_all_ranks():
-            if self._beginning != of_rank_0:
+            if self._start_checkpoint != rank_0_checkpoint:
                 raise CheckpointError(
-                    f"this rank would begin with {self._beginning or 'no checkpoint'} and rank 0 with "
-                    f"{of_rank_0 or 'none'}; keep checkpoints on a file system that all nodes share"
+                    f"this rank would begin with {self._start_checkpoint or 'no checkpoint'} and rank 0 with "
+                    f"{rank_0_checkpoint or 'none'}; keep checkpoints on a file system that all nodes share"
                 )
             if fitting and not getattr(module.trainer, "fast_dev_run", False):
                 files.check_writable(self._checkpoint_folders)
         source = self.initial_weights
-        if source is not None and self._beginning is None and module not in modules_with_weights:
+        if source is not None and self._start_checkpoint is None and module not in modules_with_weights:
             load_initial_weights(run if fitting else replace(run, optimizer=None), source)
         if fitting or source is not None:
             modules_with_weights.add(module)
 
     @property
     def initial_weights(self) -> LoadFrom | None:
-        """What a new run's weights come from: the option of this strategy, else the module's own checkpoint."""
+        """Source of a new run's weights: the strategy's option ``load_from``, else the module's own checkpoint."""
         return self._load_from or getattr(self._strategy.lightning_module, "load_from", None)
 
     def load(self, checkpoint_path: str | Path) -> dict[str, Any]:
@@ -364,50 +363,50 @@ class Checkpointing:
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        goes_on = fitting and (not self._strategy.load_weights_only or _is_of_this_job(path))
-        run = self._run if goes_on else replace(self._run, optimizer=None)
+        resumes = fitting and (not self._strategy.load_weights_only or _is_of_this_job(path))
+        run = self._run if resumes else replace(self._run, optimizer=None)
         modules_with_weights.add(trainer.lightning_module)
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)
-            if fitting and not goes_on and self._run.optimizer is not None:
-                self._run.optimizer.inner.reload_model_params()  # its own copies of the weights
-        if not goes_on:
-            return _only_weights(loaded, datamodule) if fitting else loaded
-        # A data module without max_epochs goes on in its one long epoch.
+            if fitting and not resumes and self._run.optimizer is not None:
+                self._run.optimizer.inner.reload_model_params()  # master weights
+        if not resumes:
+            return _without_training_state(loaded, datamodule) if fitting else loaded
+        # Without max_epochs, a data module continues in its single long epoch.
         if _loader_state(loaded) is not None or (trainer.max_epochs or -1) >= 0:
             _close_finished_epoch(loaded)
-        _check_place_in_data(loaded, datamodule, path)
+        _check_data_position(loaded, datamodule, path)
         if 0 <= trainer.max_steps <= loaded["global_step"]:
-            left = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
-            rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {left}")
+            hint = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
+            rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {hint}")
         self._steps[path] = loaded["global_step"]
         for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-        # Lightning takes the training data up only in the middle of what it counts as an epoch.
-        place, loader = _loader_state(loaded), trainer.train_dataloader
-        if place is not None and isinstance(loader, ResumableLoader):
-            loader.load_state_dict(place)  # someone asked for it already, as for trainer.estimated_stepping_batches
+        # Lightning resumes the training data only in the middle of what it counts as an epoch.
+        loader_state, loader = _loader_state(loaded), trainer.train_dataloader
+        if loader_state is not None and isinstance(loader, ResumableLoader):
+            loader.load_state_dict(loader_state)  # created early, as for trainer.estimated_stepping_batches
         else:
-            self._loader_state = place
+            self._loader_state = loader_state
         return loaded
 
     def roll_back(self, *, before: int) -> dict[str, Any] | None:
-        """Load this run's newest checkpoint from before a step, while training; every rank must call.
+        """Load this run's newest checkpoint from before a step, during training; every rank must call.
 
-        Samples and the count of steps go on; weights, optimizer, random states and learning rates are loaded.
+        Weights, optimizer, random states and learning rates are restored; samples and step count go on.
 
         Returns:
-            Lightning's dict of it; None if there is none.
+            Lightning's dict of the checkpoint; None if there is none.
 
         Raises:
-            CheckpointError: If it is damaged.
+            CheckpointError: If the checkpoint is damaged.
         """
         self._run.settle()
         self.finish()
-        known = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
-        # Only rank 0 looks: Lightning may have had some removed.
-        found = (str(path) for path, step in known if step < before and files.is_complete(path))
+        newest_first = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
+        # Only rank 0 looks at the files: Lightning may have removed some.
+        found = (str(path) for path, step in newest_first if step < before and files.is_complete(path))
         path = self._strategy.broadcast(next(found, None) if self._strategy.is_global_zero else None)
         if path is None:
             return None
@@ -423,84 +422,85 @@ class Checkpointing:
 
 
 class DeferredSignals:
-    """Notes signals and delivers them to their handlers where every rank has come to."""
+    """Records signals, and runs their handlers later, on all ranks at the same step."""
 
     def __init__(self, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
-        """Defer those for which Lightning registers handlers that communicate, from the first ``deliver`` on.
+        """Defer the signals for which Lightning registers communicating handlers, from the first ``deliver`` on.
 
         Args:
-            environment: SLURM's has a signal of its own.
-            group: All ranks, over gloo: the question must not wait for a GPU.
+            environment: SLURM's adds its requeue signal.
+            group: Process group of all ranks over gloo, which does not wait for a GPU.
         """
         self._signums: tuple[int, ...] = (signal.SIGTERM,)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._signums += (environment.requeue_signal,)
         self._group = group
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._noted: set[int] = set()
-        self._question: tuple[dist.Work, torch.Tensor] | None = None
+        self._received: set[int] = set()
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        """All-reduce of the previous ``deliver``, and its flags."""
         self.is_delivering = False
-        """Whether handlers run."""
+        """Whether handlers are running."""
 
     def deliver(self, done: bool = False) -> bool:
-        """Run the handlers of signals that any rank had noted at the call before; every rank must call.
+        """Run the handlers of signals that any rank had received at the previous call; every rank must call.
 
-        The answer travels while the batch in between is worked on, so nothing waits for it.
+        The flags are reduced while the batch between two calls is computed, so nothing waits for them.
 
         Args:
-            done: Something that this rank has to say to the others.
+            done: A flag that is reduced over all ranks along with the signals.
 
         Returns:
-            Whether all ranks said ``done`` at the call before.
+            Whether all ranks passed ``done`` at the previous call.
         """
-        self._stand_in_for_handlers()
-        some_not_done, *noted = [True, *(False for _ in self._signums)]
-        if self._question is not None:
-            work, flags = self._question
+        self._replace_handlers()
+        any_not_done, *received = [True, *(False for _ in self._signums)]
+        if self._pending is not None:
+            work, flags = self._pending
             work.wait()
-            some_not_done, *noted = flags.tolist()
-        flags = torch.tensor([not done, *(signum in self._noted for signum in self._signums)], dtype=torch.uint8)
-        self._noted.clear()
-        self._question = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
+            any_not_done, *received = flags.tolist()
+        flags = torch.tensor([not done, *(signum in self._received for signum in self._signums)], dtype=torch.uint8)
+        self._received.clear()
+        self._pending = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
         self.is_delivering = True
         try:
-            for signum, is_noted in zip(self._signums, noted, strict=True):
-                if is_noted and signum in self._handlers:
+            for signum, is_received in zip(self._signums, received, strict=True):
+                if is_received and signum in self._handlers:
                     self._handlers[signum](signum, None)
         finally:
             self.is_delivering = False
-        return not some_not_done
+        return not any_not_done
 
-    def _stand_in_for_handlers(self) -> None:
-        """Take the place of handlers that Lightning has registered since; it puts back what was there before itself."""
+    def _replace_handlers(self) -> None:
+        """Replace the handlers that Lightning has registered since; Lightning itself restores the original ones."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in self._signums:
             handler = signal.getsignal(signum)
-            if callable(handler) and handler != self._note:
+            if callable(handler) and handler != self._record:
                 self._handlers[signum] = handler
-                signal.signal(signum, self._note)
+                signal.signal(signum, self._record)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._noted.add(signum)
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self._received.add(signum)
 
 
-# ---- which checkpoint a run begins with ---------------------------------------------------------------------------
+# ---- finding the checkpoint to start from -------------------------------------------------------------------------
 
 
 def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
-    """What Lightning shall take for ``ckpt_path``.
+    """Find the checkpoint that Lightning should load for ``ckpt_path``.
 
     Args:
-        trainer: About to fit, validate, test or predict.
-        ckpt_path: The user's argument: a checkpoint, a folder of checkpoints (the newest counts), a word of
-            Lightning's, or None.
+        trainer: The Trainer that is about to fit, validate, test or predict.
+        ckpt_path: The user's argument: a checkpoint, a directory of checkpoints (the newest is taken), a keyword of
+            Lightning, or None.
 
     Returns:
-        The path of a complete checkpoint; None or the word itself if there is nothing to begin with.
+        The path of a complete checkpoint; None or the keyword itself if there is nothing to load.
 
     Raises:
-        CheckpointError: If a checkpoint is asked for that is missing, was never finished, or is another program's.
+        CheckpointError: If the requested checkpoint is missing, was never finished, or is another program's.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
     saves_on_failure = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
@@ -523,71 +523,71 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
             )
         return ckpt_path
     is_last = ckpt_path == "last"
-    found = find_last(trainer) if is_last else files.find_newest(ckpt_path, to_resume=_resumes(trainer))
+    found = find_last(trainer) if is_last else files.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if requeued is not None and was_requeued and (not is_last or found is None or requeued.step >= found.step):
-        rank_zero_info(f"this job was requeued: it goes on from {requeued.path}, not from ckpt_path={ckpt_path}")
+        rank_zero_info(f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
     return ckpt_path if found is None else str(found.path)
 
 
 def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
-    """What ``ckpt_path="last"`` means: the newest of what the Trainer's callbacks have left; None before the first.
+    """The checkpoint of ``ckpt_path="last"``: the newest of the Trainer's callbacks; None before the first.
 
-    Its name need not be ``last.ckpt``, which a run that was killed has perhaps not renewed. What has more steps and is
-    older is of an earlier run. A run that shall go on takes one with only weights if there is no other.
+    Its name need not be ``last.ckpt``, which a killed run may not have updated. An older checkpoint with more steps is
+    from an earlier run. To resume, a weights-only checkpoint is taken only if there is no other.
 
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
     callbacks = trainer.checkpoint_callbacks
-    keepers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
-    places = [as_path(trainer.default_root_dir) / LAST]  # of SIGTERM
-    places += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
-    for folder in (each for keeper in keepers for each in _folders_of(keeper, trainer)):
-        places += files.list_checkpoints(folder)
-    found, others = files.find_complete(dict.fromkeys(places), to_resume=_resumes(trainer))
-    if not found and others:
-        names = ", ".join(map(str, others))
+    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+    paths = [as_path(trainer.default_root_dir) / LAST]  # saved on SIGTERM
+    paths += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
+        paths += files.list_checkpoints(folder)
+    found, incomplete = files.find_complete(dict.fromkeys(paths), to_resume=_needs_optimizer(trainer))
+    if not found and incomplete:
+        names = ", ".join(map(str, incomplete))
         raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
     return max(found, key=lambda each: each.time, default=None)
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
-    """Where a run that is stopped saves, and ``ckpt_path="last"`` looks; None for a Trainer that keeps no checkpoints.
+    """Path where a preempted run saves, and ``ckpt_path="last"`` looks; None for a Trainer that keeps no checkpoints.
 
     Every rank must call.
     """
-    keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
-    if not keepers or bool(getattr(trainer, "fast_dev_run", False)):
+    if not savers or bool(getattr(trainer, "fast_dev_run", False)):
         return None
-    keeper = next((each for each in keepers if each.save_last), keepers[0])
-    folder = as_path(str(keeper.dirpath))
+    saver = next((each for each in savers if each.save_last), savers[0])
+    folder = as_path(str(saver.dirpath))
     log_dir = trainer.log_dir if trainer.loggers else None
     if log_dir is not None and folder.is_relative_to(as_path(log_dir).absolute()):
-        # A folder of this one run's logs, where the next run will not look.
+        # The log directory of this run alone, where the next run will not look.
         return as_path(trainer.default_root_dir).absolute() / LAST
-    # Lightning removes what a link replaces at once, perhaps before what replaces it is complete.
-    last = folder / _PREEMPTED if keeper.save_last == "link" else as_path(keeper.last_model_path or folder / LAST)
-    if not files.is_checkpoint_within(last, [folder]):  # a loaded state may name anything
+    # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
+    last = folder / _PREEMPTED if saver.save_last == "link" else as_path(saver.last_model_path or folder / LAST)
+    if not files.is_checkpoint_within(last, [folder]):  # a loaded state may name any path
         last = folder / LAST
-    keeper.last_model_path = str(last)  # so that the run that goes on replaces it
+    saver.last_model_path = str(last)  # so that the resumed run replaces it
     return last
 
 
 def _is_of_this_job(path: Path) -> bool:
-    """Whether SLURM's requeue signal has caused the checkpoint, or an earlier start of a run that was started again."""
+    """Whether the checkpoint was saved on SLURM's requeue signal, or by an earlier start of a restarted run."""
     return path.match(_REQUEUED) or (FIRST_START in os.environ and is_of_this_run(files.find_newest(path).time))
 
 
-def _folders_of(keeper: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
-    """Where ``keeper`` keeps its checkpoints, which it only knows itself after its ``setup``.
+def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
+    """Directories in which ``saver`` keeps checkpoints, which it determines only in its ``setup``.
 
-    Where a logger numbers its runs, it is that of each: the number of this run is a new one.
+    Where a logger numbers its runs, those of all runs, since this run gets a new number.
     """
-    if keeper.dirpath is not None:
-        return [as_path(keeper.dirpath)]
+    if saver.dirpath is not None:
+        return [as_path(saver.dirpath)]
     if not trainer.loggers:
         return [as_path(trainer.default_root_dir) / "checkpoints"]
     logger = trainer.loggers[0]
@@ -597,8 +597,8 @@ def _folders_of(keeper: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
     return sorted(runs.glob("version_*/checkpoints"))
 
 
-def _resumes(trainer: pl.Trainer) -> bool:
-    """Whether the run wants the optimizer's state, too."""
+def _needs_optimizer(trainer: pl.Trainer) -> bool:
+    """Whether the run loads the optimizer state of a checkpoint, too."""
     return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
 
 
@@ -618,12 +618,12 @@ def _find_requeued(root: Path) -> files.CheckpointInfo | None:
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
 
 
-def _only_weights(lightning_state: Mapping[str, Any], datamodule: object) -> dict[str, Any]:
-    """Lightning's dict as of a run that has not begun: no steps, callbacks, schedules or place in the data.
+def _without_training_state(lightning_state: Mapping[str, Any], datamodule: object) -> dict[str, Any]:
+    """Lightning's dict as before a run: without steps, callbacks, schedules and position in the training data.
 
     Args:
         lightning_state: The dict of a checkpoint.
-        datamodule: This run's, whose state in the dict is its place in the data; None if there is none.
+        datamodule: This run's data module, whose state in the dict is the position in the data; None if there is none.
     """
     dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
     fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
@@ -631,43 +631,43 @@ def _only_weights(lightning_state: Mapping[str, Any], datamodule: object) -> dic
 
 
 def _loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where the training data stood, if there was one ``ResumableLoader``."""
+    """State of the training data's loader, if it was a single ``ResumableLoader``."""
     fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
     states = fit_loop.get("state_dict", {}).get("combined_loader", [])
     return states[0] if len(states) == 1 and "random_state" in states[0] else None
 
 
-def _check_place_in_data(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
-    """Compare whose place in the training data a checkpoint holds with the run's data; take out what is of no use.
+def _check_data_position(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
+    """Check whether a checkpoint's position in the training data is of this run's kind of data; drop it otherwise.
 
     Raises:
         CheckpointError: If both have a data module, of different kinds.
     """
-    here = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
+    expected = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
     states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}
     # A conversion writes the state of each of our data modules, without an order.
-    there = [name for name, state in states.items() if state.get("train_order") is not None]
-    if here in states or not (here or there):
+    saved = [name for name, state in states.items() if state.get("train_order") is not None]
+    if expected in states or not (expected or saved):
         return
-    if here and there:
+    if expected and saved:
         raise CheckpointError(
-            f"data of checkpoint {path}: expected {here}, got {' or '.join(there)}; resume with the same kind, or "
+            f"data of checkpoint {path}: expected {expected}, got {' or '.join(saved)}; resume with the same kind, or "
             "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
         )
     lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-    rank_zero_warn(f"{path} holds no place in the data of {here or 'this loader'}: the training data begins anew")
+    rank_zero_warn(f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew")
 
 
 def _close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:
-    """Have the next epoch begin at its first batch, if the last one was finished.
+    """Make the next epoch start at its first batch, if the last one was finished.
 
-    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run of ``max_steps`` that ended, or was saved, at an
-    epoch's end with one stray batch of the finished epoch, and begins the next epoch's order anew after it.
+    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run of ``max_steps`` that ended, or was saved, at the
+    end of an epoch with one stray batch of the finished epoch, and restarts the next epoch's order after it.
     """
     fit_loop = lightning_state["loops"]["fit_loop"]
     epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
     if epochs["total"]["processed"] == epochs["total"]["ready"] and batches["is_last_batch"]:
-        for counts in epochs.values():  # of one that was saved in on_train_epoch_end
+        for counts in epochs.values():  # if it was saved in on_train_epoch_end
             counts["completed"] = counts["processed"]
         batches["current"] = dict.fromkeys(batches["current"], 0)
         batches["is_last_batch"] = False

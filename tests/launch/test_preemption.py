@@ -152,7 +152,7 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(co
     assert run.returncode == 143, err
     (line,) = [line for line in err.splitlines() if "SIGTERM at step" in line]
     assert line.endswith(
-        f"the run ends with code 143; its checkpoint is {tmp_path}/last.ckpt, go on with ckpt_path='last'"
+        f"the run ends with code 143; its checkpoint is {tmp_path}/last.ckpt, resume with ckpt_path='last'"
     )
     step = int(line.split("SIGTERM at step ")[1].split(":")[0])
     more = ["--trainer.max_steps", str(step + 2), "--trainer.devices", "1"]
