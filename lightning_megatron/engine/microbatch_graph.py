@@ -1,12 +1,12 @@
-"""A microbatch's forward and backward pass as one CUDA graph, for models whose kernels are shorter than their launches.
+"""CUDA graphs of a microbatch's forward and backward pass, for models whose kernels are shorter than their launches.
 
-A microbatch of T5-large is 3,200 kernels, and where Python needs twice the time of the GPU to launch them the GPU waits
-for half of the step. A graph launches all of them at once. It adds to the gradient buffers in place, so that a step is
-one replay per microbatch; what surrounds them (zeroing, reduction, optimizer) stays as it is. One H200, ms a step:
+A microbatch of T5-large is 3,200 kernels, and if Python needs twice the GPU's time to launch them, the GPU is idle for
+half of the step. A graph launches all of them at once. It adds to the gradient buffers in place, so that a step is one
+replay per microbatch; zeroing, reduction and optimizer run as without graphs. One H200, ms a step:
 T5-large 2 x mb32 611.6 -> 335.9, gpt2-large mb12 175.6 -> 154.1, BERT-large mb32 122.5 -> 99.5, llama-1b (kernels long
 enough) 538.0 -> 537.8; the same loss after as many steps, the same peak of memory.
 
-Megatron-Core's graphs of single layers (``cuda_graph_impl="local"``) were not taken: without Transformer Engine they
+Megatron-Core's graphs of single layers (``cuda_graph_impl="local"``) are not used: without Transformer Engine they
 keep the inputs and outputs of every layer, and they copy every weight gradient, fused or not.
 """
 
@@ -22,12 +22,12 @@ import torch
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Body: TypeAlias = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Forward and backward pass of a microbatch, which returns what is reported of it."""
+"""Forward and backward pass of a microbatch; returns its report."""
 
 WARMUP_STEPS = 3
-"""Steps of a shape that run as ever: what is compiled, tuned and cached then is not in the graph."""
+"""Steps of a shape that run without graph: compilation, tuning and caching then stay out of the graph."""
 MAX_GRAPHS = 4
-"""Shapes with a graph; others run as ever."""
+"""Maximum number of shapes with a graph; further shapes run without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,17 @@ class MicrobatchGraphs:
     """The graphs of one model chunk, one per shape of a microbatch."""
 
     def __init__(self) -> None:
-        """Nothing is recorded before a shape has come ``WARMUP_STEPS`` times."""
+        """Start without graphs: a shape is captured after ``WARMUP_STEPS`` steps."""
         self._stream = _stream()
         self._captured: dict[object, _Captured] = {}
         self._seen: dict[object, int] = {}
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Where to make what adds gradients up, which autograd does on the stream of that moment, and run such steps.
+        """Run the block on the capture stream: every step, and DDP's creation of hooks, which autograd then runs there.
 
-        The default stream cannot be recorded; and microbatches that run as ever on another one than this would add to
-        the gradient of a tied embedding on two streams at once.
+        The default stream cannot be captured, and microbatches without graph on another stream would accumulate the
+        gradient of a tied embedding on two streams at once.
         """
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
@@ -60,22 +60,22 @@ class MicrobatchGraphs:
         outside.wait_stream(self._stream)
 
     def is_ready(self, inputs: Tensors) -> bool:
-        """Whether a step of such microbatches can be replayed; to ask counts the step."""
+        """Count a step of this shape, and return whether it can be replayed."""
         key = _key(inputs)
         self._seen[key] = self._seen.get(key, 0) + 1
-        is_known = key in self._captured or len(self._captured) < MAX_GRAPHS
-        return is_known and self._seen[key] > WARMUP_STEPS
+        has_room = key in self._captured or len(self._captured) < MAX_GRAPHS
+        return has_room and self._seen[key] > WARMUP_STEPS
 
     def run(self, inputs: Tensors, body: Body) -> torch.Tensor:
-        """What ``body`` returns for ``inputs``, by its graph, which is recorded the first time.
+        """Replay the graph of ``body`` for ``inputs``, captured at the first call, and return the report.
 
         Args:
-            inputs: On the device; everything that ``body`` reads and that changes from microbatch to microbatch.
-            body: Must do the same for all inputs of these shapes, without a wait of the host.
+            inputs: Tensors on the device: everything that ``body`` reads and that changes between microbatches.
+            body: Must run the same kernels for all inputs of these shapes, without making the host wait.
         """
         key = _key(inputs)
         if key not in self._captured:
-            # Nothing that one graph leaves in memory is read behind the next, so all share it.
+            # No memory of a graph is read after the next graph has run, so all graphs share one pool.
             pool = next((captured.graph.pool() for captured in self._captured.values()), None)
             self._captured[key] = _record(inputs, body, self._stream, pool)
         captured = self._captured[key]
@@ -87,14 +87,14 @@ class MicrobatchGraphs:
 
 @functools.cache
 def _stream() -> torch.cuda.Stream:
-    """One for the process: a second fit finds on it what the first has made."""
+    """The capture stream, one per process: a second fit reuses what the first has created on it."""
     return torch.cuda.Stream()
 
 
 def _record(inputs: Tensors, body: Body, stream: torch.cuda.Stream, pool: Any) -> _Captured:
     held = {name: tensor.clone() for name, tensor in inputs.items()}
     graph = torch.cuda.CUDAGraph()
-    # Other threads (a loader's that pins memory) may call what a capture in global mode forbids to all.
+    # Other threads (a DataLoader's that pins memory) may make calls that a capture in global mode forbids everywhere.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         report = body(held)
     return _Captured(graph=graph, inputs=held, report=report)

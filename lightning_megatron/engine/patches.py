@@ -1,8 +1,8 @@
-"""The one table of functions of Megatron-Core, Lightning and torch that are replaced in a run, and how it is applied.
+"""Table of all functions of Megatron-Core, Lightning and torch that are patched during a run.
 
-Each row names the upstream versions, file and function, and the reason above it, so that the list of all patches can be
-read and tested: a test of the stand-in fails when upstream no longer needs it. Classes that a layer's spec plugs in
-(``SDPAttention``, ``Norm``) need no row. What changes around saves and loads is a table of its own, beside them.
+Each row names the upstream versions, module and attribute, with the reason above it, so that the list of all patches
+can be read and tested: a test of the replacement fails when upstream no longer needs it. Classes that a layer spec
+plugs in (``SDPAttention``, ``Norm``) need no row. Patches of saving and loading are in a table next to that code.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, AllTo
 
 
 class Patch(NamedTuple):
-    """One attribute of one upstream object that is replaced while the patch is active."""
+    """Replacement of one attribute of an upstream module or class."""
 
     module: str
     """Importable module, e.g. ``megatron.core.optimizer``."""
     attribute: str
     """Dotted path below the module, e.g. ``Adam`` or ``DistributedOptimizer._set_main_param_and_optimizer_states``."""
     replacement: Callable[[Any], Any]
-    """Gets the original (None if absent) and returns what stands in for it."""
-    engine: str = "megatron-core>=0.16.1,<0.20"
-    """The versions that need it, all of which were read."""
+    """Function from the original attribute (None if absent) to its replacement."""
+    requirement: str = "megatron-core>=0.16.1,<0.20"
+    """Package and versions that need the patch; the source of all of them was read."""
 
 
 def replacements(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
-    """For each patch the object, its attribute, and what stands in for it while the patch is active."""
-    found = []
+    """The object, attribute name and replacement of each patch."""
+    resolved = []
     for patch in patches:
         *path, name = patch.attribute.split(".")
         owner: Any = functools.reduce(getattr, path, importlib.import_module(patch.module))
-        found.append((owner, name, patch.replacement(getattr(owner, name, None))))
-    return found
+        resolved.append((owner, name, patch.replacement(getattr(owner, name, None))))
+    return resolved
 
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
-    """Every change while the engine is held on ``device_type``, from the model's construction to the last step."""
+    """All patches of a run on ``device_type``, from the model's construction to the last step."""
     on_gpu = (*ROPE, *(SWIGLU if has_liger() else ()))
     rows = (*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING, *(on_gpu if device_type == "cuda" else ()))
-    return tuple(row for row in rows if _is_installed(row.engine))
+    return tuple(row for row in rows if _is_installed(row.requirement))
 
 
 @functools.cache
 def _is_installed(requirement: str) -> bool:
-    wanted = Requirement(requirement)
-    return wanted.specifier.contains(importlib.metadata.version(wanted.name), prereleases=True)
+    parsed = Requirement(requirement)
+    return parsed.specifier.contains(importlib.metadata.version(parsed.name), prereleases=True)
 
 
-def _being(stand_in: Any) -> Callable[[Any], Any]:
-    """A replacement that is ``stand_in`` itself."""
-    return lambda original: stand_in
+def _use(replacement: Any) -> Callable[[Any], Any]:
+    """Replace the original by ``replacement``."""
+    return lambda original: replacement
 
 
 def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
-    """A replacement that ignores its arguments and returns ``value()``."""
+    """Replace the original by a function that ignores its arguments and returns ``value()``."""
     return lambda original: lambda *args, **kwargs: value()
 
 
-def _setting_state(original: Any) -> Any:
+def _set_rng_state(original: Any) -> Any:
     return lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
@@ -81,43 +81,43 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe.moe_layer"
 
 MEGATRON: tuple[Patch, ...] = (
-    # It reads the logits often, its fused gradient is always bfloat16, and ignored labels have a gradient.
+    # It makes many passes over the logits; its fused gradient is always bfloat16; ignored labels have a gradient.
     Patch(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
-        _being(kernels.language_model_loss),
+        _use(kernels.language_model_loss),
     ),
-    # Torch's is unfused; Apex's clips and copies in passes apart.
-    Patch(_FACTORY, "Adam", _being(adam.FusedAdam)),
-    # It is unfused, and cannot leave a step out without the host.
-    Patch(_FACTORY, "SGD", _being(adam.FusedSGD)),
-    # If set, torch.optim.AdamW is taken whatever Adam is.
-    Patch(_FACTORY, "USING_PYTORCH_OPTIMIZER", _being(False)),
-    # It asserts that it shards an Adam, and uses the name for nothing but isinstance(), which takes a tuple as well.
+    # Torch's is unfused; Apex's clips and copies in separate passes.
+    Patch(_FACTORY, "Adam", _use(adam.FusedAdam)),
+    # It is unfused, and cannot skip a step without the host.
+    Patch(_FACTORY, "SGD", _use(adam.FusedSGD)),
+    # If set, torch.optim.AdamW is used, whatever Adam is.
+    Patch(_FACTORY, "USING_PYTORCH_OPTIMIZER", _use(False)),
+    # It asserts that it shards an Adam, and uses the name only in isinstance(), which takes a tuple as well.
     Patch(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer)),
     # Float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad.
     Patch(_DISTRIBUTED, "DistributedOptimizer._build_model_and_main_param_groups", adam.with_leaf_shards),
-    # A loop with one kernel per bf16 parameter.
-    Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _being(kernels.copy)),
-    # A loop with one kernel per parameter, for fp32 parameters onto themselves.
-    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", _being(kernels.copy_shards)),
-    # It needs Transformer Engine, and saves and restores random streams that norms do not draw from.
-    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _being(kernels.RecomputedOutput)),
-    # The router asks whether it is None, and without Transformer Engine there is no such name: NameError.
+    # It loops with one kernel per bf16 parameter.
+    Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _use(kernels.copy)),
+    # It loops with one kernel per parameter, also to copy fp32 parameters onto themselves.
+    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", _use(kernels.copy_shards)),
+    # It needs Transformer Engine, and saves and restores random states that norms do not use.
+    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _use(kernels.RecomputedOutput)),
+    # The router checks whether it is None, but without Transformer Engine the name is not defined: NameError.
     Patch(
         "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original, "megatron-core<0.19"
     ),
-    # The host waits three times a layer, a token is sent once for each expert, sums are atomic additions in bf16.
-    Patch(_MOE, "MoEAlltoAllTokenDispatcher", _being(dispatcher(AllToAllDispatcher))),
-    # It gathers all probabilities of all experts, and needs as many rows on all ranks.
-    Patch(_MOE, "MoEAllGatherTokenDispatcher", _being(dispatcher(AllGatherDispatcher))),
-    # It recomputes the whole MLP, matrix products too, or nothing (it warns of a subclass in a layer's spec).
+    # The host waits three times per layer, a token is sent once per expert, sums are atomic additions in bf16.
+    Patch(_MOE, "MoEAlltoAllTokenDispatcher", _use(dispatcher(AllToAllDispatcher))),
+    # It gathers the probabilities of all experts, and needs the same number of rows on all ranks.
+    Patch(_MOE, "MoEAllGatherTokenDispatcher", _use(dispatcher(AllGatherDispatcher))),
+    # It recomputes the complete MLP with its matrix products, or nothing (and warns of a subclass in a layer spec).
     Patch("megatron.core.transformer.mlp", "MLP.forward", kernels.recompute_activation),
 )
 
 LIGHTNING: tuple[Patch, ...] = (
-    # Before each batch it asks rank 0 for a SIGTERM over the GPU, and waits for all that is queued there;
-    # checkpointing.py has asked every rank by then, beside the step (there is no hook around it).
+    # Before each batch it broadcasts from rank 0, over the GPU, whether SIGTERM came, and waits for all queued work;
+    # checkpointing.py has asked every rank by then, in parallel with the step (there is no hook around it).
     Patch(
         "lightning.pytorch.loops.training_epoch_loop",
         "_TrainingEpochLoop._broadcast_sigterm_tensor",
@@ -127,16 +127,16 @@ LIGHTNING: tuple[Patch, ...] = (
 )
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
-    # Apex's name, which linears call.
-    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _being(kernels.WeightGradient)),
-    # Linears refuse to fuse without Apex's extension.
-    Patch(_LAYERS, "_grad_accum_fusion_available", _being(True)),
-    # The bias is added in a pass of its own.
+    # Name of Apex's extension, which linear layers call.
+    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _use(kernels.WeightGradient)),
+    # Linear layers refuse to fuse without Apex's extension.
+    Patch(_LAYERS, "_grad_accum_fusion_available", _use(True)),
+    # The bias is added in a separate pass.
     Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.fuse_linear_bias),
-    # Dense gradients, added to the buffer.
-    Patch(_LAYERS, "F", _being(SimpleNamespace(embedding=kernels.embedding))),
+    # Its gradient is a dense tensor, which is then added to the buffer.
+    Patch(_LAYERS, "F", _use(SimpleNamespace(embedding=kernels.embedding))),
 )
-"""For ``gradient_accumulation_fusion=True``."""
+"""Patches for ``gradient_accumulation_fusion=True``."""
 
 _ATTENTION = "megatron.core.transformer.attention"
 
@@ -147,7 +147,7 @@ def _rope() -> Any:
 
 ROPE: tuple[Patch, ...] = (
     # fused_single_qkv_rope asserts without Transformer Engine, whose function it is.
-    Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _being(True)),
+    Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _use(True)),
     Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_rotate),
     # Eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine.
     Patch(
@@ -156,31 +156,31 @@ ROPE: tuple[Patch, ...] = (
         lambda original: _rope().use_rope_kernel(original),
     ),
 )
-"""On CUDA."""
+"""Patches on CUDA."""
 
 SWIGLU: tuple[Patch, ...] = (
-    # One Triton kernel that recomputes silu in the backward is faster and keeps less than torch.compile's.
+    # One Triton kernel that recomputes silu in the backward pass is faster and saves less than torch.compile's.
     Patch("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction", kernels.liger_swiglu),
 )
-"""Where liger-kernel is installed; needs ``bias_activation_fusion=True`` and a MLP without biases."""
+"""Patches if liger-kernel is installed; needs ``bias_activation_fusion=True`` and an MLP without biases."""
 
 _CUDA: dict[str, Callable[[Any], Any]] = {
-    "current_device": _returning(lambda: cpu.DEVICE),  # every buffer is created there
+    "current_device": _returning(lambda: cpu.DEVICE),  # buffers are created on it
     "current_stream": _returning(torch.cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
     "default_stream": _returning(torch.cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
     "Stream": _returning(torch.cpu.Stream),  # side streams are created in constructors
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
-    "manual_seed": _being(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
+    "manual_seed": _use(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
     "get_rng_state": _returning(torch.get_rng_state),  # tensor_parallel/random.py reads the device generator
-    "set_rng_state": _setting_state,  # tensor_parallel/random.py sets the device generator
-    "FloatTensor": _being(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
+    "set_rng_state": _set_rng_state,  # tensor_parallel/random.py sets the device generator
+    "FloatTensor": _use(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
 }
 
 CPU: tuple[Patch, ...] = (
     *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
     Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),  # reads torch.cuda.random directly
-    Patch(_RANDOM, "_set_cuda_rng_state", _setting_state),  # sets torch.cuda.default_generators
+    Patch(_RANDOM, "_set_cuda_rng_state", _set_rng_state),  # sets torch.cuda.default_generators
 )
-"""Every CUDA call on the trained path of the engine, and what stands in for it where there is no GPU."""
+"""Replacements of every CUDA call that the engine makes in training, where there is no GPU."""

@@ -1,14 +1,14 @@
-"""Run a batch through the pipeline as microbatches, with one exact loss over the global batch.
+"""Forward and backward passes of a batch as microbatches through the pipeline, with one exact loss per global batch.
 
-``TrainStep`` is the contract of a training objective. It sees one data-parallel rank's batch once per optimizer step
+``TrainStep`` is the interface of a training objective. It gets one data-parallel rank's batch once per optimizer step
 (``prepare_batch``) and each microbatch of it once (``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's
 pipeline schedule. None of its methods may log or communicate: they run many times per step, and the loss only on the
 last pipeline stage.
 
-The loss of a step is a sum over targets divided by their number in the *global* batch. The number is known before the
-forward pass where the train step can tell it (one small all-reduce over dp), so each microbatch's gradient comes out
-right at once; otherwise the gradients are divided after the backward pass. Either way any split into microbatches and
-any dp give the same numbers, for uneven masks too.
+The loss of a step is a sum over targets divided by their number in the *global* batch. If the train step can count its
+targets before the forward pass (one small all-reduce over dp), each microbatch's gradient is already divided correctly;
+otherwise the gradients are divided after the backward pass. Either way loss and gradients do not depend on the split
+into microbatches or on dp, for uneven masks too.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ if TYPE_CHECKING:
     from lightning_megatron.engine.optimizer import MegatronOptimizer
     from lightning_megatron.models.config import ModelConfig
 
-# ---- the contract of an objective ------------------------------------------------------------------------------------
+# ---- the interface of an objective -----------------------------------------------------------------------------------
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 
 
 class LossTerm(NamedTuple):
-    """A loss before its division: the engine sums both over the global batch and divides once, exactly."""
+    """Unnormalized loss: the engine sums both fields over the global batch and divides once, exactly."""
 
     sum: torch.Tensor
-    """[], fp32: the sum over the targets of one microbatch; gradients flow through it."""
+    """[], fp32: sum of the losses of a microbatch's targets; gradients flow through it."""
     targets: torch.Tensor
-    """[]: how many targets the sum is over."""
+    """[]: number of these targets."""
 
 
 Output: TypeAlias = Any
-"""What the last stage's model returns: a tensor, or what the architecture's ``forward`` says."""
+"""Output of the last stage's model: a tensor, or what the architecture's ``forward`` returns."""
 
 LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
 
 
 class TrainStep(ABC):
-    """From a batch to a loss. Subclass it, or subclass ``GPTTrainStep`` and override the one method that differs.
+    """Training objective: from batch to loss. Subclass it, or override the method of ``GPTTrainStep`` that differs.
 
     Attributes:
         loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
-        model: The description of the model that is trained, from ``bind`` on.
+        model: Config of the trained model, set by ``bind``.
     """
 
     loss_terms: ClassVar[tuple[str, ...]]
 
     def bind(self, model: ModelConfig) -> None:
-        """Learn which model is to be trained; called once, before anything else, when a module takes the step.
+        """Set the model to train; called once, before anything else, when a module takes the step.
 
         Raises:
             ConfigError: If this objective cannot train that model.
@@ -79,90 +79,90 @@ class TrainStep(ABC):
         self.model = model
 
     def check_batch(self, batch: Batch) -> None:
-        """Look at the numbers of a batch while it is still on the host, on the one rank that reads data.
+        """Check the values of a batch while it is still on the host, on the one rank that reads data.
 
-        What it raises is raised on every rank that shares this copy of the model. A step whose batches never leave
-        their range need not look.
+        Its errors are raised on every rank of the replica. A step whose values are always in range need not override
+        it.
 
         Args:
-            batch: As the DataLoader yields it, on the CPU; what says nothing, like a mask that hides nothing, may be
-                taken out.
+            batch: Batch of the DataLoader, on the CPU; tensors without effect, such as a mask that hides nothing, may
+                be removed from it.
 
         Raises:
-            DataError: If a token or a label is out of range, with its name, value and the rule.
+            DataError: If a token or a label is out of range, with its name, its value and the range.
         """
         del batch
 
     @abstractmethod
     def prepare_batch(self, batch: Batch) -> Batch:
-        """The user's batch in this step's own form, on every rank, once per optimizer step.
+        """Convert a batch of the DataLoader to the form of this step, on every rank, once per optimizer step.
 
         Args:
-            batch: Tensors of one data-parallel rank, first axis ``micro_batch_size * num_microbatches`` rows.
+            batch: Tensors of one data-parallel rank, with ``micro_batch_size * num_microbatches`` rows.
 
         Returns:
-            Tensors with the same number of rows; they are cut into microbatches along the first axis.
+            Tensors with the same number of rows, which are split into microbatches along the first axis.
         """
 
     @abstractmethod
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """A prepared batch grown to ``num_rows`` rows whose additional ones carry no loss (for ragged last batches)."""
+        """Pad a prepared batch to ``num_rows`` rows with rows without loss (for ragged last batches)."""
 
     @abstractmethod
     def seq_length(self, batch: Batch) -> int:
-        """Tokens per row of a prepared batch: the length of what pipeline stages send to each other."""
+        """Tokens per row of a prepared batch: the sequence length of activations between pipeline stages."""
 
     def split_lengths(self, batch: Batch) -> Mapping[str, int]:
-        """Every length that sequence parallelism must be able to split, by what an error calls it; usually one."""
+        """Sequence lengths that context and sequence parallelism must be able to split, by their name in errors."""
         return {"seq_length": self.seq_length(batch)}
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
-        """How many targets each term has in a prepared batch, if that is known before the forward pass.
+        """Number of targets of each loss term in a prepared batch, or None if unknown before the forward pass.
 
-        Must equal the sum of the counts that ``loss_func`` returns for its microbatches. Steps with several terms must
-        know; a step with one term may return None, which costs one more pass over the gradients.
+        It must equal the sum of the counts that ``loss_func`` returns for the microbatches. Steps with several terms
+        must return it; a step with one term may return None, which costs one more pass over the gradients.
         """
         return None
 
     def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
-        """The next microbatch."""
+        """Return the next microbatch."""
         return next(data_iterator)
 
     @abstractmethod
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
-        """One forward pass of one microbatch through this rank's model chunk.
+        """Run the forward pass of a microbatch through a model chunk of this rank.
 
         Args:
             data_iterator: Yields the prepared microbatches in order.
-            model: The chunk; on stages before the last its output is the hidden state that goes on, [s, b, h].
+            model: The chunk; before the last stage its output is the hidden state for the next stage, [s, b, h].
 
         Returns:
-            The output, and the function that the last stage calls with it.
+            The output, and the loss function that the last stage calls with it.
         """
 
     @abstractmethod
     def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """The loss terms of one microbatch, on the last stage.
+        """Compute the loss terms of a microbatch, on the last stage.
 
         Args:
-            batch: The microbatch that ``output`` was computed from.
-            output: What the last stage's model returned.
+            batch: The microbatch of ``output``.
+            output: Output of the last stage's model.
         """
 
     def metrics(self) -> dict[str, Metric]:
-        """New metrics of validation and test, by the name that follows ``val_`` and ``test_`` in the log.
+        """Create the metrics of validation and test, by their names in the log without ``val_`` and ``test_``.
 
-        They are updated on the last stage only, and synchronized over the data-parallel ranks of it when an epoch ends.
+        They are updated on the last stage only, and synchronized over its data-parallel ranks at the end of an epoch.
         """
         return {}
 
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Take one microbatch of an evaluation into ``metrics``, on the last stage; rows without loss must not count.
+        """Update ``metrics`` with a microbatch of an evaluation, on the last stage; rows without loss must not count.
 
         Args:
-            metrics: What ``metrics()`` returned.
+            metrics: The metrics of ``metrics()``.
             batch: The prepared microbatch.
-            output: What the last stage's model returned.
+            output: Output of the last stage's model.
         """
         del metrics, batch, output
 
@@ -174,7 +174,7 @@ Observer: TypeAlias = Callable[[Batch, Output], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How many tokens one optimizer step works on."""
+    """Sizes of the global batch of one optimizer step."""
 
     micro_batch_size: int
     """Rows of one microbatch."""
@@ -185,18 +185,18 @@ class StepShape:
     data_parallel_size: int
     """Data-parallel ranks."""
     lengths: tuple[int, ...] = ()
-    """Tokens per row of each sequence if there are several: of T5's encoder and decoder."""
+    """Tokens per row of each sequence if there are several (T5's encoder and decoder), otherwise empty."""
     expert_counts: torch.Tensor | None = field(default=None, compare=False)
-    """[layers, experts], fp32, the same on every rank: how many tokens of a step of training went to each."""
+    """[layers, experts], fp32, the same on every rank: tokens routed to each expert in a training step."""
 
     @property
     def global_batch_size(self) -> int:
-        """Rows over all ranks."""
+        """Rows of the global batch."""
         return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
 
     @property
     def tokens(self) -> int:
-        """Tokens over all ranks, padding included."""
+        """Tokens of the global batch, padding included."""
         return self.global_batch_size * self.seq_length
 
 
@@ -209,16 +209,16 @@ class StepOutput:
     terms: Mapping[str, torch.Tensor]
     """[], fp32 each: the mean of each term over the targets of the global batch."""
     num_targets: Mapping[str, torch.Tensor]
-    """[], fp32 each: how many targets that was."""
+    """[], fp32 each: the number of these targets."""
     shape: StepShape
     microbatch_losses: torch.Tensor
-    """[num_microbatches], fp32: what each adds to the sum on this rank; empty before the last stage."""
+    """[num_microbatches], fp32: summed losses of each microbatch of this rank; empty before the last stage."""
     experts: LoadReport | None = None
-    """Of a step of training with experts, whose auxiliary loss is part of ``loss`` and no term; None otherwise."""
+    """Load of a training step's experts, whose auxiliary loss is part of ``loss`` but not a term; None otherwise."""
 
     @property
     def expert_metrics(self) -> dict[str, torch.Tensor]:
-        """What is logged of experts, [] each, on the device; nothing without."""
+        """Metrics of experts to log, [] each, on the device; empty without experts."""
         if (load := self.experts) is None:
             return {}
         loads = {"expert_load_max": load.max_load, "expert_load_min": load.min_load}
@@ -226,30 +226,30 @@ class StepOutput:
 
 
 class Schedule:
-    """Runs batches through this rank's model chunks; every rank must call with its part of the same batch."""
+    """Runs batches through this rank's model chunks; every rank must call with its shard of the same global batch."""
 
     _step: TrainStep
     _observe: Observer | None
 
     def __init__(self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None) -> None:
-        """Take the (wrapped) chunks and this rank's place; to train, before the optimizer is made.
+        """Set up the schedule of (wrapped) chunks; for training, before the optimizer is built.
 
         Args:
-            chunks: Of this rank.
-            topology: The layout.
-            graphs: Where training replays microbatches; on one stage, without tensor parallelism.
+            chunks: This rank's model chunks.
+            topology: The layout, and this rank's coordinates in it.
+            graphs: CUDA graphs for training; only with one pipeline stage and without tensor parallelism.
         """
         self._chunks = chunks
         self._topology = topology
         self._num_microbatches = topology.parallel.num_microbatches
-        # Each chunk has its own reference to the config, and Megatron's schedule reads the first one's.
+        # Each chunk has its own reference to a config, and Megatron's schedule reads the first chunk's.
         self._configs = [unwrap(chunk).config for chunk in chunks]
         self._sequence_divisor = topology.parallel.sequence_divisor
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
         self._denominators: dict[str, torch.Tensor] | None = None
-        self._counted: dict[tuple[str, ...], torch.Tensor] = {}
+        self._denominator_buffers: dict[tuple[str, ...], torch.Tensor] = {}
         self._targets_seen: list[torch.Tensor] = []
         self._graphs = graphs
         has_experts = self._configs[0].num_moe_experts is not None
@@ -258,21 +258,21 @@ class Schedule:
     def train(
         self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
     ) -> StepOutput:
-        """Replace the gradients by those of ``batch``.
+        """Compute the gradients of ``batch``, replacing the previous ones.
 
         Args:
-            batch: As the DataLoader yields it.
+            batch: Batch of the DataLoader.
             train_step: The objective.
-            optimizer: What the gradients are for.
-            micro_batch_size: Rows of a microbatch where their number changes from step to step (batch-size ramp-up);
-                None for the layout's number of microbatches.
+            optimizer: The optimizer of the gradients.
+            micro_batch_size: Rows of a microbatch if the number of microbatches changes between steps (batch-size
+                ramp-up); None for the layout's number of microbatches.
 
         Raises:
-            ConfigError: If the rows of a full batch cannot be cut into equal microbatches, or the objective has several
-                terms but cannot count their targets in advance.
+            ConfigError: If the rows of a full batch cannot be split into equal microbatches, or the objective has
+                several terms but cannot count their targets in advance.
         """
         self.check_frozen()
-        self._connect(optimizer)
+        self._set_engine_hooks(optimizer)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         optimizer.inner.zero_grad()
@@ -285,25 +285,25 @@ class Schedule:
         # The last batch of an epoch may be smaller.
         if rows == self._train_rows and rows % self._num_microbatches != 0:
             raise ConfigError(f"a batch of {rows} rows cannot be cut into num_microbatches={self._num_microbatches}")
-        return self._run(self._filled_up(prepared), self._num_microbatches, forward_only=False)
+        return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
-        """The losses of ``batch``, whatever its number of rows.
+        """Compute the losses of ``batch``, with any number of rows.
 
         Args:
-            batch: As the DataLoader yields it.
+            batch: Batch of the DataLoader.
             train_step: The objective.
-            observe: Called on the last stage with each microbatch and what the model returned for it.
+            observe: Called on the last stage with each microbatch and the model's output for it.
         """
         self._step, self._observe = train_step, observe
-        prepared = self._filled_up(train_step.prepare_batch(batch))
+        prepared = self._padded(train_step.prepare_batch(batch))
         return self._run(prepared, self._num_microbatches, forward_only=True)
 
     def check_frozen(self) -> None:
-        """Raise if weights of this rank were frozen or unfrozen after their optimizer was made.
+        """Raise if weights of this rank were frozen or unfrozen after the optimizer was built.
 
         Raises:
-            ConfigError: Because of the first of them.
+            ConfigError: If so; it names the first such weight.
         """
         for name, weight, is_trained in self._weights:
             if weight.requires_grad != is_trained:
@@ -314,53 +314,53 @@ class Schedule:
     def check_finite(
         self, output: StepOutput, grad_norm: float, *, step: int, may_skip: bool, group: dist.ProcessGroup
     ) -> None:
-        """Warn of a step without targets; say who has made its loss or gradients NaN or infinite.
+        """Warn of a step without targets; raise or warn, with the origin, if loss or gradients are NaN or infinite.
 
         Every rank must call, with the same ``grad_norm``.
 
         Args:
-            output: Of ``train``.
-            grad_norm: Of its gradients; NaN or infinite if the loss is.
-            step: Its number.
-            may_skip: Whether training goes on without it.
-            group: All ranks, on the hosts.
+            output: Result of ``train``.
+            grad_norm: Norm of the step's gradients; NaN or infinite if the loss is.
+            step: Number of the step.
+            may_skip: Whether the step is skipped instead of ending the run.
+            group: All ranks, over gloo.
 
         Raises:
             NonFiniteError: If ``grad_norm`` is not finite, unless the step may be skipped.
-            ConfigError: If the gradients were divided by other numbers of targets than the loss has.
+            ConfigError: If the gradients were divided by other target counts than ``loss_func`` returned.
         """
         if grad_norm == 0 and not sum(output.num_targets.values()):
             rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
         if math.isfinite(grad_norm):
             return
-        aside = 0.0 if output.experts is None else output.experts.loss
-        if not math.isfinite(output.loss) and math.isfinite(sum(output.terms.values()) + aside):
+        auxiliary = 0.0 if output.experts is None else output.experts.loss
+        if not math.isfinite(output.loss) and math.isfinite(sum(output.terms.values()) + auxiliary):
             raise ConfigError(
                 f"{type(self._step).__name__}.counts: expected the numbers of targets that loss_func returns, got "
                 "others; override both, or let counts return None"
             )
-        what = f"step {step}: {self._culprit(output.microbatch_losses, group)}"
+        problem = f"step {step}: {self._find_nonfinite(output.microbatch_losses, group)}"
         if not may_skip:
             raise NonFiniteError(
-                f"{what}; expected finite numbers. The weights are as before the step: look at that batch and the "
+                f"{problem}; expected finite numbers. The weights are as before the step: look at that batch and the "
                 'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
             )
-        rank_zero_warn(f"{what}; the step is skipped")
+        rank_zero_warn(f"{problem}; the step is skipped")
 
-    def _culprit(self, losses: torch.Tensor, group: dist.ProcessGroup) -> str:
-        """Where a step's loss was not finite; every rank of ``group`` must call with its microbatches' losses."""
+    def _find_nonfinite(self, losses: torch.Tensor, group: dist.ProcessGroup) -> str:
+        """Describe where a step became non-finite; every rank of ``group`` must call with its microbatches' losses."""
         dp_rank = self._topology.dp_rank
         mine = [(loss, number, dp_rank) for number, loss in enumerate(losses.tolist())]
         of_ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine, group=group)
-        for rank, found in enumerate(of_ranks):
-            for loss, number, row in found:
+        for rank, losses_of_rank in enumerate(of_ranks):
+            for loss, number, row in losses_of_rank:
                 if not math.isfinite(loss):
                     return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
         return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
 
-    def _connect(self, optimizer: MegatronOptimizer) -> None:
-        """Give every chunk's config the functions that Megatron's schedule calls around a step."""
+    def _set_engine_hooks(self, optimizer: MegatronOptimizer) -> None:
+        """Set the functions in every chunk's config that Megatron's schedule calls around a step."""
         no_sync = [chunk.no_sync for chunk in self._chunks]
         for chunk, config in zip(self._chunks, self._configs, strict=True):
             config.finalize_model_grads_func = self._finalize_gradients
@@ -368,14 +368,14 @@ class Schedule:
             if chunk.ddp_config.overlap_grad_reduce:
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def _filled_up(self, batch: Batch) -> Batch:
-        """The batch with rows that carry no loss added until ``num_microbatches`` divides them."""
+    def _padded(self, batch: Batch) -> Batch:
+        """Pad the batch with rows without loss to a multiple of ``num_microbatches``."""
         rows = _num_rows(batch)
-        whole = -(-rows // self._num_microbatches) * self._num_microbatches
-        return batch if rows == whole else self._step.pad_rows(batch, whole)
+        num_rows = -(-rows // self._num_microbatches) * self._num_microbatches
+        return batch if rows == num_rows else self._step.pad_rows(batch, num_rows)
 
     def _run(self, batch: Batch, num_microbatches: int, *, forward_only: bool) -> StepOutput:
-        """Forward (and backward) over the whole local batch, whose rows are a multiple of ``num_microbatches``."""
+        """Run forward (and backward) over the local batch, whose rows are a multiple of ``num_microbatches``."""
         parallel = self._topology.parallel
         lengths = self._step.split_lengths(batch)
         for name, length in lengths.items():
@@ -394,14 +394,14 @@ class Schedule:
         rows_of = (tensor.chunk(num_microbatches) for tensor in batch.values())
         microbatches = [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
         device = next(iter(batch.values())).device
-        if not forward_only and (reports := self._replayed(microbatches)) is not None:
+        if not forward_only and (reports := self._replay(microbatches)) is not None:
             return self._reduce(reports, shape, device)
         iterators = [iter(microbatches) for _ in self._chunks]
-        with contextlib.ExitStack() as around:
+        with contextlib.ExitStack() as stack:
             if self._fp8_linears:
-                around.enter_context(quantized_weights(self._fp8_linears))
+                stack.enter_context(quantized_weights(self._fp8_linears))
             if self._graphs is not None:
-                around.enter_context(self._graphs.on_stream())
+                stack.enter_context(self._graphs.on_stream())
             reports = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if parallel.vpp else iterators[0],
@@ -418,25 +418,25 @@ class Schedule:
         shape = replace(shape, expert_counts=report.counts)
         return replace(output, loss=output.loss + report.loss, experts=report, shape=shape)
 
-    def _replayed(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
-        """Reports of the microbatches, whose gradients CUDA graphs have added up; None if Megatron shall run them."""
+    def _replay(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
+        """Run the microbatches as CUDA graphs and return their reports; None if Megatron's schedule must run them."""
         if self._graphs is None or self._denominators is None or not self._graphs.is_ready(microbatches[0]):
             return None
         (chunk,), (config,) = self._chunks, self._configs
 
         def body(held: Batch) -> torch.Tensor:
             output, report = self._forward_step(iter([held]), chunk)
-            numbers: torch.Tensor
-            loss, _, numbers = report(output)
+            values: torch.Tensor
+            loss, _, values = report(output)
             config.grad_scale_func(loss).backward()
-            return numbers
+            return values
 
         reports = [self._graphs.run(each, body) for each in microbatches]
         self._finalize_gradients(self._chunks)
         return reports
 
     def _global_counts(self, batch: Batch, balance: LoadBalance | None) -> dict[str, torch.Tensor] | None:
-        """Targets of each term in the global batch: one all-reduce over the dp group; and its tokens, for experts."""
+        """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance."""
         counts, names = self._step.counts(batch), self._step.loss_terms
         if counts is None:
             if len(names) > 1 or balance is not None:
@@ -454,10 +454,10 @@ class Schedule:
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:
             balance.begin(totals[-1])
-        # A batch without a target has the loss 0, not 0/0. Recorded graphs read them where those of other steps were.
-        counted = totals[: len(names)].clamp(min=1.0)
-        held = self._counted.setdefault(tuple(names), counted).copy_(counted)
-        return dict(zip(names, held.unbind(), strict=True))
+        # A batch without targets has loss 0, not 0/0. Captured graphs read the counts at the same address in each step.
+        totals = totals[: len(names)].clamp(min=1.0)
+        buffer = self._denominator_buffers.setdefault(tuple(names), totals).copy_(totals)
+        return dict(zip(names, buffer.unbind(), strict=True))
 
     def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
         microbatch = next(data_iterator)
@@ -472,7 +472,7 @@ class Schedule:
         return output, report
 
     def _scaled_loss(self, loss_func: LossFunc, output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:
-        """Megatron's 3-tuple (loss, token count, report); the count is ours to keep, so the engine gets 0."""
+        """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
         terms = loss_func(output)
         ordered = [terms[name] for name in self._step.loss_terms]
         report = torch.stack([torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered])
@@ -483,27 +483,27 @@ class Schedule:
         return loss, 0, report
 
     def _reduce(self, reports: list[torch.Tensor], shape: StepShape, device: torch.device) -> StepOutput:
-        """[sum, count] of each term: added over microbatches and dp, sent from the last stage to all."""
+        """Sum each term's [sum, count] over microbatches and dp, and broadcast them from the last stage."""
         names = self._step.loss_terms
         total = torch.zeros(len(names), 2, device=device)
-        of_microbatches = torch.stack(reports) if self._topology.is_last_stage else total[:0, None]
+        per_microbatch = torch.stack(reports) if self._topology.is_last_stage else total[:0, None]
         if self._topology.is_last_stage:
-            total = of_microbatches.sum(0)
+            total = per_microbatch.sum(0)
             dist.all_reduce(total, group=self._topology.dp_group)
         if self._topology.parallel.pp > 1:
             dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
-        counted = total[:, 1].clamp(min=1.0)
-        means = total[:, 0] / counted
+        counts = total[:, 1].clamp(min=1.0)
+        means = total[:, 0] / counts
         loss = means.sum()
-        if self._denominators is not None:  # which gradients were divided by; the host learns of it with their norm
-            told = torch.stack([*self._denominators.values()])
-            loss = loss.masked_fill(~torch.isclose(counted, told, rtol=1e-3).all(), math.nan)
+        if self._denominators is not None:  # of the gradients; a mismatch makes the loss, and so the norm, NaN
+            expected = torch.stack([*self._denominators.values()])
+            loss = loss.masked_fill(~torch.isclose(counts, expected, rtol=1e-3).all(), math.nan)
         return StepOutput(
             loss=loss,
             terms=dict(zip(names, means.unbind(), strict=True)),
             num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
             shape=shape,
-            microbatch_losses=of_microbatches[..., 0].sum(1),
+            microbatch_losses=per_microbatch[..., 0].sum(1),
         )
 
     def _finalize_gradients(
@@ -513,10 +513,10 @@ class Schedule:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """Megatron's ``finalize_model_grads_func``: reduce all gradients, then divide by the targets if still owed.
+        """Megatron's ``finalize_model_grads_func``: reduce gradients, then divide by the targets if not yet divided.
 
-        megatron-core 0.16.1, distributed/finalize_model_grads.py divides behind ``if num_tokens > 0``, which makes the
-        host wait for the GPU; here the division stays on the device, and only happens when the count was not known.
+        megatron-core 0.16.1, distributed/finalize_model_grads.py divides after ``if num_tokens > 0``, which makes the
+        host wait for the GPU; here the division stays on the device, and only happens if the count was unknown.
         """
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         reduce_shared_gradients(chunks, self._topology.pp_group)

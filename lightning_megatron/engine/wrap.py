@@ -1,9 +1,9 @@
-"""Wrap model chunks for training (16-bit, DDP), and keep copies of one weight on several pipeline stages equal.
+"""Wrappers of model chunks for training (16-bit, DDP), and gradients of weights shared by several pipeline stages.
 
-Copies start equal, because weights are filled by their names, and every optimizer moves them alike if their gradients
-are equal, so these are added over the pipeline. Megatron-Core does this for tied embeddings itself
-(distributed/finalize_model_grads.py); a model with other copies says which they are: T5's tables of relative positions
-are wherever layers of their stack are.
+Copies of a shared weight start equal, because weights are initialized by name, and optimizers update them equally if
+their gradients are equal, so gradients are summed over the pipeline. Megatron-Core does this itself for tied embeddings
+(distributed/finalize_model_grads.py); a model with other shared weights returns them from ``shared_weights``: every
+chunk with layers of a T5's encoder or decoder has the table of relative positions of that stack.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
-    """The plain model inside any wrappers."""
+    """The model inside its wrappers."""
     while isinstance(chunk, (DistributedDataParallel, Float16Module)):
         chunk = chunk.module
     return chunk
 
 
 def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None) -> torch.nn.ModuleList:
-    """Chunks that compute in 16 bits and return fp32 from the last stage, if ``dtype`` says so; needed to evaluate.
+    """Wrap chunks to compute in ``dtype`` and return fp32 from the last stage, unless ``dtype`` is fp32.
 
-    With ``fp8`` the linears of their layers multiply so.
+    Evaluation needs no other wrapper. With ``fp8`` the linear layers of transformer layers multiply in fp8.
     """
     if dtype is torch.float32:
         return chunks
@@ -49,25 +49,25 @@ def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
 def to_ddp(
     chunks: torch.nn.ModuleList, settings: EngineSettings, graphs: MicrobatchGraphs | None = None
 ) -> torch.nn.ModuleList:
-    """Chunks whose gradients land in fp32 buffers that data-parallel ranks reduce; needed to train, by ``graphs``."""
+    """Wrap chunks in DDP for training: fp32 gradient buffers, reduced over dp; on the stream of ``graphs``, if any."""
     config = unwrap(chunks[0]).config
     if config.tp_comm_overlap:
         peer_copies.use_for_linears(chunks)
     if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
         context.use_peer_copies(chunks)
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():
-        return torch.nn.ModuleList([_ddp(_with_current_buffers(c), settings, i) for i, c in enumerate(chunks)])
+        return torch.nn.ModuleList([_ddp(_without_stale_ddp(c), settings, i) for i, c in enumerate(chunks)])
 
 
-def _with_current_buffers(chunk: Any) -> Any:
-    """The chunk, without the DDP of an earlier fit if others of its weights were frozen then."""
+def _without_stale_ddp(chunk: Any) -> Any:
+    """The chunk, without the DDP of an earlier fit if other weights were frozen in that fit."""
     weights = list(chunk.parameters())
     is_wrapped = isinstance(chunk, DistributedDataParallel)
     if not is_wrapped or all(w.requires_grad == (w in chunk.param_to_bucket_group) for w in weights):
         return chunk
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook()
-    chunk.grad_accs.clear()  # or their hooks would fire beside those of the next DDP
+    chunk.grad_accs.clear()  # otherwise their hooks would fire with those of the next DDP
     for weight in weights:
         weight.__dict__.pop("main_grad", None)
     return chunk.module
@@ -78,7 +78,7 @@ def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> Distri
         return chunk
     model = unwrap(chunk)
     if model.config.recompute_granularity == "full" and hasattr(model, "embedding"):
-        model.embedding.register_forward_hook(_with_gradient)
+        model.embedding.register_forward_hook(_require_gradient)
     chosen = {
         "use_distributed_optimizer": settings.distributed_optimizer,
         "overlap_grad_reduce": settings.overlap_communication,
@@ -91,15 +91,15 @@ def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> Distri
         model.config,
         config,
         chunk,
-        # Megatron-LM, training/training.py:get_model: later chunks run while the first is already waiting.
+        # As in Megatron-LM, training/training.py:get_model: communication of later chunks overlaps with compute anyway.
         disable_bucketing=index > 0,
     )
     wrapped.broadcast_params()
     return wrapped
 
 
-def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Frozen embeddings as if trained: layers that are recomputed have no gradients unless their input has one.
+def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of frozen embeddings: recomputed layers get no gradients unless their input requires one.
 
     megatron-core 0.16.1, tensor_parallel/random.py: ``CheckpointFunction`` does not see the weights.
     """
@@ -107,39 +107,39 @@ def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -
 
 
 def finish_parameter_gathers(chunks: list[Any]) -> None:
-    """Gather parameters now that overlapped communication would gather in the next forward pass."""
+    """All-gather now the parameters that overlapped communication would gather in the next forward pass."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
-# ---- copies of one weight on several stages --------------------------------------------------------------------------
+# ---- weights shared by several stages --------------------------------------------------------------------------------
 
 
 class SharedWeights(NamedTuple):
     """Weights that several chunks of a pipeline hold, as ``shared_weights()`` of a model that has some returns them."""
 
     shape: tuple[int, ...]
-    """Of this tensor-parallel rank's shard of each."""
+    """Shape of this tensor-parallel rank's shard of each weight."""
     weights: Mapping[str, torch.nn.Parameter | None]
-    """All of the model by name, on every chunk in the same order: this chunk's copy; None if it has none."""
+    """This chunk's copies by name; None for weights it does not have. All weights, in the same order on every chunk."""
 
 
 def mark_shared_weight(parameter: torch.nn.Parameter, *, is_owner: bool) -> None:
-    """Tell Megatron that other stages have this weight, too; before the chunk is wrapped.
+    """Mark a weight as shared with other stages, for Megatron; before the chunk is wrapped.
 
     Args:
         parameter: This chunk's copy.
-        is_owner: Whether it is the one that counts in the gradient norm.
+        is_owner: Whether this copy counts in the gradient norm.
     """
-    # A DDP bucket of its own: under the distributed optimizer the parts of the data-parallel ranks must be the same
+    # It gets its own DDP bucket: with the distributed optimizer the shards of the data-parallel ranks must be the same
     # on all stages, or reduced gradients would be added to unreduced ones.
     parameter.shared_embedding = True  # type: ignore[attr-defined]
     parameter.shared = not is_owner  # type: ignore[attr-defined]
 
 
 def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """Freeze each copy of a weight that is frozen on any stage: it is one weight. All ranks, ``group``, must call.
+    """Freeze all copies of a shared weight that is frozen on any stage. Collective over ``group``, all ranks.
 
     Raises:
         ConfigError: On all ranks, if nothing is left to train.
@@ -153,18 +153,18 @@ def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> No
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
     is_trained = any(weight.requires_grad for model in models for weight in model.parameters())
-    answers: list[tuple[bool, set[str]]] = [(False, set())] * dist.get_world_size(group)
+    of_ranks: list[tuple[bool, set[str]]] = [(False, set())] * dist.get_world_size(group)
     frozen = {name for name, weight in copies if not weight.requires_grad}
-    dist.all_gather_object(answers, (is_trained, frozen), group=group)
-    if not any(trained for trained, _ in answers):
+    dist.all_gather_object(of_ranks, (is_trained, frozen), group=group)
+    if not any(trained for trained, _ in of_ranks):
         raise ConfigError("every weight is frozen, and fit needs some to train; unfreeze some in configure_model")
     for name, weight in copies:
-        if any(name in names for _, names in answers):
+        if any(name in names for _, names in of_ranks):
             weight.requires_grad_(False)
 
 
 def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) -> None:
-    """Replace the gradient of each copy by the sum over all copies; one all-reduce over the pp group, if any.
+    """All-reduce the gradients of shared weights over the pp group, in one call, if the model has any.
 
     Every rank of ``pp_group`` must call, after gradients were reduced over dp.
 
@@ -177,8 +177,8 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
         return
     sums = torch.zeros(len(held[0].weights), *held[0].shape, device=next(chunks[0].parameters()).device)
     of_chunks = (zip(sums, shared_weights.weights.values(), strict=True) for shared_weights in held)
-    found = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
-    copies = [(total, gradient) for total, gradient in found if gradient is not None]  # a frozen weight has none
+    pairs = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
+    copies = [(total, gradient) for total, gradient in pairs if gradient is not None]  # a frozen weight has none
     for total, gradient in copies:
         total += gradient
     dist.all_reduce(sums, group=pp_group)
