@@ -85,23 +85,23 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
-    others = [_check_same_model(open_source(path, options.config), source) for path in average_with]
+    other_sources = [_check_same_model(open_source(path, options.config), source) for path in average_with]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
-        loading = WeightLoader(chunks, source)
-        _check_missing(source, options, loading.missing)
+        loader = WeightLoader(chunks, source)
+        _check_missing(source, options, loader.missing)
         with staged_directory(save_path) as folder, contextlib.ExitStack() as stack:
             dtype = None if options.dtype is None else _DTYPES[options.dtype]
-            loading.fill(as_stored=True, dtype=None if others else dtype)
-            if others:
-                _average(chunks, loading, others, dtype)
+            loader.fill(as_stored=True, dtype=None if other_sources else dtype)
+            if other_sources:
+                _average(chunks, loader, other_sources, dtype)
             companions = companion_files(source.companions, options.tokenizer)
             if options.to in ("hf", "megatron-legacy"):  # these formats have no adapters
                 stack.enter_context(merged(chunks))
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
                 size = options.max_shard_size
-                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, loading.missing)
+                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, loader.missing)
             elif options.to == "peft":
                 save_adapter(chunks, model, folder, source.base)
             elif options.to == "megatron":
@@ -131,8 +131,8 @@ def _check_same_model(source: Source, first: Source) -> Source:
 
 
 @torch.no_grad()
-def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], dtype: torch.dtype | None) -> None:
-    """Average the weights in ``chunks`` with those of ``others``, in place.
+def _average(chunks: list[Any], first: WeightLoader, sources: Sequence[Source], dtype: torch.dtype | None) -> None:
+    """Average the weights in ``chunks`` with those of ``sources``, in place.
 
     Sums are fp32; the mean is stored in ``dtype``, or if None in the dtypes of the first checkpoint.
 
@@ -142,16 +142,16 @@ def _average(chunks: list[Any], first: WeightLoader, others: Sequence[Source], d
     named = [pair for chunk in chunks for pair in chunk.named_parameters()]
     weights = [weight for _, weight in named]
     sums, dtypes = [weight.float() for weight in weights], [weight.dtype for weight in weights]
-    for source in others:
-        loading = WeightLoader(chunks, source)
-        if loading.missing != first.missing:
+    for source in sources:
+        loader = WeightLoader(chunks, source)
+        if loader.missing != first.missing:
             raise CheckpointError(f"{source.path}: expected the tensors of the first checkpoint, got other ones")
-        loading.fill(as_stored=True)
+        loader.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
     with raise_on_all_ranks():
         for (name, weight), total, stored_dtype in zip(named, sums, dtypes, strict=True):
-            mean = total / (len(others) + 1)
+            mean = total / (len(sources) + 1)
             weight.data = mean.to(dtype or stored_dtype)
             check_overflow(name, mean, weight)
 

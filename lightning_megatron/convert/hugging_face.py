@@ -383,13 +383,13 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
 
     source = call_on_all_ranks(lambda: HuggingFaceSource(Path(path)))
     source.model = model
-    loading = WeightLoader(chunks, source)
-    loading.fill()
-    head = [key for key in loading.missing if not is_adapter(key.name)]
+    loader = WeightLoader(chunks, source)
+    loader.fill()
+    head = [key for key in loader.missing if not is_adapter(key.name)]
     if head and dist.get_rank() == 0:
         names = ", ".join(hugging_face_names(head, model))
         _log.warning("not in %s and newly initialised: %s", path, names)
-    return frozenset(key.name for key in loading.missing)
+    return frozenset(key.name for key in loader.missing)
 
 
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:

@@ -149,7 +149,7 @@ def _names_outside_layers(model: ModelConfig) -> set[str]:
 
 
 class _ConfigBuilder:
-    """Builds a Hugging Face config from arguments and shapes; for the parameters see ``describe_model``."""
+    """Build a Hugging Face config from arguments and shapes; for the parameters see ``describe_model``."""
 
     def __init__(
         self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
