@@ -181,13 +181,13 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
 @pytest.mark.parametrize(
     ("record", "template", "says"),
     [
-        ({"question": "?", "answer": "yes"}, None, "must have a 'prompt' and a 'completion', .* is {'answer': 'yes'"),
+        ({"question": "?", "answer": "yes"}, None, "expected 'prompt' and 'completion', .* got {'answer': 'yes'"),
         ({"prompt": "is it?", "completion": " "}, None, "an empty 'completion', so there is nothing to learn"),
-        ({"messages": [{"from": "human", "value": "is it?"}]}, UNMARKED, "must have a 'prompt'"),
+        ({"messages": [{"from": "human", "value": "is it?"}]}, UNMARKED, "expected 'prompt' and"),
         ({"messages": [USER, {"role": "bot", "content": ""}]}, UNMARKED, "no answer, .* its roles are 'user', 'bot'"),
         ({"messages": [{"role": "assistant", "content": "yes"}]}, UNMARKED, "nothing comes before it"),
         ({"messages": CHAT}, STRICT, "does not take a conversation of system, user, .*Only user and assistant roles"),
-        ({"messages": CHAT}, FORGETFUL, "leaves out what the role 'system' says; use another"),
+        ({"messages": CHAT}, FORGETFUL, "leaves out a message of the role 'system'; use another"),
         ({"messages": [USER, CALL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
         ({"messages": CHAT, "tools": [TOOL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
         ({"messages": CHAT}, "{{ 1 // 0 }}", r"does not take a conversation of .* \(integer division"),
