@@ -1,10 +1,10 @@
 """Tokenize a corpus into indexed datasets: documents in parallel, written in input order (``preprocess``).
 
-Workers are those of ``torch.utils.data.DataLoader``, which keeps the order, bounds what waits and hears of a worker
-that is killed by a signal of its own. ``concurrent.futures.ProcessPoolExecutor`` waits for ever for the rest of a
-message that a killed worker has left half written (24 of 120 such runs hung).
+Workers are those of ``torch.utils.data.DataLoader``, which keeps the order, bounds the pieces in flight and learns of
+killed workers by a signal. ``concurrent.futures.ProcessPoolExecutor`` waits for ever for the rest of a message that a
+killed worker has left half-written (24 of 120 such runs hung).
 
-Sentences are those of sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.
+Sentences are split by sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -38,52 +38,52 @@ from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_to
 from lightning_megatron.errors import ConfigError, DataError, require_number
 
 PREFETCH_FACTOR = 4
-"""Pieces begun at a time: so many that a slow one does not stop the others, so few that memory stays constant."""
+"""Pieces in flight per worker: so many that a slow one does not stall the others, so few that memory stays constant."""
 
-# sentencex 1.0.32 panics at white space of several bytes between an initial and a period; with spaces it never does.
+# sentencex 1.0.32 panics at multi-byte white space between an initial and a period, and never at plain spaces.
 _WIDE_SPACE = re.compile("[\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """What ``preprocess`` reads and writes."""
+    """Settings of ``preprocess``."""
 
     input: Sequence[str | Path]
-    """Files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a
-    line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text."""
+    """Files, directories (searched recursively, without links to directories) and quoted patterns: .jsonl (one JSON
+    object per line), .parquet, and text files of one document each; JSON lines and text also as .gz and .zst."""
     output_prefix: str | Path
-    """What the names of the written files begin with, none of which may exist; the key of text files is ``text``."""
+    """Beginning of the paths of written files, none of which may exist; the key of text files is ``text``."""
     tokenizer: str | Path
-    """Folder of a transformers tokenizer, or its name on the Hugging Face hub."""
+    """Directory of a transformers tokenizer, or its name on the Hugging Face hub."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
     """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset, and document i is the same in all of
-    them: a text without a token becomes a document without a sequence, as in Megatron's datasets."""
+    them: a text without tokens becomes a document without sequences, as in Megatron's datasets."""
     append_eod: bool = False
     """End every document that has a token with the tokenizer's end-of-sequence token."""
     split_sentences: bool = False
-    """Make each sentence a sequence of its document, as samples of BERT and T5 need it."""
+    """Store each sentence as a sequence of its document, as BERT and T5 samples need it."""
     language: str = "en"
-    """Of the sentences: en, de, ja, ... (ISO 639)."""
+    """Language of the sentences: en, de, ja, ... (ISO 639)."""
     keep_newlines: bool = False
-    """Leave the white space between two sentences at the end of the first; otherwise it is dropped."""
+    """Keep the white space between two sentences at the end of the first; otherwise it is dropped."""
     workers: int = 1
-    """Processes that tokenize, at one core each; the output does not depend on their number."""
+    """Tokenizing processes, of one core each; the output does not depend on their number."""
     on_error: Literal["skip", "fail"] = "fail"
-    """End at the first line, row or file that is no document, or report it, leave it out and count it."""
+    """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
 
     def __post_init__(self) -> None:
-        """Check what can be known before anything is read.
+        """Check what can be checked before anything is read.
 
         Raises:
             ConfigError: If a value cannot work.
         """
         require_number("workers", self.workers, at_least=1)
         keys = self.json_keys
-        if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # which name files
+        if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
         if self.keep_newlines and not self.split_sentences:
             raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
-        # The library takes anything that it does not know for English-like.
+        # The library treats unknown languages like English.
         if not re.fullmatch("[a-z]{2,3}", self.language):
             raise ConfigError(f"language={self.language} is no ISO 639 code; write it like en, de or ja")
         if self.split_sentences:
@@ -92,22 +92,22 @@ class PreprocessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """What ``preprocess`` did."""
+    """Result of ``preprocess``."""
 
     prefixes: tuple[str, ...]
-    """Written datasets, one a key: values for ``IndexedDataModule(data_path=...)``."""
+    """Written datasets, one per key: values for ``IndexedDataModule(data_path=...)``."""
     documents: int
     """Documents in each dataset, empty ones included."""
     empty_documents: int
-    """Texts of any key that gave no token."""
+    """Texts without tokens, over all keys."""
     skipped: int
-    """Lines, rows and files that are no documents."""
+    """Lines, rows and files skipped because they are not valid documents."""
     tokens: int
     """Tokens in all datasets."""
     bytes: int
-    """Bytes of input, as stored."""
+    """Bytes of input as stored on disk."""
     seconds: float
-    """Wall time from the first byte read to the last one written; loading the tokenizer is not in it."""
+    """Wall time from the first byte read to the last one written, without loading the tokenizer."""
 
 
 def preprocess(options: PreprocessOptions) -> PreprocessResult:
@@ -115,7 +115,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
 
     Raises:
         DataError: If an input or the tokenizer is missing, unreadable or malformed, or no document has a token.
-        ConfigError: If the tokenizer or the installation cannot do what is asked.
+        ConfigError: If the tokenizer or the installation lacks what the options need.
     """
     files = find_files(options.input, options.json_keys)
     encoder = DocumentEncoder(options)
@@ -152,42 +152,42 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
 
 
 EncodedKey: TypeAlias = tuple[bytes, list[int], list[int]]
-"""One key's documents of one piece, as the writer takes them: all ids one after the other, in the dataset's type;
-tokens of each sequence (a document or a sentence); and sequences of each document, none of one without a token."""
+"""Documents of a piece under one key, as the writer takes them: all ids concatenated, in the dataset's dtype; tokens of
+each sequence (a document or a sentence); and sequences of each document, 0 for one without tokens."""
 
 
 @dataclass(frozen=True)
 class EncodedPiece:
-    """What became of one piece; no tuple, which the DataLoader would convert item by item."""
+    """Tokenized piece; not a tuple, which the DataLoader would convert item by item."""
 
     bad: list[str]
-    """What in it is no document."""
+    """Messages about bad documents."""
     num_bytes: int
-    """Input bytes that it stands for."""
+    """Bytes of input as stored on disk."""
     keys: list[EncodedKey]
-    """Documents that are bad under one key are in none of them."""
+    """Documents under each key; those that are bad under one key are left out of all."""
 
 
 class DocumentEncoder:
-    """Turns pieces into tokens, as they are stored; processes that tokenize get a copy.
+    """Tokenizes pieces to ids as they are stored; each worker process gets a copy.
 
     Raises:
-        DataError: If there is no such tokenizer.
-        ConfigError: If it lacks the token that is asked for.
+        DataError: If the tokenizer is missing.
+        ConfigError: If it lacks an end-of-sequence token to append.
     """
 
     def __init__(self, options: PreprocessOptions) -> None:
         self._options, self._tokenizer = options, load_tokenizer(options.tokenizer)
         self.dtype = token_dtype(largest_id(self._tokenizer) + 1)
-        """How an id is stored."""
-        self._end: int | None = self._tokenizer.eos_token_id if options.append_eod else None
-        if options.append_eod and self._end is None:
+        """Dtype in which ids are stored."""
+        self._eod: int | None = self._tokenizer.eos_token_id if options.append_eod else None
+        if options.append_eod and self._eod is None:
             raise ConfigError(
                 f"append_eod needs an eos_token, {options.tokenizer} has none in its tokenizer_config.json"
             )
 
     def __call__(self, piece: Piece) -> EncodedPiece:
-        """The tokens of ``piece``."""
+        """Tokenize ``piece``."""
         documents, bad = read_documents(piece, self._options.json_keys)
         columns = zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
         keys = [self._encode_key(texts) for texts in columns]
@@ -202,23 +202,23 @@ class DocumentEncoder:
         counts: list[int] = []
         for group in groups:
             kept = [ids for _, ids in zip(group, encoded, strict=False) if ids]
-            if kept and self._end is not None:
-                kept[-1].append(self._end)
+            if kept and self._eod is not None:
+                kept[-1].append(self._eod)
             sequences += kept
             counts.append(len(kept))
         lengths = [len(ids) for ids in sequences]
-        # An id that the type cannot hold is an OverflowError.
+        # Raises OverflowError for an id that the dtype cannot hold.
         flat = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
         return flat.tobytes(), lengths, counts
 
 
 def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
-    """The sentences of ``text``, none of them blank.
+    """Split ``text`` into sentences that are not blank.
 
     Args:
-        text: Any.
+        text: Any text.
         language: ISO 639 code.
-        keep_newlines: Leave the white space between two sentences at the end of the first; else it is dropped.
+        keep_newlines: Keep the white space between two sentences at the end of the first; otherwise it is dropped.
     """
     from sentencex import segment
 
@@ -226,14 +226,14 @@ def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
     try:
         sentences: list[str] = segment(language, plain)
     except BaseException as error:
-        # A panic of the library has been printed by it; one text that stays whole is no reason to end the run.
+        # The library has printed its panic; one text that remains a single sentence is no reason to end the run.
         if type(error).__name__ != "PanicException":
             raise
         sentences = [plain]
     bounds: list[tuple[int, int]] = []
     position = 0
     for sentence in filter(None, map(str.strip, sentences)):
-        # Found again, not counted: of a long text's white space some is missing in what comes back.
+        # Searched, not counted: the library drops some white space of long texts.
         start = plain.index(sentence, position)
         position = start + len(sentence)
         bounds.append((start, position))
@@ -245,7 +245,7 @@ def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
 def _encode_all(
     pieces: Iterator[Piece], encode: Callable[[Piece], EncodedPiece], workers: int
 ) -> Generator[EncodedPiece, None, None]:
-    """The tokens of each piece in input order, encoded here or by ``workers`` processes, which end with the iterator.
+    """Tokenize all pieces in input order, here or in ``workers`` processes, which end with the iterator.
 
     Raises:
         RuntimeError: If a worker fails or is killed.
@@ -254,15 +254,15 @@ def _encode_all(
 
     options: dict[str, Any] = {}
     if workers > 1:
-        # Fork shares what is loaded, the tokenizer included; macOS libraries do not survive it.
+        # Fork shares everything loaded, including the tokenizer; libraries of macOS do not survive it.
         context = "fork" if sys.platform == "linux" else "spawn"
         options = {"num_workers": workers, "prefetch_factor": PREFETCH_FACTOR, "multiprocessing_context": context}
     failure = ""
-    # Processes are the parallelism; the tokenizers library would take all cores of the machine in each of them.
+    # The processes are the parallelism: the tokenizers library would use all cores of the machine in each of them.
     with mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}):
         try:
             yield from parallel_map(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
-    if failure:  # behind the handler: the traceback of torch's error would keep the other workers alive
+    if failure:  # outside the handler: the traceback of torch's error would keep the other workers alive
         raise RuntimeError(f"a tokenizing worker failed; one that was killed often lacked memory: {failure}")

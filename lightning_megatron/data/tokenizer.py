@@ -1,9 +1,9 @@
-"""Train a byte-level BPE tokenizer, load any transformers tokenizer, encode texts in batches, and find words.
+"""Train a byte-level BPE tokenizer, load any transformers tokenizer, encode texts in batches, and recognize words.
 
-A tokenizer marks words in one of three ways, seen from its vocabulary: WordPiece marks the pieces that continue a word
-(``##``); SentencePiece (Unigram, BPE) and byte-level BPE mark those that begin one (U+2581, and the letters that stand
-for the bytes of white space). In scripts without spaces each piece is a word, as it is for WordPiece. Where no piece
-has a mark each is a word.
+Tokenizers mark words in one of three ways, recognized from the vocabulary: WordPiece marks the pieces that continue a
+word (``##``); SentencePiece (Unigram, BPE) and byte-level BPE mark those that begin one (U+2581, and the letters that
+represent the bytes of white space). In scripts without spaces each piece is a word, as it is for WordPiece. If no piece
+has a mark, each is a word.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
 
 END_OF_TEXT = "<|endoftext|>"
-"""The special token that ends a document; it is the tokenizer's beginning-of-sequence token too, as in GPT-2."""
+"""Special token that ends a document; it is the beginning-of-sequence token too, as in GPT-2."""
 
 NUM_SENTINELS = 100
-"""Of a T5: as many as the released models have."""
+"""Sentinels of a T5 tokenizer, as in the released models."""
 
 ModelKind: TypeAlias = Literal["gpt", "bert", "t5"]
 
@@ -46,30 +46,30 @@ ROLES: dict[ModelKind, dict[str, str]] = {
     "bert": {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
     "t5": {"pad": "<pad>", "eos": "</s>"},
 }
-"""Special tokens of each kind of model by their roles, named as its released tokenizers name them."""
+"""Special tokens of each kind of model by role, as in its released tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTrainingOptions:
-    """What ``train_tokenizer`` reads, learns and writes."""
+    """Settings of ``train_tokenizer``."""
 
     input: Sequence[str | Path]
-    """Files, folders (searched recursively, without links to folders) and quoted patterns: .jsonl (one JSON object a
-    line), .parquet, and text files of one document each; also .gz and .zst of JSON lines and text."""
+    """Files, directories (searched recursively, without links to directories) and quoted patterns: .jsonl (one JSON
+    object per line), .parquet, and text files of one document each; JSON lines and text also as .gz and .zst."""
     vocab_size: int
-    """Tokens, the 256 bytes and the special tokens included."""
+    """Size of the vocabulary, including the 256 bytes and the special tokens."""
     output: str | Path
-    """Folder to save the transformers tokenizer to."""
+    """Directory to save the transformers tokenizer to."""
     kind: ModelKind = "gpt"
-    """The model whose special tokens it gets: <|endoftext|>; [PAD] [CLS] [SEP] [MASK]; <pad> </s> and 100 sentinels
-    <extra_id_N>."""
+    """Kind of model, which determines the special tokens: <|endoftext|>; [PAD] [CLS] [SEP] [MASK]; <pad> </s> and 100
+    sentinels <extra_id_N>."""
     json_key: str = PLAIN_TEXT_KEY
-    """Key of a JSON line, or column, that holds the text."""
+    """Key of the JSON objects, or column, that holds the text."""
     on_error: Literal["skip", "fail"] = "fail"
-    """End at the first line, row or file that is no document, or report it, leave it out and count it."""
+    """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
 
     def __post_init__(self) -> None:
-        """Check what can be known before anything is read.
+        """Check what can be checked before anything is read.
 
         Raises:
             ConfigError: If ``vocab_size`` cannot hold all bytes and special tokens.
@@ -80,26 +80,26 @@ class TokenizerTrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTrainingResult:
-    """What ``train_tokenizer`` did."""
+    """Result of ``train_tokenizer``."""
 
     vocab_size: int
-    """Entries of the tokenizer; fewer than asked for if the text has no more pairs to merge."""
+    """Size of the vocabulary; smaller than requested if the text has no more pairs to merge."""
     documents: int
     """Documents read."""
     skipped: int
-    """Lines, rows and files that are no documents."""
+    """Lines, rows and files skipped because they are not valid documents."""
     bytes: int
-    """Bytes of input, as stored."""
+    """Bytes of input as stored on disk."""
 
 
 def special_tokens(kind: ModelKind) -> list[str]:
-    """The special tokens of a kind of model, in the order of their ids, from 0."""
+    """Special tokens of a kind of model, in the order of their ids from 0."""
     sentinels = [f"<extra_id_{number}>" for number in range(NUM_SENTINELS)] if kind == "t5" else []
     return [*dict.fromkeys(ROLES[kind].values()), *sentinels]
 
 
 def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResult:
-    """Train a byte-level BPE on the inputs and save it; every text can be encoded and decoded without loss.
+    """Train a byte-level BPE on the inputs and save it; it encodes and decodes every text without loss.
 
     Source: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, on bytes as in GPT-2 (Radford et al. 2019, 2.2),
     with GPT-2's rule for cutting text into words.
@@ -110,11 +110,11 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     """
     from tokenizers import ByteLevelBPETokenizer
 
-    if (existing := Path(options.output, "tokenizer.json")).exists():  # a dataset may stand on it
+    if (existing := Path(options.output, "tokenizer.json")).exists():  # datasets may depend on it
         raise DataError(f"output={options.output} would overwrite {existing}; choose another or remove it")
     files, tokenizer = find_files(options.input), ByteLevelBPETokenizer()
     counts = Counter[str]()
-    # A reader must never meet half a tokenizer.json.
+    # No reader may ever find a half-written tokenizer.json.
     with staged(Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError) as hidden:
         texts, special = _texts_with_progress(files, options, counts), special_tokens(options.kind)
         tokenizer.train_from_iterator(texts, options.vocab_size, min_frequency=0, special_tokens=special)
@@ -130,11 +130,11 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The transformers tokenizer saved in ``folder``, or of that name on the Hugging Face hub (``org/name``).
+    """Load the transformers tokenizer in a directory, or of a name on the Hugging Face hub (``org/name``).
 
     Raises:
-        DataError: If there is no tokenizer in ``folder``.
-        ConfigError: If it is neither a folder nor a tokenizer of the hub that can be had.
+        DataError: If the directory does not exist, or has no tokenizer that transformers can load.
+        ConfigError: If ``folder`` is the name of a tokenizer that is not available from the hub.
     """
     folder = local_folder(folder, "tokenizer")
     if os.path.isfile(folder):
@@ -144,47 +144,47 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Without a word on it, a tokenizer with code of its own has transformers ask on the terminal.
+        # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.encode("")  # some of its settings are read here first
+        tokenizer.encode("")  # some settings are first read here
         return tokenizer
-    except Exception as error:  # of any kind: what is in the files decides which library meets it, and how
+    except Exception as error:  # of any type, depending on the files and the library that reads them
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})") from error
 
 
 def largest_id(tokenizer: Any) -> int:
-    """The largest id that ``tokenizer`` can give; some leave gaps, so that it is not the number of entries."""
+    """Largest token id of ``tokenizer``; ids may have gaps, so it is not the size of the vocabulary."""
     ids: list[int] = list(tokenizer.get_vocab().values())
     return max(len(tokenizer) - 1, *ids)
 
 
 def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
-    """Raise if the tokenizer ``source`` gives ids that a model with ``vocab_size`` tokens does not have.
+    """Check that the tokenizer ``source`` gives no ids beyond the ``vocab_size`` of a model.
 
     Raises:
-        ConfigError: With the largest id.
+        ConfigError: If it does, with the largest id.
     """
     if (largest := largest_id(tokenizer)) >= vocab_size:
         raise ConfigError(f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}")
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """Token ids of each text, whole and without special tokens; by the Rust library itself where there is one.
+    """Function from texts to token ids, without truncation or special tokens; calls the Rust library if there is one.
 
-    It raises a ``DataError`` if the library cannot encode a text.
+    It raises ``DataError`` if the library cannot encode a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # written in Python, or around SentencePiece
+    if backend is None:  # implemented in Python or on SentencePiece
         return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    # A saved tokenizer may carry the limits of its last use; a corpus is never cut.
+    # A saved tokenizer may truncate and pad as in its last use; a corpus is never truncated.
     backend.no_truncation()
     backend.no_padding()
 
     def encode(texts: list[str]) -> list[list[int]]:
         try:
-            # The one that skips the positions of tokens in the text, which cost as much as the ids.
+            # The fast variant skips the offsets of tokens in the text, which cost as much as the ids.
             return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        except Exception as error:  # the library's only kind, e.g. for a word that a vocabulary without [UNK] lacks
+        except Exception as error:  # the library's only type, e.g. for a word that a vocabulary without [UNK] lacks
             raise DataError(
                 f"{tokenizer.name_or_path} cannot encode a text ({error}); use another tokenizer"
             ) from error
@@ -216,7 +216,7 @@ def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
     trained = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles)
     try:
         trained.save_pretrained(folder)
-    except Exception as error:  # a full disk is no OSError where the Rust library meets it
+    except Exception as error:  # on a full disk the Rust library does not raise OSError
         raise OSError(_first_line(error)) from error
 
 
@@ -231,34 +231,34 @@ _SENTENCE_PIECE = "\u2581"
 _BYTE_LEVEL = "\u0120"
 _WHITE_SPACE_BYTES = tuple(chr(0x100 + byte) for byte in b" \n\r\t\v\f")
 _SENTINEL = re.compile(rf"({_SENTENCE_PIECE}?)<extra_id_(\d+)>")
-_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos")
+_KNOWN_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos")
 
 _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-"""First words of the Unicode names of letters whose scripts put no spaces between words."""
+"""First words of the Unicode names of letters in scripts that put no spaces between words."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenizerFacts:
-    """What masking needs to know of a tokenizer."""
+    """Facts about a tokenizer that masking needs."""
 
     source: str
-    """The tokenizer's folder, for messages."""
+    """Directory of the tokenizer, for messages."""
     special: Mapping[str, int]
-    """Ids of ``cls``, ``sep``, ``mask``, ``pad``, ``bos`` and ``eos``: of those that it has."""
+    """Ids of ``cls``, ``sep``, ``mask``, ``pad``, ``bos`` and ``eos``, as far as they exist."""
     sentinels: tuple[int, ...] = ()
-    """``<extra_id_0>``, ``<extra_id_1>``, ...: stand for masked spans."""
+    """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., which stand for masked spans."""
     begins_word: NDArray[np.bool_] = field(repr=False)
-    """Whether an id begins a word: [largest id + 1]; special tokens do."""
+    """Whether each id begins a word: [largest id + 1]; special tokens do."""
     ids: NDArray[np.int64] = field(repr=False)
-    """All ids in ascending order: any of them may take the place of a masked token."""
+    """All ids in ascending order, any of which may replace a masked token."""
 
     @classmethod
     def of(cls, tokenizer: Any, source: str) -> TokenizerFacts:
-        """The facts of a transformers tokenizer.
+        """Facts of a transformers tokenizer.
 
         Args:
-            tokenizer: With or without a Rust backend.
-            source: How messages call it.
+            tokenizer: A transformers tokenizer, with or without a Rust backend.
+            source: Its directory, for messages.
         """
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         ids = np.unique(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)))
@@ -268,33 +268,33 @@ class TokenizerFacts:
         begins[[*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]] = True
         sentinels = _sentinels(vocabulary)
         begins[list(sentinels)] = True
-        roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
+        roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _KNOWN_ROLES}
         special = {role: token for role, token in roles.items() if token is not None}
         return cls(source=source, special=special, sentinels=sentinels, begins_word=begins, ids=ids)
 
     @property
     def size(self) -> int:
-        """The largest id and one."""
+        """Largest id plus one."""
         return len(self.begins_word)
 
     @property
     def padding_token(self) -> int:
-        """Id that pads rows, where it is not attended to; 0 if the tokenizer has no padding token."""
+        """Id that pads rows and is not attended to; 0 if the tokenizer has no padding token."""
         return self.special.get("pad", 0)
 
     @cached_property
     def maskable(self) -> NDArray[np.bool_]:
-        """Whether an id may be masked: [largest id + 1]; unknown words may, other special tokens may not."""
+        """Whether each id may be masked: [largest id + 1]; the unknown token may, other special tokens may not."""
         maskable = np.ones(self.size, dtype=np.bool_)
         maskable[[*self.special.values(), *self.sentinels]] = False
         return maskable
 
     def require(self, roles: Sequence[str], user: str) -> tuple[int, ...]:
-        """The ids of ``roles``.
+        """Ids of the special tokens ``roles``.
 
         Args:
-            roles: Of those in ``special``.
-            user: Who needs them.
+            roles: Keys of ``special``.
+            user: What needs them, for the message.
 
         Raises:
             ConfigError: If the tokenizer lacks one of them.
@@ -306,30 +306,30 @@ class TokenizerFacts:
 
 
 def _begins_word(pieces: Sequence[str]) -> list[bool]:
-    marks = {
+    counts = {
         mark: sum(piece.startswith(mark) for piece in pieces) for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL)
     }
-    # A letter that is a mark elsewhere occurs in most large vocabularies, but not at the head of many pieces.
-    mark = max(marks, key=lambda mark: marks[mark])
-    if marks[mark] == 0:
+    # The marks of other tokenizers occur in most large vocabularies, but not at the beginning of many pieces.
+    mark = max(counts, key=lambda mark: counts[mark])
+    if counts[mark] == 0:
         return [True] * len(pieces)
     if mark == _CONTINUES:
         return [not piece.startswith(_CONTINUES) for piece in pieces]
     if mark == _SENTENCE_PIECE:
         return [piece.startswith(_SENTENCE_PIECE) or _has_no_spaces(piece) for piece in pieces]
-    # The bytes E3 to E9 begin the kana and the ideographs in UTF-8, and are letters of their own in a byte-level BPE.
+    # The bytes E3 to E9 begin kana and ideographs in UTF-8; byte-level BPE represents them by letters of that code.
     return [piece.startswith(_WHITE_SPACE_BYTES) or "\u00e3" <= piece[:1] <= "\u00e9" for piece in pieces]
 
 
 def _has_no_spaces(piece: str) -> bool:
-    """Whether the first letter is of a script without spaces."""
+    """Whether the first letter belongs to a script without spaces."""
     return piece > "\u0e00" and unicodedata.name(piece[0], "").startswith(_WITHOUT_SPACES)
 
 
 def _sentinels(vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """In the order of their numbers, which is that of falling ids for T5 and of rising ids for others.
+    """Ids of sentinels in the order of their numbers, which is that of descending ids for T5, of ascending for others.
 
-    The vocabulary of mT5 has them with SentencePiece's mark. Where both spellings exist, the one with the smaller ids
+    The vocabulary of mT5 spells them with SentencePiece's mark. If both spellings exist, the one with the smaller ids
     was there when the model was trained.
     """
     spellings: dict[str, dict[int, int]] = {}
