@@ -1,4 +1,4 @@
-"""Cases of the benchmarks of training and generation: models, layouts and sizes as data; loads no torch."""
+"""Benchmark cases of training and generation: models, layouts and sizes as data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Target:
-    """The figure that a case must reach on H200s; a step time from above, everything else from below."""
+    """Performance target of a case on H200s: a maximum for ``step_seconds``, a minimum for other metrics."""
 
     metric: Literal["tokens_per_s", "tokens_per_s_per_gpu", "step_seconds", "mfu_causal"]
-    """A figure of a training record (``measurement.py``)."""
+    """Field of a training record (``measurement.py``)."""
     value: float
     """In the metric's unit."""
 
@@ -31,47 +31,47 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run whose steps are timed."""
+    """Training run with timed steps."""
 
     name: str
-    """By which it is chosen on the command line."""
+    """Name on the command line."""
     model: Mapping[str, Any]
     """Fields of a Hugging Face config."""
     seq_length: int
-    """Tokens per row; of the encoder for a T5."""
+    """Tokens per row; for T5 of the encoder."""
     micro_batch_size: int
-    """Rows of one microbatch."""
+    """Rows per microbatch."""
     num_microbatches: int
-    """Microbatches per step of one data-parallel rank."""
+    """Microbatches per step of one replica."""
     num_devices: int = 1
     """GPUs (or CPU processes) of the run."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``MegatronStrategy`` besides ``num_microbatches``."""
     target: Target | None = None
-    """What must be reached on H200s."""
+    """Performance target on H200s; None for none."""
     decoder_seq_length: int = 0
     """Tokens per row of a T5's decoder."""
     lora: Mapping[str, Any] | None = None
     """Fields of ``LoRA``; None to train the weights."""
     precision: str = "bf16-mixed"
-    """Of the Trainer."""
+    """``Trainer(precision=)``."""
     accelerator: Literal["gpu", "cpu"] = "gpu"
-    """Of the Trainer."""
+    """``Trainer(accelerator=)``."""
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
-        ranks_of_a_copy: int = math.prod(self.layout.get(name, 1) for name in ("tp", "pp", "cp"))
-        return self.num_devices // ranks_of_a_copy
+        """Number of data-parallel replicas."""
+        ranks_per_replica: int = math.prod(self.layout.get(name, 1) for name in ("tp", "pp", "cp"))
+        return self.num_devices // ranks_per_replica
 
     @property
     def rows(self) -> int:
-        """Rows that one data-parallel rank trains on in a step."""
+        """Rows per step of one replica."""
         return self.micro_batch_size * self.num_microbatches
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over all ranks."""
+        """Tokens per step over all replicas."""
         return self.rows * self.data_parallel_size * (self.seq_length + self.decoder_seq_length)
 
     def __str__(self) -> str:
@@ -83,24 +83,24 @@ class Case:
 
 @dataclass(frozen=True)
 class GenerationCase:
-    """Prompts of one length that all get the same number of new tokens."""
+    """Timed generation with fixed prompt length and number of new tokens."""
 
     name: str
-    """By which it is chosen on the command line."""
+    """Name on the command line."""
     model: Mapping[str, Any]
     """Fields of a Hugging Face config."""
     batch_size: int
-    """Prompts that are continued together."""
+    """Prompts per batch."""
     tp: int = 1
     """GPUs (or CPU processes) of the run."""
     prompt_length: int = 512
-    """Tokens of each prompt."""
+    """Tokens per prompt."""
     new_tokens: int = 256
-    """Tokens that each prompt gets; nothing ends a text before."""
+    """New tokens per prompt, without end-of-sequence token."""
     precision: str = "bf16-true"
-    """Of the Trainer."""
+    """``Trainer(precision=)``."""
     accelerator: Literal["gpu", "cpu"] = "gpu"
-    """Of the Trainer."""
+    """``Trainer(accelerator=)``."""
 
     def __str__(self) -> str:
         rows = f"{self.batch_size} x ({self.prompt_length} in + {self.new_tokens} out)"
@@ -118,10 +118,10 @@ LLAMA_1B: Mapping[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    # The published model ties them. A weight more is a little more work, and what peers measured.
+    # Tied in the published model; the peers' measurements are untied, which is slightly more work.
     "tie_word_embeddings": False,
 }
-"""The shape of Llama-3.2-1B (Grattafiori et al. 2024), with an output layer of its own."""
+"""Llama-3.2-1B (Grattafiori et al. 2024), but with untied embeddings."""
 
 LLAMA_8B: Mapping[str, Any] = {
     **LLAMA_1B,
@@ -160,7 +160,7 @@ QWEN3_30B_A3B: Mapping[str, Any] = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-"""Qwen3-30B-A3B (Yang et al. 2025): 128 experts a layer, of which a token meets 8."""
+"""Qwen3-30B-A3B (Yang et al. 2025): 128 experts per layer, 8 per token."""
 
 BERT_LARGE: Mapping[str, Any] = {
     "model_type": "megatron-bert",
@@ -205,7 +205,7 @@ def _per_gpu(tokens: float) -> Target:
 
 
 _BF16_CASES: tuple[Case, ...] = (
-    # Name, model, tokens of a row, rows of a microbatch, microbatches, GPUs, layout, target.
+    # Name, model, tokens per row, rows per microbatch, microbatches, GPUs, layout, target.
     Case("llama-1b", LLAMA_1B, 4096, 4, 2, target=Target("tokens_per_s", 60_000)),
     Case("gpt2-large", GPT2_LARGE, 1024, 24, 2, target=Target("tokens_per_s", 80_000)),
     Case("llama-8b-8layers", _LLAMA_8_LAYERS, 4096, 2, 8, target=Target("mfu_causal", 0.58)),
@@ -227,7 +227,7 @@ _BF16_CASES: tuple[Case, ...] = (
         )
     ),
     *(
-        # As many layers as fit: 18 bytes for each parameter of a rank's experts, and activations.
+        # As many layers as fit in memory: 18 bytes per parameter of a rank's experts, and activations.
         Case(
             f"qwen3-30b-a3b-{8 * gpus}layers" + (f"-ep{gpus}" if gpus > 1 else ""),
             *({**QWEN3_30B_A3B, "num_hidden_layers": 8 * gpus}, 4096, rows, 16 // rows, gpus),
@@ -255,7 +255,7 @@ _FP8_TARGETS: Mapping[str, Target | None] = {
     "llama-8b-dp4-s8192": _per_gpu(15_200),
     **dict.fromkeys(("llama-8b-8layers", "llama-8b-tp2", "gpt2-large", "smoke")),
 }
-"""Cases that are run in fp8, too."""
+"""Cases with an fp8 variant, and its target."""
 
 CASES: tuple[Case, ...] = (
     *_BF16_CASES,
@@ -276,7 +276,7 @@ CASES: tuple[Case, ...] = (
         if case.name in _FP8_TARGETS
     ),
 )
-"""Every case; those called ``smoke`` only prove that the programs run."""
+"""All training cases; ``smoke`` cases only test that the benchmarks run."""
 
 
 _PROMPTS: Mapping[str, Any] = {"prompt_length": 12, "new_tokens": 10, **_CPU}
@@ -289,14 +289,14 @@ GENERATION_CASES: tuple[GenerationCase, ...] = (
     GenerationCase("smoke", _LLAMA_TINY, 2, **_PROMPTS),
     GenerationCase("smoke-tp2", _LLAMA_TINY, 2, 2, **_PROMPTS),
 )
-"""Likewise."""
+"""All generation cases; ``smoke`` cases only test that the benchmarks run."""
 
 
 def case_named(name: str) -> Case:
-    """The training case called ``name``.
+    """Return the training case called ``name``.
 
     Raises:
-        KeyError: If there is none.
+        KeyError: If the name is unknown.
     """
     return {case.name: case for case in CASES}[name]
 
@@ -304,12 +304,12 @@ def case_named(name: str) -> Case:
 def changed(
     case: Case, layers: int | None = None, micro_batch_size: int | None = None, num_microbatches: int | None = None
 ) -> Case:
-    """The case with fewer layers or another batch, and then without its target; what is None stays."""
+    """Return ``case`` with a different number of layers or batch (None: unchanged); a changed case has no target."""
     names = [name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in case.model]
-    found = replace(
+    variant = replace(
         case,
         model={**case.model, **dict.fromkeys(names, layers)} if layers else case.model,
         micro_batch_size=micro_batch_size or case.micro_batch_size,
         num_microbatches=num_microbatches or case.num_microbatches,
     )
-    return case if found == case else replace(found, target=None)
+    return case if variant == case else replace(variant, target=None)

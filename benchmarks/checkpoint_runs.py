@@ -1,7 +1,7 @@
-"""Runs of the checkpoint benchmark: saves by this package or by Lightning's FSDP, and a resume.
+"""Runs of the checkpoint benchmark: saves with this package or Lightning's FSDP, and a resume.
 
-The device is waited for after each step: against steps of seconds that is nothing, and a save is then not charged with
-the work of the step before it.
+The device is synchronized after each step, so that the time of a save does not include the step before it. For steps
+of seconds the cost is negligible.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from typing_extensions import override
 from benchmarks.cases import Case
 from benchmarks.data import loader
 from benchmarks.peer import LAYERS, PeerModule
-from benchmarks.runs import CLIP, LR, accumulated_batches, described, installed_versions, make_trainer
+from benchmarks.runs import CLIP, LR, accumulated_batches, case_fields, installed_versions, make_trainer
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
 
 _LAST_FILE = "meta.pt"
-"""What this package and Lightning's FSDP write last into a checkpoint's folder."""
+"""File that this package and Lightning's FSDP write last into a checkpoint directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """How much of what."""
+    """Number of saves and steps."""
 
     folder: Path
-    """Where checkpoints are written; one at a time."""
+    """Directory of the checkpoints, one at a time."""
     saves: int = 3
-    """How often."""
+    """Number of saves."""
     warmup_steps: int = 4
-    """Steps before the first one that is timed."""
+    """Steps before the first timed one."""
     plain_steps: int = 4
     """Timed steps before the first save."""
     load: bool = True
-    """Whether the last checkpoint is loaded into the same run at the end."""
+    """Whether to load the last checkpoint into the same run at the end."""
     keep: bool = False
-    """Whether the last checkpoint stays."""
+    """Whether to keep the last checkpoint."""
 
     @property
     def path(self) -> Path:
-        """The checkpoint's final name."""
+        """Path of the complete checkpoint."""
         return self.folder / "benchmark.ckpt"
 
     @property
     def max_steps(self) -> int:
-        """So many that a save that is never complete does not hold the machine."""
+        """Limit of steps, so that a save that never completes does not block the machine."""
         return self.warmup_steps + self.plain_steps + 100 * max(1, self.saves)
 
 
 class SaveRecorder(Callback):
-    """Trains until ``plan`` is done, then stops the Trainer."""
+    """Saves checkpoints and times them until ``plan`` is done, then stops the Trainer."""
 
     def __init__(self, plan: SavePlan) -> None:
         self.plan = plan
@@ -96,7 +96,7 @@ class SaveRecorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._steps:
-            return  # with accumulated gradients, a peer's microbatches, not every batch ends a step
+            return  # a peer accumulates gradients over several batches per step
         self._steps = trainer.global_step
         now = self._now()
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
@@ -132,10 +132,10 @@ class SaveRecorder(Callback):
                 torch.cuda.reset_peak_memory_stats(self._device)
         trainer.strategy.barrier()
         self._steps_during = []
-        self._save_began = time.time()  # files know no other clock
-        began = time.perf_counter()
+        self._save_began = time.time()  # the clock of files' timestamps
+        start = time.perf_counter()
         trainer.save_checkpoint(self.plan.path)
-        self._stall = self._now() - began
+        self._stall = self._now() - start
         self._finish_if_complete(trainer)
 
     def _finish_if_complete(self, trainer: Trainer) -> None:
@@ -143,7 +143,7 @@ class SaveRecorder(Callback):
         if not trainer.strategy.broadcast(is_complete):
             return
         if trainer.is_global_zero:
-            # Its last file, and its name, were entered then.
+            # The directory's ctime is when its last file was created or it was renamed.
             complete = max(self.plan.path.stat().st_ctime - self._save_began, self._stall)
             self.saves.append({"stall": self._stall, "complete": complete, "steps_during": self._steps_during})
             files = [file for file in self.plan.path.rglob("*") if file.is_file()]
@@ -155,10 +155,10 @@ class SaveRecorder(Callback):
 
     def _load(self, trainer: Trainer) -> float:
         trainer.strategy.barrier()
-        began = self._now()
+        start = self._now()
         trainer.strategy.load_checkpoint(self.plan.path)
         trainer.strategy.barrier()
-        return self._now() - began
+        return self._now() - start
 
     def _delete(self, trainer: Trainer) -> None:
         trainer.strategy.barrier()
@@ -172,35 +172,35 @@ class SaveRecorder(Callback):
         return time.perf_counter()
 
     def _host_gib(self) -> float:
-        """The most memory that each rank has held, summed; every rank must call."""
-        held = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=self._device)
+        """Peak host memory in GiB, summed over ranks. Collective over the world."""
+        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=self._device)
         if dist.is_initialized():
-            dist.all_reduce(held)
-        return float(held)
+            dist.all_reduce(peak)
+        return float(peak)
 
 
 class _TimedStrategy(MegatronStrategy):
-    """Knows how long its checkpoint took to load."""
+    """Strategy that times checkpoint loading."""
 
     load_seconds: float | None = None
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.barrier()
-        began = time.perf_counter()
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        start = time.perf_counter()
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self.barrier()
-        self.load_seconds = time.perf_counter() - began
-        return loaded
+        self.load_seconds = time.perf_counter() - start
+        return checkpoint
 
 
 def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> SimpleNamespace:
-    """Save with ``MegatronStrategy`` while training goes on or stands still, and load at the same layout."""
+    """Save with ``MegatronStrategy``, asynchronously or not, and load in the same layout."""
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, async_save=asynchronous, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(plan)
     trainer = make_trainer(case, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)
-    # As runs have one that save; it saves nothing, but says that there will be saves, for which memory is pinned early.
+    # It never saves, but as in ordinary runs its presence makes the strategy pin memory for saves early.
     trainer.callbacks.append(ModelCheckpoint(plan.folder, every_n_train_steps=sys.maxsize))  # type: ignore[attr-defined]
     data = loader(case, module.model_config, case.rows)
     label = f"lightning-megatron{', async' if asynchronous else ''}"
@@ -208,21 +208,21 @@ def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> SimpleNamespace
 
 
 def run_resume(case: Case, plan: SavePlan, layout: Mapping[str, Any]) -> SimpleNamespace:
-    """Resume from the checkpoint that a run of ``case`` left, at another layout, and train two steps."""
-    there = replace(case, layout=dict(layout))
-    strategy = _TimedStrategy(num_microbatches=there.num_microbatches, **there.layout)
+    """Resume from the checkpoint of a run of ``case`` in a different layout, and train two steps."""
+    resumed = replace(case, layout=dict(layout))
+    strategy = _TimedStrategy(num_microbatches=resumed.num_microbatches, **resumed.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(replace(plan, saves=0, warmup_steps=1, plain_steps=1))
-    trainer = make_trainer(there, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)
-    data = loader(there, module.model_config, there.rows)
+    trainer = make_trainer(resumed, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)
+    data = loader(resumed, module.model_config, resumed.rows)
     path = str(plan.path)
     record = _fit(case, recorder, "lightning-megatron, resume", lambda: trainer.fit(module, data, ckpt_path=path))
-    record.load_seconds, record.load_layout, record.plain_step = strategy.load_seconds, _layout(there), None
+    record.load_seconds, record.load_layout, record.plain_step = strategy.load_seconds, _layout(resumed), None
     return record
 
 
 def run_peer(case: Case, plan: SavePlan) -> SimpleNamespace:
-    """Save with Lightning's FSDP, sharded, and the Hugging Face model; it runs on GPUs only."""
+    """Save sharded checkpoints with Lightning's FSDP and the Hugging Face model, on GPUs only."""
     rows, accumulated = accumulated_batches(case)
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=False)
     strategy = FSDPStrategy(
@@ -240,18 +240,18 @@ def run_peer(case: Case, plan: SavePlan) -> SimpleNamespace:
 
 
 def _fit(case: Case, recorder: SaveRecorder, label: str, fit: Callable[[], None]) -> SimpleNamespace:
-    """The record of a run. Memory is summed over all ranks; all else is rank 0's."""
+    """Run ``fit`` and build the record. Memory is summed over ranks; all other measurements are rank 0's."""
     fit()
-    saves, alone = recorder.saves, recorder.plain_step
+    saves, plain_step = recorder.saves, recorder.plain_step
     during = [seconds for save in saves for seconds in save.get("steps_during", ())]
-    # What saves cost: their stalls, and what they slowed the steps beside them down by.
+    # Cost of the saves: stalls, plus slowdown of the steps during asynchronous saves.
     stalls = sum(save.get("stall", 0.0) for save in saves)
-    lost = stalls + sum(seconds - (alone or 0.0) for seconds in during)
+    lost = stalls + sum(seconds - (plain_step or 0.0) for seconds in during)
     return SimpleNamespace(
-        **described(case, label),
+        **case_fields(case, label),
         gigabytes=recorder.gigabytes,
         saves=saves,
-        plain_step=alone,
+        plain_step=plain_step,
         step_during=statistics.median(during) if during else None,
         lost_per_save=lost / len(saves) if saves else None,
         load_seconds=recorder.load_seconds,

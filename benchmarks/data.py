@@ -1,4 +1,4 @@
-"""Random tokens as training data: rows in memory, so that reading them costs nothing, or an indexed dataset."""
+"""Random tokens as training data: rows in memory, which take no time to read, or an indexed dataset."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_megatron.models.config import ModelConfig
 _DISTINCT_ROWS = 256
 _EPOCH_ROWS = 1 << 16
 _MASKED_SHARE = 0.15
-"""Of the tokens of a BERT's row (Devlin et al. 2018)."""
+"""Fraction of masked tokens for BERT (Devlin et al. 2018)."""
 
 
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of uniformly random tokens, the same in every process and on every device; a few of them, repeated."""
+    """A few rows of uniformly random tokens, repeated; the same in every process and on every device."""
 
     def __init__(self, case: Case, model: ModelConfig) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -34,8 +34,8 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
 
         self._columns = {"input_ids": tokens(case.seq_length)}
         if model.architecture == "bert":
-            hidden = torch.rand(_DISTINCT_ROWS, case.seq_length, generator=generator) >= _MASKED_SHARE
-            self._columns["labels"] = tokens(case.seq_length).masked_fill(hidden, -100)
+            not_masked = torch.rand(_DISTINCT_ROWS, case.seq_length, generator=generator) >= _MASKED_SHARE
+            self._columns["labels"] = tokens(case.seq_length).masked_fill(not_masked, -100)
             self._columns["token_type_ids"] = torch.zeros(_DISTINCT_ROWS, case.seq_length, dtype=torch.long)
             self._columns["token_type_ids"][:, case.seq_length // 2 :] = 1
             self._columns["next_sentence_label"] = torch.randint(0, 2, (_DISTINCT_ROWS,), generator=generator)
@@ -50,30 +50,30 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
 
 
 def loader(case: Case, model: ModelConfig, rows: int) -> DataLoader[dict[str, torch.Tensor]]:
-    """Batches of ``rows`` rows; Lightning gives each data-parallel rank rows of its own."""
+    """Create a DataLoader with ``rows`` rows per batch; Lightning shards it over data-parallel ranks."""
     return DataLoader(RandomRows(case, model), batch_size=rows)
 
 
 SENTENCE_TOKENS = 25
 LEAST_TOKEN = 106
-"""Behind the special tokens and the sentinels."""
+"""Smallest token id after the special tokens and sentinels."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
 
 
 def write_corpus(prefix: str, vocab_size: int, num_tokens: int, document_tokens: int, in_sentences: bool) -> None:
-    """Random tokens in documents of ``document_tokens``, of which some are longer and some shorter."""
+    """Write a dataset of random tokens, in documents of ``document_tokens`` on average."""
     random = np.random.default_rng(0)
     with dataset_writers(prefix, token_dtype(vocab_size)) as (writer,):
         for _ in range(max(1, num_tokens // document_tokens)):
             length = int(random.integers(document_tokens // 2, 3 * document_tokens // 2)) + 1
             tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(token_dtype(vocab_size))
             sentences = -(-length // SENTENCE_TOKENS) if in_sentences else 1
-            lengths = [len(part) for part in np.array_split(tokens, sentences)]
+            lengths = [len(sentence) for sentence in np.array_split(tokens, sentences)]
             writer.add_documents(tokens.tobytes(), lengths, [sentences])
 
 
 def save_tokenizer(folder: str, vocab_size: int) -> None:
-    """WordPieces of which one in three continues a word, and 100 sentinels."""
+    """Save a WordPiece tokenizer in which one piece in three continues a word, with 100 sentinels."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -88,17 +88,17 @@ def save_tokenizer(folder: str, vocab_size: int) -> None:
 
 
 def indexed_data(case: Case, model: ModelConfig, num_workers: int) -> IndexedDataModule:
-    """A case's samples from files in the machine's temporary folder, which the first rank writes if they are not there.
+    """Create a data module of a case's samples; the first rank writes the dataset to a temporary directory if missing.
 
     Raises:
-        TimeoutError: If they do not appear.
+        TimeoutError: If the dataset is not written within 120 s.
     """
     folder = Path(tempfile.gettempdir(), f"lightning-megatron-{case.name}-{os.getuid()}")
     if is_first_rank() and not (folder / "corpus.idx").exists():
         save_tokenizer(str(folder / "tokenizer"), model.vocab_size)
         write_corpus(str(folder / "corpus"), model.vocab_size, 20_000_000, 1000, model.architecture != "gpt")
     deadline = time.monotonic() + 120
-    while not (folder / "corpus.idx").exists():  # under torchrun all ranks start at once
+    while not (folder / "corpus.idx").exists():  # with torchrun all ranks start at the same time
         if time.monotonic() > deadline:
             raise TimeoutError(f"{folder}/corpus.idx has not been written within 120 s")
         time.sleep(0.2)

@@ -1,6 +1,7 @@
-"""Benchmark of generation: tokens per second of ``MegatronModule.generate`` beside transformers' own. See README.md.
+"""Generation benchmark: tokens per second of ``MegatronModule.generate`` and of transformers. See README.md.
 
-Cases of one model and layout share a process, which builds the model once; this package and transformers have one each.
+Cases with the same model and layout share a process, which builds the model once, separate for this package and
+transformers.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ VARIANTS = {
     "peer": "transformers, dynamic cache",
     "peer-static": PEER_STATIC,
 }
-"""Ways to generate; a peer runs on one device only. With a static cache a decoding step can be recorded."""
+"""Implementations by variant. Peers run on one device only; a static KV cache allows CUDA graphs of decoding steps."""
 _Process = tuple[list[GenerationCase], list[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for; returns the exit code, 1 if anything failed."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    """Run the benchmark from the command line; returns the exit code, 1 if anything failed."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
     if options.list:
         for case in GENERATION_CASES:
             print(f"{case.name:20} {case}")
         return 0
     processes = _processes(options.case, options.variant or list(VARIANTS))
     if not processes:
-        print(f"error: {', '.join(options.variant)} runs on one device, and this case does not", file=sys.stderr)
+        print(f"error: --variant {', '.join(options.variant)}: expected a case on one device", file=sys.stderr)
         return 2
     if options.only is None and len(processes) > 1:
-        names = [f"{', '.join(case.name for case in cases)}: {', '.join(ways)}" for cases, ways in processes]
-        return run_each("benchmarks.generation", given, names, options.output)
-    # Imported late: --list and --help must not load torch.
+        names = [f"{', '.join(case.name for case in cases)}: {', '.join(variants)}" for cases, variants in processes]
+        return run_each("benchmarks.generation", arguments, names, options.output)
+    # Imported late: --list and --help must not import torch.
     from benchmarks.generation_runs import Job, run_megatron, run_peer
 
-    cases, ways = processes[options.only or 0]
-    run = run_peer if _is_peer(ways[0]) else run_megatron
-    return 1 if run(Job(cases=cases, variants=ways, calls=options.calls, output=options.output)) else 0
+    cases, variants = processes[options.only or 0]
+    run = run_peer if _is_peer(variants[0]) else run_megatron
+    return 1 if run(Job(cases=cases, variants=variants, calls=options.calls, output=options.output)) else 0
 
 
 def _is_peer(variant: str) -> bool:
@@ -51,31 +52,29 @@ def _is_peer(variant: str) -> bool:
 
 
 def _processes(names: Sequence[str], variants: Sequence[str]) -> list[_Process]:
-    """Cases that share a model together, this package before its peer."""
+    """Group cases by model and layout, and variants by implementation, this package before its peer."""
     cases: dict[tuple[int, str], list[GenerationCase]] = {}
     for case in GENERATION_CASES:
         if case.name in names:
             cases.setdefault((case.tp, str(case.model)), []).append(case)
-    found = []
-    for (tp, _), together in cases.items():
+    processes = []
+    for (tp, _), group in cases.items():
         for is_peer in (False, True):
-            ways = [variant for variant in VARIANTS if variant in variants and _is_peer(variant) == is_peer]
-            if ways and not (is_peer and tp > 1):
-                found.append((together, ways))
-    return found
+            selected = [variant for variant in VARIANTS if variant in variants and _is_peer(variant) == is_peer]
+            if selected and not (is_peer and tp > 1):
+                processes.append((group, selected))
+    return processes
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__, allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="print the cases and end")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", action="store_true", help="print the cases and exit")
     names = [case.name for case in GENERATION_CASES]
-    what.add_argument("--case", action="append", choices=names, help="what to generate; may be repeated")
-    parser.add_argument(
-        "--variant", action="append", choices=VARIANTS, help="by what; may be repeated (default: all that there are)"
-    )
-    parser.add_argument("--calls", type=int, default=3, metavar="N", help="timed calls after one of warm-up")
-    parser.add_argument("--output", type=Path, help="append the measurements to this file, as lines of JSON")
+    action.add_argument("--case", action="append", choices=names, help="may be repeated")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="may be repeated (default: all)")
+    parser.add_argument("--calls", type=int, default=3, metavar="N", help="timed calls after a warm-up call")
+    parser.add_argument("--output", type=Path, help="append the measurements to this JSON lines file")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -1,7 +1,7 @@
-"""Timed generation, by this package under the Trainer or by transformers alone.
+"""Timed generation with this package in the Trainer, or with transformers alone.
 
-The model is built once, at random, where it computes; each case and variant is reported as soon as it is known, and one
-that fails does not keep the others from running.
+The model is built once, with random weights, on the device. Each case and variant is reported as soon as it is
+measured; the others run even if one fails.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from benchmarks.runs import installed_versions
 from lightning_megatron import MegatronModule, MegatronStrategy
 
 _TIMEOUT = timedelta(minutes=3)
-"""A rank that fails alone leaves the others waiting; no step takes longer."""
+"""Collective timeout, for ranks that wait for a failed rank; longer than any step."""
 _DTYPES = {"bf16-true": torch.bfloat16, "32-true": torch.float32}
-_Continue = Callable[[bool, Tensor, int], Tensor]
-"""Whether the cache is static, the prompts, how many tokens they get, to the rows, [b, s + n]."""
+_Generate = Callable[[bool, Tensor, int], Tensor]
+"""From (static cache, prompts [b, s], number n of new tokens) to sequences [b, s + n]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process measures."""
+    """Measurements of one process."""
 
     cases: Sequence[GenerationCase]
-    """All of one model and layout."""
+    """Cases with the same model and layout."""
     variants: Sequence[str]
-    """All of one implementation."""
+    """Variants of one implementation."""
     calls: int
-    """Timed calls of each case and variant."""
+    """Timed calls per case and variant."""
     output: Path | None
-    """Where each record is added."""
+    """JSON lines file that records are appended to."""
 
 
 def run_megatron(job: Job) -> int:
-    """Measure ``MegatronModule.generate`` in ``Trainer.predict``; returns how many cases and variants failed."""
+    """Measure ``MegatronModule.generate`` in ``Trainer.predict``; returns the number of failed measurements."""
     case = job.cases[0]
-    module = _Asked(job)
+    module = _GenerationModule(job)
     trainer = pl.Trainer(
         accelerator=case.accelerator,
         devices=case.tp,
@@ -70,8 +70,8 @@ def run_megatron(job: Job) -> int:
     return module.failures
 
 
-class _Asked(MegatronModule):
-    """Is asked for the texts of all cases in its only prediction step."""
+class _GenerationModule(MegatronModule):
+    """Runs all measurements in its only prediction step."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(model=dict(job.cases[0].model))
@@ -79,10 +79,10 @@ class _Asked(MegatronModule):
         self.failures = 0
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self.failures = _measure_all(self._job, self.megatron.root_device, self._continued, self.megatron.barrier)
+        self.failures = _measure_all(self._job, self.megatron.root_device, self._generate, self.megatron.barrier)
         return batch["input_ids"]
 
-    def _continued(self, static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
+    def _generate(self, static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
         return self.generate(
             prompts,
             max_new_tokens=new_tokens,
@@ -93,9 +93,9 @@ class _Asked(MegatronModule):
 
 
 def run_peer(job: Job) -> int:
-    """Measure transformers' ``generate`` on one device; returns how many cases and variants failed.
+    """Measure transformers' ``generate`` on one device; returns the number of failed measurements.
 
-    With a static cache it compiles the decoding step by itself on GPUs.
+    With a static cache transformers compiles the decoding step on GPUs.
     """
     case = job.cases[0]
     device = torch.device("cuda", 0) if case.accelerator == "gpu" else torch.device("cpu")
@@ -104,9 +104,9 @@ def run_peer(job: Job) -> int:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[case.precision]).eval()
 
-    def continued(static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
+    def generate(static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
         options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
-        rows: Tensor = model.generate(
+        sequences: Tensor = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=False,
@@ -114,18 +114,18 @@ def run_peer(job: Job) -> int:
             min_new_tokens=new_tokens,
             **options,
         )
-        return rows
+        return sequences
 
-    return _measure_all(job, device, continued, lambda: None)
+    return _measure_all(job, device, generate, lambda: None)
 
 
-def _measure_all(job: Job, device: torch.device, continued: _Continue, barrier: Callable[[], None]) -> int:
+def _measure_all(job: Job, device: torch.device, generate: _Generate, barrier: Callable[[], None]) -> int:
     failures = 0
-    # The plain variant of every case first: what breaks the device while steps are recorded comes after it.
+    # Eager variants of all cases first: a failed CUDA graph capture may leave the device unusable.
     for variant in job.variants:
         for case in job.cases:
             try:
-                _measure(job, case, variant, _Clock(case, device, continued, barrier))
+                _measure(job, case, variant, _Clock(case, device, generate, barrier))
             except Exception:
                 failures += 1
                 print(f"FAILED: {case.name}, {VARIANTS[variant]}\n{traceback.format_exc()}", flush=True)
@@ -133,25 +133,25 @@ def _measure_all(job: Job, device: torch.device, continued: _Continue, barrier: 
 
 
 class _Clock:
-    """Times calls with the same random prompts in every process, until every rank and device has done them."""
+    """Times calls until all ranks and devices are done, with random prompts that are the same in every process."""
 
     def __init__(
-        self, case: GenerationCase, device: torch.device, continued: _Continue, barrier: Callable[[], None]
+        self, case: GenerationCase, device: torch.device, generate: _Generate, barrier: Callable[[], None]
     ) -> None:
         shape = (case.batch_size, case.prompt_length)
         generator = torch.Generator().manual_seed(0)
         self._prompts = torch.randint(0, case.model["vocab_size"], shape, generator=generator).to(device)
-        self._continued, self._barrier = continued, barrier
+        self._generate, self._barrier = generate, barrier
         self.device = device
 
     def seconds(self, is_static: bool, new_tokens: int) -> float:
-        """Of one call for so many new tokens."""
-        began = self._now()
-        rows = self._continued(is_static, self._prompts, new_tokens)
-        taken = self._now() - began
-        if rows.shape != (len(self._prompts), self._prompts.shape[1] + new_tokens):
-            raise RuntimeError(f"{new_tokens} new tokens were asked for, and the rows are {list(rows.shape)}")
-        return taken
+        """Time one call that generates ``new_tokens`` per prompt."""
+        start = self._now()
+        sequences = self._generate(is_static, self._prompts, new_tokens)
+        seconds = self._now() - start
+        if sequences.shape != (len(self._prompts), self._prompts.shape[1] + new_tokens):
+            raise RuntimeError(f"expected sequences with {new_tokens} new tokens, got shape {list(sequences.shape)}")
+        return seconds
 
     def _now(self) -> float:
         self._barrier()
@@ -161,14 +161,14 @@ class _Clock:
 
 
 def _measure(job: Job, case: GenerationCase, variant: str, clock: _Clock) -> None:
-    """Report one case and variant. Memory is the largest of all ranks; all else is rank 0's."""
-    # What was compiled for another batch would be compiled anew for batches of any size, which is slower.
+    """Report one case and variant. Memory is the maximum over ranks; all other measurements are rank 0's."""
+    # Otherwise a second batch size would be recompiled with dynamic shapes, which is slower.
     torch.compiler.reset()
     is_static, on_gpu = "static" in variant, clock.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # again, if an earlier case was warned of the same
+        warnings.simplefilter("default")  # repeats warnings of earlier cases
         warmup = clock.seconds(is_static, case.new_tokens)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(clock.device)
@@ -194,7 +194,7 @@ def _measure(job: Job, case: GenerationCase, variant: str, clock: _Clock) -> Non
         token_seconds=(median - prefill) / (case.new_tokens - 1),
         peak_allocated_gib=allocated,
         peak_reserved_gib=reserved,
-        warnings=sorted({str(each.message) for each in caught if "lightning_megatron" in str(each.filename)}),
+        warnings=sorted({str(w.message) for w in caught if "lightning_megatron" in str(w.filename)}),
         versions=installed_versions(),
     )
     report(record, job.output)

@@ -1,10 +1,10 @@
-"""Benchmark of data loading: tokens per second of a data-parallel rank's own loader, without a model.
+"""Data loading benchmark: tokens per second of one data-parallel rank's DataLoader, without a model.
 
     python -m benchmarks.loader                     # GPT s4096, BERT s512, T5 512 + 114
     python -m benchmarks.loader --objective gpt --num-workers 0 2 --document-tokens 50 5000
 
-A corpus of random tokens is made first. The peer reads the same samples with Megatron-Core's own dataset, item by item,
-collated by PyTorch's DataLoader with as many workers.
+Writes a corpus of random tokens first. The peer reads the same samples with Megatron-Core's dataset, one by one,
+collated by PyTorch's DataLoader with the same number of workers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ NUM_SAMPLES = 200_000
 
 
 def tokens_per_second(batches: Iterable[dict[str, torch.Tensor]], key: str, seconds: float) -> float:
-    """Tokens of ``key`` over the time; the first batches, for which workers start, do not count."""
+    """Measure tokens of ``key`` per second; the first batches, during which workers start, do not count."""
     iterator = iter(batches)
     for _ in range(8):
         next(iterator)
-    began, tokens = time.perf_counter(), 0
+    start, tokens = time.perf_counter(), 0
     for batch in iterator:
         tokens += batch[key].numel() - (batch[key].shape[0] if key == "text" else 0)
-        if time.perf_counter() - began > seconds:
+        if time.perf_counter() - start > seconds:
             break
-    return tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - start)
 
 
 def peer_batches(prefix: str, seq_length: int, rows: int, num_workers: int) -> Any:
-    """Megatron-Core's GPT dataset behind PyTorch's DataLoader."""
+    """Create a PyTorch DataLoader over Megatron-Core's GPT dataset."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
@@ -69,7 +69,7 @@ def peer_batches(prefix: str, seq_length: int, rows: int, num_workers: int) -> A
 
 
 def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[int], options: Any) -> None:
-    """Print a line for each number of workers."""
+    """Measure and print a line for each number of workers."""
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokenizer = os.path.join(folder, "corpus"), os.path.join(folder, "tokenizer")
         write_corpus(prefix, VOCAB_SIZE, options.tokens, document_tokens, in_sentences=name != "gpt")
@@ -91,26 +91,26 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
                 if name == "gpt":
                     batches = peer_batches(prefix, seq_length, options.rows, workers)
                     peer.append(tokens_per_second(batches, "tokens", options.seconds))
-            beside = f"{statistics.median(peer) / 1e6:8.2f}" if peer else "       -"
+            peer_speed = f"{statistics.median(peer) / 1e6:8.2f}" if peer else "       -"
             print(
                 f"{name:5} s{seq_length:<5} documents of {document_tokens:<5} workers {workers}"
-                f"   {statistics.median(ours) / 1e6:8.2f} M tokens/s   Megatron-Core {beside}",
+                f"   {statistics.median(ours) / 1e6:8.2f} M tokens/s   Megatron-Core {peer_speed}",
                 flush=True,
             )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", nargs="+", choices=("gpt", "bert", "t5"), default=["gpt", "bert", "t5"])
     parser.add_argument("--num-workers", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--document-tokens", nargs="+", type=int, default=[50, 500, 5000])
-    parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each of three measurements")
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="of the corpus")
+    parser.add_argument("--rows", type=int, default=16, help="rows per batch")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each of three measurements")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="tokens of the corpus")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # the peer warns that it keeps no index on disk
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # the peer warns that it caches no index on disk
     for name in options.objective:
         for document_tokens in options.document_tokens if name == "gpt" else [2000]:
             measure(name, 4096 if name == "gpt" else 512, document_tokens, options.num_workers, options)

@@ -1,16 +1,16 @@
-"""Effective training time of a month with failures, simulated: ``python -m benchmarks.month``.
+"""Simulate the effective training time of a month with failures: ``python -m benchmarks.month``.
 
-A run on many GPUs fails about every ``mtbf_hours`` (exponentially distributed, independent of what the run does). The
-time from a failure to the first new step is lost, and so are the steps since the state that the newest complete
-checkpoint holds. What is left over, without the stalls of saves, is the effective training time. In closed form, for an
-interval of T seconds between saves, a stall s, a save that is complete S seconds after its state was taken, and a
-restart of R seconds (detection, processes, loading), at M seconds between failures:
+A run on many GPUs fails on average every ``mtbf_hours`` (exponentially distributed, independent of the run's state).
+The time from a failure to the first new step is lost, and so are the steps since the newest complete checkpoint's
+state. The rest, less the stalls of saves, is the effective training time. In closed form, for an interval of T seconds
+between saves, a stall s, a save that completes S seconds after its state was taken, and a restart of R seconds
+(detection, processes, loading), at M seconds between failures:
 
     effective = (1 - (s + b S) / T) x (M - S - T / 2) / (M + R)
 
-where b is the share by which steps beside a save are slower. Source: J. Daly, "A higher order estimate of the optimum
-checkpoint interval for restart dumps", FGCS 22 (2006), to first order; the interval is best near sqrt(2 s M), and no
-shorter than S. The simulation adds failures that come while the run restarts, or while a save is on its way.
+where b is the relative slowdown of steps during a save. Source: J. Daly, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", FGCS 22 (2006), to first order; the best interval is near sqrt(2 s M), and at
+least S. The simulation adds failures during restarts and saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Month:
-    """What the month is made of. Each default says whether it was measured, and where, or assumed."""
+    """Parameters of the simulation. Each default states whether it is measured, and where, or assumed."""
 
     gpus: int = 1024
     """Assumed (the goal's size)."""
@@ -33,27 +33,27 @@ class Month:
     """Assumed."""
     days: float = 30.0
     mtbf_hours: float = 3.0
-    """Assumed (the goal's rate). Llama 3 405B met one every 2.8 hours on 16,384 GPUs (arXiv 2407.21783)."""
+    """Assumed (the goal's rate). Llama 3 405B had a failure every 2.8 hours on 16,384 GPUs (arXiv 2407.21783)."""
     parameters_billions: float = 70.0
     """Assumed."""
     bytes_per_parameter: float = 14.0
-    """Of a checkpoint: bf16 weights, fp32 masters and two moments. Measured: 112.4 GB for 8.03 B parameters."""
+    """Checkpoint size: bf16 weights, fp32 masters and two moments. Measured: 112.4 GB for 8.03 B parameters."""
     host_write_gb_per_s: float = 1.1
-    """Measured: one host's local disk (results.md). Assumed: the shared store gives each host as much."""
+    """Measured: one host's local disk (results.md). Assumed: shared storage has the same bandwidth per host."""
     host_read_gb_per_s: float = 2.0
     """Measured: 112.4 GB loaded in 54.4 s by one host. Assumed as above."""
     stall_seconds: float = 1.2
-    """Measured: 56 GB a GPU (8 B on two H200s), from the second save on; here a GPU has less."""
+    """Measured: 56 GB per GPU (8 B on two H200s), from the second save on; with these defaults a GPU has less."""
     slower_beside_save: float = 0.003
-    """Measured: 1.602 against 1.597 s a step."""
+    """Relative slowdown of steps during a save. Measured: 1.602 instead of 1.597 s/step."""
     save_every_seconds: float = 160.0
     """Chosen: sqrt(2 s M)."""
     hangs: float = 0.2
-    """Assumed: share of failures that kill no process, but stop one."""
+    """Assumed: fraction of failures in which a process hangs instead of dying."""
     detection_seconds: float = 5.5
-    """Measured on CPUs: a killed rank to the end of all others, the longest of 206."""
+    """Measured on CPUs: from the kill of a rank to the end of all other ranks, maximum of 206."""
     hang_detection_seconds: float = 60.0
-    """The limit that heartbeats have unless set; measured on CPUs only."""
+    """Default limit of heartbeats; measured on CPUs only."""
     restart_seconds: float = 90.0
     """Assumed: from the end of all ranks to the first new step, without loading: scheduler, imports, NCCL, kernels."""
 
@@ -67,7 +67,7 @@ class Month:
 
     @property
     def save_seconds(self) -> float:
-        """From the state that is saved to the complete checkpoint."""
+        """Time from taking the state to the complete checkpoint."""
         return self.stall_seconds + self.gigabytes_of_host / self.host_write_gb_per_s
 
     @property
@@ -76,13 +76,13 @@ class Month:
 
     @property
     def overhead(self) -> float:
-        """Share of a run without failures that saves take."""
+        """Fraction of the time that saves take in a run without failures."""
         stalls = self.stall_seconds + self.slower_beside_save * self.save_seconds
         return stalls / max(self.save_every_seconds, self.save_seconds)
 
 
 def by_formula(month: Month) -> float:
-    """The effective share, as the module says."""
+    """Effective fraction of the time by the closed form in the module's docstring."""
     every, mtbf = max(month.save_every_seconds, month.save_seconds), 3600 * month.mtbf_hours
     detection = (1 - month.hangs) * month.detection_seconds + month.hangs * month.hang_detection_seconds
     restart = detection + month.restart_seconds + month.load_seconds
@@ -90,7 +90,7 @@ def by_formula(month: Month) -> float:
 
 
 def simulated(month: Month, rng: random.Random) -> tuple[float, int]:
-    """The effective share of one month, and its failures."""
+    """Simulate a month; returns the effective fraction of the time and the number of failures."""
     end, now, useful, failures = 86400 * month.days, 0.0, 0.0, 0
     every, mtbf = max(month.save_every_seconds, month.save_seconds), 3600 * month.mtbf_hours
     fails_at = rng.expovariate(1 / mtbf)
@@ -99,11 +99,11 @@ def simulated(month: Month, rng: random.Random) -> tuple[float, int]:
         if stops == end:
             useful += end - now
             break
-        # Saves begin every so often from the start of the run on; one counts if it is complete before the failure.
+        # Saves start every ``every`` seconds from the start of the run; the last complete one counts.
         saved = math.floor((stops - now - month.save_seconds) / every) * every
         useful += max(0.0, saved)
         now, failures = stops, failures + 1
-        while True:  # until a restart comes through
+        while True:  # until a restart succeeds
             is_hang = rng.random() < month.hangs
             ready = now + (month.hang_detection_seconds if is_hang else month.detection_seconds)
             ready += month.restart_seconds + month.load_seconds
@@ -116,31 +116,31 @@ def simulated(month: Month, rng: random.Random) -> tuple[float, int]:
 
 
 def row(month: Month, seed: int, months: int) -> str:
-    """Formula and simulation, as a row of a table."""
-    found = [simulated(month, random.Random(f"{seed} {number}")) for number in range(months)]
-    shares = [share for share, _ in found]
-    failures = statistics.fmean(count for _, count in found)
+    """Format closed form and simulation as a table row."""
+    results = [simulated(month, random.Random(f"{seed} {number}")) for number in range(months)]
+    shares = [share for share, _ in results]
+    failures = statistics.fmean(count for _, count in results)
     spread = statistics.stdev(shares) if months > 1 else 0.0
     return f"{by_formula(month):.2%} | {statistics.fmean(shares):.2%} +- {spread:.2%} | {failures:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
+    """Run the simulation from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for each in fields(Month):
-        kind = int if isinstance(each.default, int) else float
+    for field in fields(Month):
+        kind = int if isinstance(field.default, int) else float
         parser.add_argument(
-            f"--{each.name.replace('_', '-')}", type=kind, default=each.default, help=f"({each.default})"
+            f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=f"(default: {field.default})"
         )
-    parser.add_argument("--months", type=int, default=200, help="simulated")
+    parser.add_argument("--months", type=int, default=200, help="number of simulated months (default: 200)")
     parser.add_argument("--seed", type=int, default=0)
-    given = vars(parser.parse_args(arguments))
-    months, seed = given.pop("months"), given.pop("seed")
-    month = Month(**given)
+    options = vars(parser.parse_args(arguments))
+    months, seed = options.pop("months"), options.pop("seed")
+    month = Month(**options)
     changes: dict[str, dict[str, float]] = {
         "as given": {},
         "every failure is a hang": {"hangs": 1.0},
-        "hangs are noticed after 30 minutes": {"hang_detection_seconds": 1800.0},
+        "hangs are detected after 30 minutes": {"hang_detection_seconds": 1800.0},
         "saves every 30 minutes": {"save_every_seconds": 1800.0},
         "restarts take 5 minutes": {"restart_seconds": 300.0},
         "a tenth of the bandwidth": {
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(
         f"{month.gpus} GPUs, a failure every {month.mtbf_hours:g} h, {month.days:g} days; a checkpoint has "
-        f"{month.gigabytes_of_host:.1f} GB per host, is complete after {month.save_seconds:.0f} s and loaded in "
+        f"{month.gigabytes_of_host:.1f} GB per host, is saved in {month.save_seconds:.0f} s and loaded in "
         f"{month.load_seconds:.0f} s"
     )
     print("\n| | formula | simulated | failures |\n|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""Peer of the training benchmark: Lightning's FSDP or DDP on the compiled Hugging Face model."""
+"""Peer of the training benchmark: a Hugging Face model, optionally compiled, with Lightning's FSDP or DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
 
 _LARGEST_REPLICA_PARAMETERS = 2e9
-"""A larger model is sharded: its fp32 weights, gradients and moments take 16 bytes a parameter."""
+"""Larger models are sharded: fp32 weights, gradients and moments take 16 bytes per parameter."""
 
 LAYERS: dict[str, type[torch.nn.Module]] = {
     "gpt2": GPT2Block,
@@ -33,16 +33,16 @@ LAYERS: dict[str, type[torch.nn.Module]] = {
     "qwen3_moe": Qwen3MoeDecoderLayer,
     "t5": T5Block,
 }
-"""The unit that is compiled and sharded."""
+"""Layer class by model type, the unit of compilation and sharding."""
 
 _MODELS: dict[str, Any] = {"megatron-bert": AutoModelForPreTraining, "t5": AutoModelForSeq2SeqLM}
-"""What has the head that is trained, where it is not a causal one."""
+"""Auto classes of models that are not trained as causal language models."""
 
 
 class PeerModule(pl.LightningModule):
-    """A Hugging Face language model, trained as its documentation shows.
+    """Hugging Face language model, trained as its documentation shows.
 
-    Experts are multiplied by ``grouped_mm``, transformers' default from 5.0 on; their load is not balanced.
+    Experts use ``grouped_mm``, transformers' default since 5.0, without load balancing.
     """
 
     def __init__(self, model: dict[str, Any], lr: float, clip: float, compiled: bool) -> None:
@@ -58,7 +58,7 @@ class PeerModule(pl.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        # Drawn where it is trained: billions of random numbers take minutes on a CPU.
+        # Initialized on the device: billions of random numbers take minutes on a CPU.
         with self.trainer.strategy.root_device:
             self.model = self._model_class.from_config(self._config, dtype=torch.float32)
         if self._compiled:
@@ -76,7 +76,7 @@ class PeerModule(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self._lr, fused=True)
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # Lightning's own clipping does not work with FSDP, whose norm is over the shards of all ranks.
+        # Lightning's own clipping does not work with FSDP, whose norm spans the shards of all ranks.
         wrapped: Any = self.trainer.strategy.model
         if hasattr(wrapped, "clip_grad_norm_"):
             wrapped.clip_grad_norm_(self._clip)
@@ -85,7 +85,7 @@ class PeerModule(pl.LightningModule):
 
 
 def peer_strategy(case: Case) -> tuple[Any, str]:
-    """DDP (or a single device) where every GPU can hold all of it, else FSDP that shards everything."""
+    """Strategy and its name: DDP (or a single device) if the model fits on one GPU, else FSDP with full sharding."""
     model = model_config(case.model)
     count = total_parameters(model)
     if count > _LARGEST_REPLICA_PARAMETERS:

@@ -1,11 +1,11 @@
-"""Benchmark of ``preprocess``: its share of the tokenizer library's own speed, in one process and in several.
+"""Preprocessing benchmark: speed of ``preprocess`` relative to the tokenizer library's, in one process and several.
 
     python -m benchmarks.preprocess [--megabytes 20] [--workers 1 2] [--rounds 5] [--input PATH ...]
 
 The peer is ``encode_batch_fast`` of the Rust library with one thread, on the same texts, in the same run; the target is
-0.9 x N of it on N workers. Peer and ``preprocess`` take
-turns, and the table compares medians. Cores that share caches, or that other jobs take, make N peers at once slower
-than N times one: the table has both, and the CPU time. Memory is that of the largest process.
+0.9 x N of its speed with N workers. Peer and ``preprocess`` alternate, and the table compares medians. Due to shared
+caches and other jobs, N concurrent peers can be slower than N times one: the table has both, and the CPU time. Memory
+is that of the largest process.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DOCUMENT_CHARACTERS = 4000
 VOCAB_SIZE = 32_000
 TARGET = 0.9
 PEER_BYTES = 1 << 20
-"""Text that the peer gets in a call; it is slower with a few documents, and with the whole corpus at once."""
+"""Text per call of the peer; it is slower with only a few documents, and with the entire corpus at once."""
 CASES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".jsonl, sentences")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocess", description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=20, help="of text (default: 20)")
+    parser.add_argument("--megabytes", type=float, default=20, help="size of the text (default: 20)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="(1 first; default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each measurement (default: 5)")
-    parser.add_argument("--input", nargs="+", help="text files or folders (default: the Python standard library)")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement (default: 5)")
+    parser.add_argument("--input", nargs="+", help="text files or directories (default: the Python standard library)")
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES, help="(default: all)")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -55,8 +55,8 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         for case in options.case:
             for workers in options.workers:
-                peers[workers].append(_in_own_processes(workers, _peer, folder))
-                runs[workers, case].append(_in_own_processes(1, _preprocess, folder, case, workers))
+                peers[workers].append(_run_in_processes(workers, _peer, folder))
+                runs[workers, case].append(_run_in_processes(1, _preprocess, folder, case, workers))
     peer, peer_cpu, _ = _medians(peers[min(peers)])
     print(f"peer, one thread: {megabytes / peer:.2f} MB/s, CPU time {peer_cpu:.2f} s\n")
     print("| input | workers | MB/s | of N x peer | of N peers at once | by CPU time | target 0.9 | memory |")
@@ -71,7 +71,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
-    """Pieces of the inputs' files, over and over until there are enough."""
+    """Yield pieces of the input files, repeated until there are ``num_bytes``."""
     from lightning_megatron.data.documents import find_files
 
     files = find_files(inputs)
@@ -79,16 +79,16 @@ def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
     while left > 0:
         for path in files:
             text = path.read_text(errors="replace").replace("\0", "")
-            for begin in range(0, len(text), DOCUMENT_CHARACTERS):
-                part = text[begin : begin + DOCUMENT_CHARACTERS]
-                left -= len(part.encode())
-                yield part
+            for start in range(0, len(text), DOCUMENT_CHARACTERS):
+                document = text[start : start + DOCUMENT_CHARACTERS]
+                left -= len(document.encode())
+                yield document
                 if left <= 0:
                     return
 
 
 def _write_inputs(folder: Path, texts: list[str]) -> None:
-    """The texts in every format, and a tokenizer of them."""
+    """Write the texts in every format, and a tokenizer trained on them."""
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -108,7 +108,7 @@ def _write_inputs(folder: Path, texts: list[str]) -> None:
 # ---- one measurement ------------------------------------------------------------------------------------------------
 
 Measured = tuple[float, float, float]
-"""Seconds, those of CPU time, and the MiB of the largest process."""
+"""Wall-clock seconds, CPU seconds, and MiB of the largest process."""
 
 
 def _medians(measured: list[Measured]) -> Measured:
@@ -116,24 +116,24 @@ def _medians(measured: list[Measured]) -> Measured:
     return seconds, cpu, mebibytes
 
 
-def _in_own_processes(number: int, measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
-    """The average of as many at the same time: no warm caches, and memory that is its own."""
+def _run_in_processes(number: int, measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
+    """Average of ``number`` concurrent measurements in new processes, without warm caches and with separate memory."""
     with ProcessPoolExecutor(number, get_context("spawn")) as pool:
-        waiting = [pool.submit(_with_memory, measure, *arguments) for _ in range(number)]
-        seconds, cpu, mebibytes = map(statistics.mean, zip(*(each.result() for each in waiting), strict=True))
+        futures = [pool.submit(_measure_memory, measure, *arguments) for _ in range(number)]
+        seconds, cpu, mebibytes = map(statistics.mean, zip(*(future.result() for future in futures), strict=True))
     return seconds, cpu, mebibytes
 
 
-def _with_memory(measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
-    return *measure(*arguments), max(used.ru_maxrss for used in _used()) / 1024
+def _measure_memory(measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
+    return *measure(*arguments), max(usage.ru_maxrss for usage in _usage()) / 1024
 
 
-def _used() -> list[resource.struct_rusage]:
+def _usage() -> list[resource.struct_rusage]:
     return [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 
 
 def _cpu() -> float:
-    return sum(used.ru_utime + used.ru_stime for used in _used())
+    return sum(usage.ru_utime + usage.ru_stime for usage in _usage())
 
 
 def _peer(folder: Path) -> tuple[float, float]:
@@ -148,10 +148,10 @@ def _peer(folder: Path) -> tuple[float, float]:
             size = 0
         batches[-1].append(json.loads(line)["text"])
         size += len(line)
-    cpu, began = _cpu(), time.perf_counter()
+    cpu, start = _cpu(), time.perf_counter()
     for batch in batches:
         tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-    return time.perf_counter() - began, _cpu() - cpu
+    return time.perf_counter() - start, _cpu() - cpu
 
 
 def _preprocess(folder: Path, case: str, workers: int) -> tuple[float, float]:
@@ -172,10 +172,10 @@ def _preprocess(folder: Path, case: str, workers: int) -> tuple[float, float]:
         return preprocess(options).seconds, _cpu() - cpu
 
     (folder / "one.txt").write_text("one")
-    run("one.txt")  # what importing costs is no matter of the corpus
-    _, start = run("one.txt")
+    run("one.txt")  # excludes the time of imports
+    _, startup_cpu = run("one.txt")
     seconds, cpu = run(f"x{suffix}")
-    return seconds, cpu - start
+    return seconds, cpu - startup_cpu
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Callback of a timed run: warm-up, host waits, timed steps, the bare engine, a profile.
+"""Callback that measures a training run: warm-up, host waits, timed steps, bare engine steps, a profile.
 
-The Trainer's steps and the engine's alone take turns in blocks, so that a GPU that grows warm slows both. Nothing here
-waits for the GPU between two timed steps: CUDA events are recorded and read at the end of a block.
+Blocks of Trainer steps alternate with blocks of bare engine steps, so that a GPU that gets warm slows both. Timed steps
+do not synchronize with the GPU: CUDA events are recorded, and read at the end of a block.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ NUM_BLOCKS = 2
 COUNTED_STEPS = 2
 PROFILED_STEPS = 3
 _LEAST_WARMUP = COUNTED_STEPS + 2
-"""Compilation and the first allocations wait for the GPU too and must not be counted."""
+"""Minimum warm-up: compilation and first allocations synchronize too, and must not be counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many steps of each kind."""
+    """Number of steps of each phase."""
 
     warmup_steps: int = 10
-    """Steps before the first one that is timed."""
+    """Steps before the first timed one."""
     steps: int = 20
     """Timed steps of the Trainer."""
     bare_steps: int = 20
-    """Timed steps of the engine alone; 0 for none."""
+    """Timed steps of the engine without the Trainer; 0 for none."""
     count_host_waits: bool = True
-    """Whether the last steps of the warm-up run in PyTorch's sync debug mode, on a GPU."""
+    """Whether to run the last warm-up steps in PyTorch's sync debug mode, on a GPU."""
     profile: bool = False
-    """Whether a few more steps run under the profiler."""
+    """Whether to run a few additional steps in the profiler."""
 
     def __post_init__(self) -> None:
-        """Check that the phases fit.
+        """Check the numbers of steps.
 
         Raises:
-            ValueError: If they do not.
+            ValueError: If the warm-up is too short, or the timed steps do not split into blocks.
         """
         if self.warmup_steps < _LEAST_WARMUP:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be at least {_LEAST_WARMUP}")
@@ -64,17 +64,17 @@ class Plan:
 
     @property
     def trainer_steps(self) -> int:
-        """Steps that the Trainer makes in all."""
+        """Total number of Trainer steps."""
         return self.warmup_steps + self.steps + (PROFILED_STEPS if self.profile else 0)
 
 
 def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Callable[[], None]:
-    """One step of the engine: gradients of ``batch``, then the optimizer, on the same chunks as the Trainer's."""
+    """Return a function that runs one engine step on ``batch``, with the Trainer's model chunks and optimizer."""
     from lightning_megatron.engine.schedule import Schedule
     from lightning_megatron.strategy import MegatronStrategy
 
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
-    assert isinstance(strategy, MegatronStrategy), "only our engine can run without the Trainer"
+    assert isinstance(strategy, MegatronStrategy), "only this package's engine runs without the Trainer"
     schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
@@ -85,56 +85,56 @@ def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Calla
 
 
 class HostWaitCounter:
-    """Counts, from ``start`` to ``stop``, the calls of PyTorch in which the host waits for the GPU, by the code's line.
+    """Counts host synchronizations with the GPU between ``start`` and ``stop``, by line of code.
 
-    PyTorch's sync debug mode sees what goes through its own operators: reading a tensor, blocking copies,
-    data-dependent shapes; no explicit ``torch.cuda.synchronize()``, and no wait for a communication on the host.
+    PyTorch's sync debug mode reports those of its own operators: reading a tensor, blocking copies, data-dependent
+    shapes; not explicit ``torch.cuda.synchronize()`` calls, nor waits for communication on the host.
     """
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
-        self.places: Counter[tuple[bool, str]] = Counter()
-        """Whether this package or the engine made the host wait, and where, to how often."""
+        self.lines: Counter[tuple[bool, str]] = Counter()
+        """Number of synchronizations by (in this package or Megatron-Core, line of code)."""
 
     def start(self) -> None:
-        """Count from here."""
+        """Start to count."""
         self._undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # It announces itself as a prototype.
+        # Warns that it is a prototype.
         torch.cuda.set_sync_debug_mode("warn")
         self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
         warnings.simplefilter("always")
-        warnings.showwarning = self._note
+        warnings.showwarning = self._count
 
     def stop(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         self._undo.close()
 
-    def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
+    def _count(self, message: Any, *args: Any, **kwargs: Any) -> None:
         if _MESSAGE in str(message):
-            self.places[attributed(traceback.extract_stack())] += 1
+            self.lines[attribute(traceback.extract_stack())] += 1
 
 
-def attributed(stack: Iterable[traceback.FrameSummary]) -> tuple[bool, str]:
-    """Whether our code or the engine's is in the stack, and the innermost line of it, else Lightning's."""
-    places = [(_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}") for frame in stack]
-    # The launcher only calls the Trainer: what waits below it is not ours for that.
-    places = [each for each in places if not (each[1].startswith("strategy.py:") and each[1].endswith(" launch"))]
+def attribute(stack: Iterable[traceback.FrameSummary]) -> tuple[bool, str]:
+    """Whether this package or Megatron-Core is in the stack, and its innermost line of code, else Lightning's."""
+    frames = [(_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}") for frame in stack]
+    # The strategy's launcher is below every frame of the Trainer, and does not count as this package.
+    frames = [frame for frame in frames if not (frame[1].startswith("strategy.py:") and frame[1].endswith(" launch"))]
     for is_ours, packages in ((True, _OURS), (False, _LIGHTNING)):
-        found = [f"{package}/{place}" for package, place in places if package in packages]
-        if found:
-            return is_ours, found[-1]
-    return False, places[-1][1]
+        lines = [f"{package}/{line}" for package, line in frames if package in packages]
+        if lines:
+            return is_ours, lines[-1]
+    return False, frames[-1][1]
 
 
 def _package(file: str) -> str:
-    """The top-level package that a file belongs to, wherever it is installed."""
+    """Top-level package of a file, wherever it is installed; empty for other packages than these."""
     parts = Path(file).parts
     return next((part for part in reversed(parts[:-1]) if part in (*_OURS, *_LIGHTNING)), "")
 
 
 class StepRecorder(Callback):
-    """Times the steps of a Trainer, and in between those of the engine alone where it trains."""
+    """Times the Trainer's steps and, with ``MegatronStrategy``, in between bare steps of the engine."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -158,7 +158,7 @@ class StepRecorder(Callback):
         device = trainer.strategy.root_device
         self._clock = StepClock(device)
         if device.type == "cuda":
-            # What building the model took for a moment is not what training needs.
+            # Excludes temporary memory of building the model.
             torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_batch_end(
@@ -196,7 +196,7 @@ class StepRecorder(Callback):
         self.peak_allocated_gib, self.peak_reserved_gib = peak_gib(device)
 
     def _is_end_of_step(self, trainer: Trainer) -> bool:
-        """With accumulated gradients, a peer's way to microbatches, not every batch ends an optimizer step."""
+        """Whether an optimizer step has just ended; a peer accumulates gradients over several batches per step."""
         return trainer.global_step > self._done
 
     def _count_waits(self, trainer: Trainer) -> None:
@@ -207,9 +207,9 @@ class StepRecorder(Callback):
             self._waits.start()
         elif self._done == plan.warmup_steps - 1:
             self._waits.stop()
-            found = self._waits.places
-            self.host_wait_places = {place: n / COUNTED_STEPS for (_, place), n in found.most_common()}
-            self.host_waits_ours = sum(n for (is_ours, _), n in found.items() if is_ours) / COUNTED_STEPS
+            lines = self._waits.lines
+            self.host_wait_places = {line: n / COUNTED_STEPS for (_, line), n in lines.most_common()}
+            self.host_waits_ours = sum(n for (is_ours, _), n in lines.items() if is_ours) / COUNTED_STEPS
             self.host_waits_trainer = sum(self.host_wait_places.values()) - self.host_waits_ours
 
     def _run_bare(self, trainer: Trainer, module: LightningModule, batch: Batch) -> None:
@@ -236,19 +236,19 @@ class StepRecorder(Callback):
 
 
 def peak_gib(device: torch.device) -> tuple[float | None, float | None]:
-    """The most GiB that PyTorch has allocated and reserved, of all ranks, each of which must call; None on a CPU."""
+    """Peak GiB that PyTorch has allocated and reserved, maximum over ranks; None on CPUs. Collective over the world."""
     if device.type != "cuda":
         return None, None
     sizes = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-    most = torch.tensor(sizes, dtype=torch.float64, device=device) / 2**30
+    peaks = torch.tensor(sizes, dtype=torch.float64, device=device) / 2**30
     if dist.is_initialized():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    allocated, reserved = most.tolist()
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    allocated, reserved = peaks.tolist()
     return allocated, reserved
 
 
 def _profile_text(profiler: Any, device: torch.device) -> str:
-    """The kernels that took most of the profiled steps, and how much of the time any ran."""
+    """Format the kernels that took the most time, and the share of time in which any kernel ran."""
     on_gpu = device.type == "cuda"
     table: str = profiler.key_averages().table(
         sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total", row_limit=25, max_name_column_width=90
@@ -260,12 +260,12 @@ def _profile_text(profiler: Any, device: torch.device) -> str:
 
 
 def busy_line(spans: list[tuple[float, float]], num_steps: int) -> str:
-    """How much of the time from the first to the last of ``spans`` (microseconds, sorted) at least one covers."""
+    """Format the share of the total time that ``spans`` (start and end in microseconds, sorted) cover."""
     if not spans:
         return "no kernel ran"
-    busy, reached = 0.0, spans[0][0]
+    busy, latest = 0.0, spans[0][0]
     for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    total = reached - spans[0][0]
+        busy += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+    total = latest - spans[0][0]
     return f"a kernel ran in {busy / total:.1%} of {total / 1e3:.1f} ms ({num_steps} steps)"

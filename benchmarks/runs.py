@@ -1,4 +1,4 @@
-"""Run one training case, by this package or by the peer."""
+"""Run a training case with this package or with the peer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PACKAGES = ("torch", "lightning", "megatron-core", "liger-kernel", "transformer
 
 
 def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> tuple[SimpleNamespace, str]:
-    """Measure ``MegatronStrategy``; returns the profile too, empty if none was asked for.
+    """Measure ``MegatronStrategy``; returns the record and the profile, empty if ``plan`` has none.
 
     Args:
-        case: What to train.
-        plan: Which steps to time.
-        indexed_workers: Train on an indexed dataset, read ahead by so many processes; None: on rows in memory.
+        case: Training case.
+        plan: Steps to time.
+        indexed_workers: Train on an indexed dataset with this number of DataLoader workers; None: on rows in memory.
     """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
     module = MegatronModule(model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora))
@@ -45,9 +45,9 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
 
 
 def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[SimpleNamespace, str]:
-    """Measure Lightning's FSDP (DDP where one GPU is enough) with the Hugging Face model on all devices.
+    """Measure Lightning's FSDP (DDP if the model fits on one GPU) with the Hugging Face model on all devices.
 
-    The microbatches become accumulated batches, and each device gets as many tokens per step as in the case.
+    Microbatches become accumulated batches; each device trains on as many tokens per step as in the case.
     """
     from benchmarks.peer import PeerModule, peer_strategy
 
@@ -62,14 +62,14 @@ def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[SimpleNamespace, s
 
 
 def accumulated_batches(case: Case) -> tuple[int, int]:
-    """Rows of a peer's batch on each device, and how many batches it accumulates for as many tokens as the case has."""
+    """Batch size per device and accumulated batches with which a peer trains on as many tokens per step as the case."""
     per_device = case.rows * case.data_parallel_size // case.num_devices
     accumulated = max(1, per_device // case.micro_batch_size)
     return per_device // accumulated, accumulated
 
 
 def make_trainer(case: Case, strategy: Any, recorder: pl.Callback, **options: Any) -> pl.Trainer:
-    """A Trainer on the case's devices that does nothing but train; ``recorder`` watches it."""
+    """Create a Trainer on the case's devices with ``recorder`` as its only callback, without logger and checkpoints."""
     pl.seed_everything(1234, verbose=False)
     return pl.Trainer(
         accelerator=case.accelerator,
@@ -86,13 +86,13 @@ def make_trainer(case: Case, strategy: Any, recorder: pl.Callback, **options: An
 
 
 def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> SimpleNamespace:
-    """The record of a run. Memory is the largest of all ranks; all else is rank 0's."""
+    """Build the record of a run. Memory is the maximum over ranks; all other measurements are rank 0's."""
     seconds = statistics.median(recorder.seconds)
     bare = statistics.median(recorder.bare_seconds) if recorder.bare_seconds else None
     peak = peak_flops_per_s(device_name(case), "bf16")
     causal, full = (_flops_per_s(case, seconds, attention) for attention in ("causal", "full"))
     return SimpleNamespace(
-        **described(case, implementation),
+        **case_fields(case, implementation),
         tokens_per_step=case.tokens,
         steps=recorder.seconds,
         step_seconds=seconds,
@@ -115,14 +115,14 @@ def _measurement(case: Case, implementation: str, recorder: StepRecorder) -> Sim
     )
 
 
-def described(case: Case, implementation: str) -> dict[str, Any]:
-    """What a record begins with."""
+def case_fields(case: Case, implementation: str) -> dict[str, Any]:
+    """Fields of a record that describe the run."""
     names = {"case": case.name, "implementation": implementation, "description": str(case)}
     return {**names, "device": device_name(case), "num_devices": case.num_devices}
 
 
 def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> float:
-    """Model FLOP/s of one device."""
+    """Model FLOP/s per device."""
     model = model_config(case.model)
     if case.lora is not None:
         model = with_adapters(model, LoRA(**case.lora))
@@ -133,19 +133,19 @@ def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> 
 
 
 def device_name(case: Case) -> str:
-    """What the case ran on, as its vendor calls it."""
+    """Vendor's name of the device that the case ran on."""
     return torch.cuda.get_device_name() if case.accelerator == "gpu" else platform.processor() or platform.machine()
 
 
 def installed_versions() -> dict[str, str]:
-    """Of everything that a figure may depend on."""
-    found = {"python": platform.python_version()}
+    """Versions of all packages that may affect the measurements."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        versions["cuda"] = str(torch.version.cuda)
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return versions

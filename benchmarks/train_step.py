@@ -1,7 +1,7 @@
-"""Benchmark of training: times the steps of cases of ``cases.py``, writes JSON lines and a table.
+"""Training benchmark: times the steps of cases of ``cases.py``, and writes JSON lines and a table.
 
-Started as it is (Lightning launches the other ranks), or by torchrun. Several cases run in a process each, one after
-the other: nothing that one compiled, cached or left in memory helps or hinders the next.
+Start it directly (Lightning launches the other ranks) or with torchrun. Several cases run one after the other in
+separate processes, so that compiled kernels, caches and memory of one case do not affect the next.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from benchmarks.measurement import is_first_rank, report, run_each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    """Run the benchmark from the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
     if options.list:
         for case in CASES:
             print(f"{case.name:20} {case}" + (f"; target {case.target}" if case.target else ""))
         return 0
     if options.only is None and len(options.case) > 1:
-        return run_each("benchmarks.train_step", given, options.case, options.output)
+        return run_each("benchmarks.train_step", arguments, options.case, options.output)
     if options.expandable_segments:
-        # Read when torch takes its first memory; ranks that are launched inherit it.
+        # Torch reads it at its first allocation; launched ranks inherit it.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     _run(options)
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-    # Imported late: --list must not load torch, and the allocator's settings must be in the environment before.
+    # Imported late: --list must not import torch, and the allocator's settings must be in the environment first.
     from benchmarks.recorder import Plan
     from benchmarks.runs import run_megatron, run_peer
 
@@ -51,8 +51,8 @@ def _run(options: argparse.Namespace) -> None:
         record, profile = run_megatron(case, plan, options.indexed_workers)
     else:
         record, profile = run_peer(case, plan, compiled=options.implementation == "peer-compiled")
-    for place, per_step in record.host_wait_places.items() if is_first_rank() else ():
-        print(f"host waits {per_step:g} x per step in {place}")
+    for line, per_step in record.host_wait_places.items() if is_first_rank() else ():
+        print(f"host waits {per_step:g} x per step in {line}")
     if profile and is_first_rank():
         print(profile)
     report(record, options.output)
@@ -60,9 +60,9 @@ def _run(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="print the cases and end")
-    what.add_argument("--case", action="append", choices=[c.name for c in CASES], help="what to run; may be repeated")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", action="store_true", help="print the cases and exit")
+    action.add_argument("--case", action="append", choices=[c.name for c in CASES], help="may be repeated")
     parser.add_argument(
         "--implementation",
         choices=("megatron", "peer", "peer-compiled"),
@@ -71,17 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--warmup-steps", type=int, default=10, help="steps before the first timed one")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of the Trainer")
-    parser.add_argument("--bare-steps", type=int, default=20, help="timed steps of the engine alone; 0 for none")
-    parser.add_argument("--micro-batch-size", type=int, help="instead of the case's")
-    parser.add_argument("--num-microbatches", type=int, help="instead of the case's")
-    parser.add_argument("--layers", type=int, help="fewer layers than the case has")
-    parser.add_argument("--no-host-waits", action="store_true", help="do not count the waits of the host")
+    parser.add_argument("--bare-steps", type=int, default=20, help="timed steps without the Trainer; 0 for none")
+    parser.add_argument("--micro-batch-size", type=int, help="(default: the case's)")
+    parser.add_argument("--num-microbatches", type=int, help="(default: the case's)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: the case's)")
+    parser.add_argument("--no-host-waits", action="store_true", help="do not count host synchronizations")
     parser.add_argument("--profile", action="store_true", help="print the top 25 kernels of 3 more steps")
     parser.add_argument("--expandable-segments", action="store_true", help="let torch's allocator grow its segments")
     parser.add_argument(
-        "--indexed-workers", type=int, metavar="N", help="read an indexed dataset with N workers, not rows in memory"
+        "--indexed-workers", type=int, metavar="N", help="train on an indexed dataset with N DataLoader workers"
     )
-    parser.add_argument("--output", type=Path, help="append the measurement to this file, as a line of JSON")
+    parser.add_argument("--output", type=Path, help="append the measurement to this JSON lines file")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 
