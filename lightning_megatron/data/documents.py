@@ -298,7 +298,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | str:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         return f"is not JSON ({reason}); correct or remove that line"
     if not isinstance(record, dict):
-        return f"has the type {type(record).__name__}, not a JSON object; write one object a line"
+        return f"has the type {type(record).__name__}, expected a JSON object; write one object per line"
     return record
 
 
@@ -309,7 +309,7 @@ def _extract_texts(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ..
         if key not in record:
             return f"has no key '{key}'; choose the json key from {', '.join(record) or 'none'}"
         if not isinstance(text, str):
-            return f"has the type {type(text).__name__} under '{key}', not a string; store text there"
+            return f"has the type {type(text).__name__} under '{key}', expected a string; store text there"
         texts.append(text if text.isascii() else replace_surrogates(text))
     return tuple(texts)
 
@@ -409,7 +409,7 @@ def _cut_rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> It
 
 def _read_failure(error: Exception) -> str:
     reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0].rstrip(".")
-    return f"cannot be read ({reason}); make or fetch it again, allow access, or remove it from the inputs"
+    return f"cannot be read ({reason}); create or download it again, allow access, or remove it from the inputs"
 
 
 # ---- inputs to files ------------------------------------------------------------------------------------------------
@@ -422,11 +422,11 @@ def _files_of_input(item: str | Path) -> list[Path]:
         matches = sorted(glob.glob(str(path), recursive=True))
     files = [file for match in matches for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])]
     if not files:
-        raise DataError(f"{path} matches no file, or holds no .jsonl, .parquet, .txt or source file; name others")
+        raise DataError(f"{path} matches no file, or has no .jsonl, .parquet, .txt or source file; give other inputs")
     for file in files:
         # Unlike Path.is_file, this is False, not an error, for inaccessible paths and overlong names.
         if not os.path.isfile(file):
-            raise DataError(f"{file} does not exist, or is no file; give an existing file, folder or pattern")
+            raise DataError(f"{file} does not exist, or is not a file; give an existing file, directory or pattern")
     return files
 
 

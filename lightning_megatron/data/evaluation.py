@@ -94,7 +94,7 @@ def read_evaluation_texts(
                 bounds.extend(len(tokens) + bound for row in rows for bound in row)
                 tokens.extend(ids)
     if not bounds:
-        raise DataError(f"{path} has no text of two tokens; give a file with at least one")
+        raise DataError(f"{path}: expected a text of at least two tokens, got none; give another file")
     return EvaluationTexts(
         tokens=np.frombuffer(tokens, dtype=np.int32),
         bounds=np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3),
@@ -134,14 +134,14 @@ def _last_words(
         target = both[len(context) :] if both[: len(context)] == context else word
         ids, num_targets = [*prefix, *context, *target], len(target) if strict else 1
         if num_targets > length:
-            raise DataError(f"{location} ends with a word of {num_targets} tokens, seq_length={length}")
+            raise DataError(f"{location} ends with a word of {num_targets} tokens, seq_length={length}; raise it")
         yield ids, [(max(0, len(ids) - length - 1), len(ids) - num_targets, len(ids))]
 
 
 def _split_last_word(text: str, location: str) -> tuple[str, str]:
     words = text.split()
     if len(words) < 2:
-        raise DataError(f"{location} has {len(words)} words, a last word is predicted from those before it; remove it")
+        raise DataError(f"{location}: expected at least two words, to predict the last, got {len(words)}; remove it")
     return text[: text.rstrip().rfind(words[-1])].strip(), words[-1]
 
 

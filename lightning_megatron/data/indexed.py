@@ -137,7 +137,7 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
         DataError: If a file is missing, empty or of another format, or ``.idx`` has another size than its header says.
     """
     if prefix.endswith((".bin", ".idx")):
-        raise DataError(f"{option}={prefix} is a file, it must be the prefix; write {prefix[:-4]}")
+        raise DataError(f"{option}={prefix}: expected a prefix, got a file; write {prefix[:-4]}")
     missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
     if missing:
         raise DataError(
@@ -159,7 +159,7 @@ def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool 
     Arguments are those of ``open_dataset``.
 
     Raises:
-        DataError: Also if a length is negative, a sequence does not begin where the one before ends, the files do not
+        DataError: Also if a length is negative, a sequence does not begin where the previous one ends, the files do not
             belong together, or the documents are not in order.
     """
     dataset = open_dataset(prefix, option=option, for_training=for_training)
@@ -168,7 +168,7 @@ def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool 
         sizes = dataset.lengths[begin : begin + CHUNK].astype(np.int64) * dataset.dtype.itemsize
         ends = end + np.cumsum(sizes)
         if (sizes < 0).any() or (dataset.positions[begin : begin + CHUNK] != ends - sizes).any():
-            raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
+            raise _damaged(prefix, "has a sequence that does not begin where the previous one ends")
         end = int(ends[-1])
     # Compared, not subtracted, which may overflow: damaged bounds can be any 64-bit integers.
     if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0 or bounds[-1] != num_sequences:
@@ -212,7 +212,7 @@ def _read_old(prefix: str, files: _Files) -> _Index:
     ends, as_int32 = np.cumsum(lengths), lengths.astype(np.int32)
     is_wrong = (elements[1:] != ends * (dtype.itemsize // element_size)) | (as_int32 != lengths)
     if elements[0] or is_wrong.any():
-        raise _damaged(prefix, "has a sequence that does not begin where the one before ends")
+        raise _damaged(prefix, "has a sequence that does not begin where the previous one ends")
     return dtype, as_int32, (ends - lengths) * dtype.itemsize, bounds
 
 
@@ -334,7 +334,7 @@ def _map_file(path: str) -> mmap.mmap:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty file
-        raise DataError(f"{path} cannot be read ({error}); make it readable, or make or copy it again") from error
+        raise DataError(f"{path} cannot be read ({error}); make it readable, or create or copy it again") from error
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -352,12 +352,12 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
     from tqdm import tqdm
 
     if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
-        raise DataError(f"output_prefix={output_prefix} must be the prefix of two files; write it like data/corpus")
+        raise DataError(f"output_prefix={output_prefix}: expected the prefix of two files, like data/corpus")
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
     for source in sources:
         if source.dtype != sources[0].dtype and "f" in (source.dtype.kind, sources[0].dtype.kind):
             types = f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
-            raise DataError(f"{types}; only integers mix")
+            raise DataError(f"{types}; only integer types can be merged")
     dtype = np.result_type(*(source.dtype for source in sources))
     # A corpus that is merged within a second needs no progress bar.
     total = sum(len(source.tokens) for source in sources)
@@ -479,7 +479,7 @@ def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, 
     if tokenizer is not None:
         foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
         if foreign.size:
-            known = f"the tokenizer has 0 to {len(tokenizer) - 1}; give its own"
+            known = f"the tokenizer has 0 to {len(tokenizer) - 1}; give the one that made the dataset"
             raise DataError(f"{dataset.prefix} holds token {foreign[0]}, {known}")
         text = str(tokenizer.decode(tokens.tolist()))
     return {"number": number, "num_tokens": num_tokens, "tokens": tokens.tolist(), "text": text}

@@ -110,7 +110,7 @@ def record_files(path: str) -> list[Path]:
         return files
     files = [file for file in files if format_of(file)[0] == "json lines"]
     if not files:
-        raise DataError(f"{path} holds no .jsonl file; give the file, or a folder or pattern with some")
+        raise DataError(f"{path} contains no .jsonl file; give such a file, or a directory or pattern with some")
     return files
 
 
@@ -286,7 +286,7 @@ class _RecordTokenizer:
             raise DataError(
                 f"{location}: the tokenizer has no chat template, or it does not take a conversation of {roles}"
                 f" ({error}); correct the conversation, or use the tokenizer of a chat model, or save a template as"
-                " chat_template.jinja in its folder"
+                " chat_template.jinja in its directory"
             ) from error
         return texts[0], [(begin, end) for begin, end in marks[0]] if has_marks else None
 

@@ -148,7 +148,7 @@ class PassOrder:
     fingerprint: str = ""
     """Fingerprint of the samples."""
     requested: int | None = None
-    """Samples requested for the whole run, where these are laid out at once; None for one pass."""
+    """Samples requested for the whole run, where these are indexed at once; None for one pass."""
 
     def sample_at(self, pass_index: int, position: int) -> int:
         """Index of the sample at ``position`` of pass ``pass_index``, both from 0."""

@@ -82,10 +82,10 @@ class PreprocessOptions:
         if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
         if self.keep_newlines and not self.split_sentences:
-            raise ConfigError("keep_newlines needs split_sentences: whole documents keep theirs; leave it out")
+            raise ConfigError("keep_newlines needs split_sentences: unsplit documents keep newlines; leave it out")
         # The library treats unknown languages like English.
         if not re.fullmatch("[a-z]{2,3}", self.language):
-            raise ConfigError(f"language={self.language} is no ISO 639 code; write it like en, de or ja")
+            raise ConfigError(f"language={self.language}: expected an ISO 639 code like en, de or ja")
         if self.split_sentences:
             require_library("sentencex", "split_sentences")
 
@@ -265,4 +265,4 @@ def _encode_all(
         except RuntimeError as error:
             failure = str(error)
     if failure:  # outside the handler: the traceback of torch's error would keep the other workers alive
-        raise RuntimeError(f"a tokenizing worker failed; one that was killed often lacked memory: {failure}")
+        raise RuntimeError(f"a tokenizing worker failed; if it was killed, memory may have run out: {failure}")

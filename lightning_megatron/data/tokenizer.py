@@ -138,9 +138,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     folder = local_folder(folder, "tokenizer")
     if os.path.isfile(folder):
-        raise DataError(f"tokenizer: expected a folder, got the file {folder}; give the folder that it is in")
+        raise DataError(f"tokenizer: expected a directory, got the file {folder}; give the directory that contains it")
     if not os.path.isdir(folder):
-        raise DataError(f"tokenizer folder {folder} does not exist; train one with train-tokenizer --output {folder}")
+        raise DataError(f"tokenizer directory {folder} is missing; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer
 
     try:

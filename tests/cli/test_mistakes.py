@@ -32,7 +32,7 @@ MISTAKES = {
     "config --template a --from-accelerate b": "--template and --from-accelerate are two sources; give",
     "config --output tok --overwrite": "error: --output tok is a folder; give the name of a file",
     "config --template gpt2_small --output /dev/full --overwrite": "--output /dev/full cannot be written: [Errn",
-    f"{_PREPROCESS} --split-sentences --language english": "--language english is no ISO 639 code",
+    f"{_PREPROCESS} --split-sentences --language english": "--language english: expected an ISO 639 code",
     "inspect nowhere": "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
     "inspect .": "path=. is neither a dataset (.bin and .idx) nor a supported checkpoint; give one of these in it",
     "inspect corpus_text_document --documents -1": "--documents -1 must be at least 0; correct",

@@ -44,7 +44,7 @@ def _nothing_but_the_source(source: Path) -> bool:
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
         ({"to": "megatron", "pp": 3, "vpp": 2}, "pp=3 x vpp=2 = 6 stages are more than the 4 layers"),
         ({"iteration": 5}, "iteration=5 would do nothing"),
-        ({"tokenizer": Path("nowhere")}, "tokenizer folder nowhere does not exist"),
+        ({"tokenizer": Path("nowhere")}, "tokenizer directory nowhere is missing"),
         ({"tokenizer": Path(__file__).parent}, "holds no tokenizer that transformers can load"),
         ({"config": Path(__file__)}, "cannot be read as JSON"),
     ],

@@ -70,7 +70,7 @@ def test_files_are_found_in_an_order_that_is_the_same_everywhere(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("pip*", "pipe does not exist, or is no"), ("sub", "sub matches no file, or")]
+    ("name", "says"), [("pip*", "pipe does not exist, or is not"), ("sub", "sub matches no file, or")]
 )
 def test_inputs_without_files_are_named(tmp_path: Path, name: str, says: str) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -105,9 +105,9 @@ def test_a_table_gives_its_columns_in_batches_smaller_than_its_row_groups(tmp_pa
 BAD: list[tuple[str, bytes, str]] = [
     ("text", b'{"text": "unfinished', r"line 3 is not JSON \(.* at column 10\); correct or remove that line"),
     ("text", b'{"body": "x", "id": 1}', "line 3 has no key 'text'; choose the json key from body, id"),
-    ("text", b'{"text": 5}', "line 3 has the type int under 'text', not a string"),
+    ("text", b'{"text": 5}', "line 3 has the type int under 'text', expected a string"),
     ("text", b'"\xff', r"line 3 is not JSON \('utf-8' codec can't decode .*\)"),
-    ("text", b"", "row 2 has the type NoneType under 'text', not a string"),
+    ("text", b"", "row 2 has the type NoneType under 'text', expected a string"),
     ("t", b"", "row 1 has no key 't'; choose the json key from text, n"),
 ]
 

@@ -30,7 +30,7 @@ def test_a_last_token_is_asked_behind_the_end_of_its_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"text": "one"}', "line 2 has 1 words, a last word is predicted from those before it"),
+        ('{"text": "one"}', "line 2: expected at least two words, to predict the last, got 1"),
         ('{"content": "a b"}', "line 2 has no key 'text'; choose the json key from content"),
         ('{"text": "a bcdefghijklmn"}', "line 2 ends with a word of 14 tokens, seq_length=8"),
     ],

@@ -109,19 +109,19 @@ EMPTY_IDX = NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1)
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: check_dataset(_files(d, NEW_IDX[:20])), "begins with .* and has 20 bytes: damaged, .*; run preprocess"),
     (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 17, "B", 9))), "type 9, expected one of 1, 2, 3, 4, 5, 6, 7"),
-    (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 54, "q", 4))), "not begin where the one before ends"),
+    (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 54, "q", 4))), "not begin where the previous one ends"),
     (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 42, "i", 1))), r"x\.idx accounts for 10 bytes, and \.bin has"),
     (lambda d: check_any(_files(d, _changed(OLD_IDX, 24, "q", 8), OLD_BIN)), "token type 4 of 8 bytes, expected 1 of"),
     (lambda d: check_dataset(_files(d, EMPTY_IDX, b"")), r"x\.bin cannot be read \(cannot mmap an empty file\)"),
     (lambda d: check_dataset(str(d / "x")), r"needs two files, missing: \S+x\.idx, \S+x\.bin; give the prefix"),
-    (lambda d: check_dataset(str(d / "x.bin")), r"it must be the prefix; write \S+/x$"),
+    (lambda d: check_dataset(str(d / "x.bin")), r"expected a prefix, got a file; write \S+/x$"),
     (lambda d: check_dataset(build(d / "f", FIRST, "float32")), "f holds float32: expected integers, on which a model"),
     (
         lambda d: merge_datasets([build(d / "a", FIRST), build(d / "f", FIRST, "float32")], "x"),
-        r"\S+/f holds float32 and \S+/a uint16; only integers mix",
+        r"\S+/f holds float32 and \S+/a uint16; only integer types can be merged",
     ),
     (lambda d: merge_datasets([build(d / "a", FIRST)] * 2, str(d / "a")), r"overwrite \S+a\.idx, \S+a\.bin; choose"),
-    (lambda d: merge_datasets([build(d / "a", FIRST)], "c/"), r"output_prefix=c/ must be the prefix"),
+    (lambda d: merge_datasets([build(d / "a", FIRST)], "c/"), r"output_prefix=c/: expected the prefix"),
     (lambda d: convert_dataset(build(d / "a", FIRST), "c"), r"is in the mmap format \(MMIDIDX\) already; use"),
 ]
 
@@ -246,5 +246,5 @@ def test_a_description_says_what_was_written(tmp_path: Path, monkeypatch: pytest
     assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
     shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
     assert [each["text"] for each in shown] == ["fghb", "", "cd"]
-    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give its own"):
+    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give the one that made"):
         describe_dataset(prefix, 4, _Letters("abcdefgh"))

@@ -59,7 +59,7 @@ def test_bad_lines_may_be_skipped_and_a_tokenizer_is_not_overwritten(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("../absent", "", "tokenizer folder .*tokenizer does not exist; train one with train-tokenizer"),
+        ("../absent", "", "tokenizer directory .*tokenizer is missing; train one with train-tokenizer"),
         ("readme.txt", "x", ""),
         ("tokenizer_config.json", '{"eos_token": 5}', ""),
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}', ""),
