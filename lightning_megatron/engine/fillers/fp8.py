@@ -110,7 +110,7 @@ class Fp8Linear(SplitLinear):
 
     @override
     def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
-        group = self.exchange.group if is_gathered else None
+        group = self.collectives.group if is_gathered else None
         return quantize(x.contiguous(), E5M2 if is_gradient else E4M3, columns=columns, group=group)
 
     @override

@@ -1,15 +1,15 @@
-"""Kernels in place of Transformer Engine's and Apex's: norms, additions, activations, losses, weight gradients, copies.
+"""Replacements of Transformer Engine's and Apex's kernels: norms, activations, weight gradients, losses, copies.
 
-- norms for every norm slot, on CUDA in one kernel with bias, dropout and addition before them;
-- outputs of norms and activations that are made again in the backward pass instead of being kept;
-- weight gradients by one GEMM that multiplies and adds, cuBLAS's as in Apex's extension: without either, every gradient
-  is written in bf16 and then added to the fp32 buffer by another kernel. The CPU accumulates in the same place, so that
-  a laptop runs the same path;
-- gradients of embeddings by adding rows to that buffer;
-- SwiGLU by liger-kernel's Triton kernel, if it is installed: the place that liger-kernel 0.8's
+- norms for every norm slot, on CUDA fused with the bias, dropout and residual addition before them;
+- recomputation of the outputs of norms and activations in the backward pass;
+- weight gradients accumulated by one GEMM, cuBLAS's as in Apex's extension: without either, every gradient is written
+  in bf16 and then added to the fp32 buffer by another kernel. The CPU accumulates in the same place, so that a laptop
+  runs the same path;
+- embedding gradients added to rows of that buffer;
+- SwiGLU by liger-kernel's Triton kernel, if it is installed: the function that liger-kernel 0.8's
   ``apply_liger_kernel_to_megatron`` patches, too;
-- cross-entropy over a split vocabulary, and soft caps, compiled;
-- copies of many tensors by torch._foreach_copy_, where megatron-core 0.16.1 has a kernel for each.
+- vocabulary-parallel cross-entropy, and soft caps, compiled;
+- copies of many tensors by torch._foreach_copy_, where megatron-core 0.16.1 launches a kernel for each.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.adam import MasterOptimizer
 
-# ---- norms, and the additions before them ----------------------------------------------------------------------------
+# ---- norms and residual additions ------------------------------------------------------------------------------------
 # Megatron-Core's WrappedTorchNorm (megatron-core 0.16.1, transformer/torch_norm.py) refuses sequence parallelism and
-# zero-centred weights, and creates float32 weights, which keep torch from its fused kernels for bfloat16 inputs.
+# zero-centred weights, and creates float32 weights, for which torch does not use its fused kernels on bfloat16 inputs.
 
-WIDEST_SUM = 16384
-"""Columns that the kernel of ``Norm.add`` holds in registers."""
+MAX_FUSED_COLUMNS = 16384
+"""Maximum number of columns, which the kernel of ``Norm.add`` holds in registers."""
 
 
 class Norm(torch.nn.Module):
-    """The norm that ``config.normalization`` names, over the last axis.
+    """LayerNorm or RMSNorm, as named by ``config.normalization``, over the last dimension.
 
-    Parameters ``weight`` and, for LayerNorm, ``bias``: [hidden_size] in ``config.params_dtype``. Where
-    ``config.layernorm_zero_centered_gamma`` says so, 1 is added to the weight, in float32 as in Gemma.
+    Parameters ``weight`` and, for LayerNorm, ``bias``: [hidden_size] in ``config.params_dtype``. With
+    ``config.layernorm_zero_centered_gamma``, 1 is added to the weight, in float32 as in Gemma.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, has_bias: bool = True
     ) -> None:
-        """Create the parameters where the other layers create theirs.
+        """Create the parameters, on the same device as other layers.
 
         Args:
-            config: Names the norm.
-            hidden_size: Columns.
+            config: Selects the norm, its dtype and its device.
+            hidden_size: Size of the last dimension.
             eps: Added to the variance.
-            has_bias: Whether a LayerNorm has one; for ``ModuleSpec.params``.
+            has_bias: Whether a LayerNorm has a bias; for ``ModuleSpec.params``.
         """
         super().__init__()
         self.shape: tuple[int, ...] = (hidden_size,)
@@ -67,81 +67,81 @@ class Norm(torch.nn.Module):
         self.is_rms: bool = config.normalization == "RMSNorm"
         self.zero_centered: bool = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
-        # A norm that neither scales nor shifts.
-        self.weight = torch.nn.Parameter(torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **made))
-        shifts = has_bias and not self.is_rms
-        self.bias = torch.nn.Parameter(torch.zeros(self.shape, **made)) if shifts else None
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        # Initially scales by 1 and shifts by 0.
+        self.weight = torch.nn.Parameter(torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **options))
+        has_bias = has_bias and not self.is_rms
+        self.bias = torch.nn.Parameter(torch.zeros(self.shape, **options)) if has_bias else None
         for parameter in self.parameters():
-            # distributed/finalize_model_grads.py sums these gradients over TP: each rank saw a part of the sequence.
+            # distributed/finalize_model_grads.py sums these gradients over TP: each rank has a shard of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._ahead: tuple[Tensor, Tensor] | None = None
-        """A sum that ``add`` made, and its norm."""
+        self._precomputed: tuple[Tensor, Tensor] | None = None
+        """Sum computed by ``add``, and its norm."""
 
     def can_add(self, x: Tensor, residual: Tensor) -> bool:
-        """Whether ``add`` takes these; it is for training, whose time a kernel launch from Python does not decide."""
+        """Whether ``add`` supports these tensors; for training, which is not bound by kernel launches from Python."""
         same = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
-        return same and x.is_cuda and self.shape[0] <= WIDEST_SUM
+        return same and x.is_cuda and self.shape[0] <= MAX_FUSED_COLUMNS
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
-        """``residual + dropout(x + bias)``, [..., hidden_size]; the next ``forward`` has its norm already.
+        """Compute ``residual + dropout(x + bias)``, [..., hidden_size], and its norm for the next ``forward``.
 
         Args:
             x: [..., hidden_size], on CUDA, in the parameters' dtype.
             bias: [hidden_size]; None for none.
             residual: As ``x``.
-            probability: With which a number is dropped.
+            probability: Probability of dropping an element.
         """
         from lightning_megatron.engine.fillers.triton_kernels import add_norm  # Triton is on GPUs only
 
-        for hook in self._forward_pre_hooks.values():  # DDP's, that waits until the parameters are gathered
+        for hook in self._forward_pre_hooks.values():  # DDP's, which waits for the all-gather of parameters
             hook(self, ())
         weight: Tensor = self.weight.float() + 1.0 if self.zero_centered else self.weight
-        self._ahead = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
-        return self._ahead[0]
+        self._precomputed = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
+        return self._precomputed[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized x: [..., hidden_size], in the parameters' dtype."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is x:
-            return ahead[1]
+        """Normalize x: [..., hidden_size], in the parameters' dtype."""
+        precomputed, self._precomputed = self._precomputed, None
+        if precomputed is not None and precomputed[0] is x:
+            return precomputed[1]
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if x.dtype != weight.dtype:  # fp32_residual_connection: float32 in, activation dtype out
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
-        given = None if self.zero_centered else weight
+        scale = None if self.zero_centered else weight
         if self.is_rms:
-            out = F.rms_norm(x, self.shape, given, self.eps)
+            out = F.rms_norm(x, self.shape, scale, self.eps)
         else:
-            out = F.layer_norm(x, self.shape, given, None if self.zero_centered else bias, self.eps)
+            out = F.layer_norm(x, self.shape, scale, None if self.zero_centered else bias, self.eps)
         if self.zero_centered:
             out = torch.addcmul(out if bias is None else out + bias, out, weight)
         return out.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
-        """What differs between two norms, for print(model)."""
+        """Kind, size and epsilon, for print(model)."""
         return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.shape[0]}, eps={self.eps}"
 
 
 class NormOfAllHeads(Norm):
-    """RMSNorm over all heads of the queries or keys, those of other tensor-parallel ranks included (OLMo 2).
+    """RMSNorm over the queries or keys of all heads, across tensor-parallel ranks (OLMo 2).
 
-    Every rank has the whole weight, [num_heads * hn], and uses its heads' part; Megatron sums the gradients over TP, as
-    those of each norm of queries and keys. Of more ranks than heads, neighbours hold the same head.
+    Every rank has the full weight, [num_heads * hn], and uses the slice of its heads; Megatron sums the gradients over
+    TP, as for all norms of queries and keys. If there are more ranks than heads, neighbouring ranks hold the same head.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
-        """Take what ``Norm`` takes, of an RMSNorm, and for ``ModuleSpec.params`` how many heads all ranks have."""
+        """Create an RMSNorm over the ``num_heads`` heads of all ranks, of ``hidden_size`` each (``ModuleSpec.params``)."""
         super().__init__(config, num_heads * hidden_size, eps)
         self.num_heads = num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized heads of this rank, [s, b, n/tp, hn]; the TP ranks sum squares, [s, b], in either direction."""
+        """Normalize this rank's heads, [s, b, n/tp, hn]; all-reduces [s, b] over TP in forward and backward pass."""
         heads, tp = x.shape[2], parallel_state.get_tensor_model_parallel_world_size()
-        copies = heads * tp // self.num_heads
-        first = parallel_state.get_tensor_model_parallel_rank() // copies * heads
-        squares = x.float().pow(2).sum((2, 3), keepdim=True) / copies
+        replicas = heads * tp // self.num_heads
+        first = parallel_state.get_tensor_model_parallel_rank() // replicas * heads
+        squares = x.float().pow(2).sum((2, 3), keepdim=True) / replicas
         if tp > 1:
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normalized = (x.float() * torch.rsqrt(squares / self.shape[0] + self.eps)).to(x.dtype)
@@ -149,24 +149,24 @@ class NormOfAllHeads(Norm):
 
 
 class BiasDropoutAdd:
-    """Megatron's bias, dropout and addition of the residual, and on CUDA the norm that reads the sum, in one kernel."""
+    """Megatron's bias, dropout and residual addition; on CUDA fused with the norm that follows."""
 
     def __init__(self, probability: float | None = None, multiplier: float = 1.0, config: Any = None) -> None:
-        """Take what differs from Megatron's; it passes ``config`` in one of its slots.
+        """Set what differs from Megatron's, which passes ``config`` in one of its slots.
 
         Args:
-            probability: Replaces the layer's; None keeps it.
-            multiplier: Of what is added to the residual, its bias included.
+            probability: Replaces the layer's dropout probability; None keeps it.
+            multiplier: Factor of what is added to the residual, its bias included.
             config: Unused.
         """
         del config
         self.probability = probability
         self.multiplier = multiplier
         self.norm: Norm | None = None
-        """What reads the sum next, and nothing before it; None if that is not known."""
+        """Norm that reads the sum before anything else does; None if unknown."""
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """What Megatron's layer calls with (x, bias), the residual and the probability of its config."""
+        """Function that Megatron's layer calls with (x, bias), the residual and its config's dropout probability."""
         plain = get_bias_dropout_add(training, fused)
 
         def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
@@ -182,64 +182,64 @@ class BiasDropoutAdd:
         return add
 
 
-# ---- outputs that are made again -------------------------------------------------------------------------------------
-# What flash attention keeps is small, so recomputing it saves nothing; of a layer of Llama-3-8B the outputs of both
-# norms and of SwiGLU are 45 of 138 kB a token, and each is one memory-bound kernel. The one who reads them saves them
-# for its weight gradient: their storage is emptied when the reader has run, and filled again when its gradient comes.
+# ---- recomputation of cheap outputs ----------------------------------------------------------------------------------
+# Flash attention saves little, so recomputing it gains nothing; of a layer of Llama-3-8B the outputs of both norms and
+# of SwiGLU are 45 of 138 kB per token, and each is one memory-bound kernel. The linear that reads such an output saves
+# it for its weight gradient: the storage is freed when the linear has run, and refilled when its gradient arrives.
 #
-# megatron-core 0.16.1, tensor_parallel/random.py:CheckpointWithoutOutput does the same with the state of every random
-# stream saved and restored around it, for functions that draw none, and only with Transformer Engine (its ``fp8 is not
-# None`` is true of False).
+# megatron-core 0.16.1, tensor_parallel/random.py:CheckpointWithoutOutput does the same, but saves and restores every
+# random state around functions that draw no numbers, and needs Transformer Engine (its ``fp8 is not None`` is true of
+# False).
 
 _Output: TypeAlias = tuple[Tensor, Tensor | None]
-"""Of a linear: [s, b, h] and a bias that is not added yet."""
+"""Output of a linear: [s, b, h] and a bias that is not added yet."""
 
 
 def recomputes_cheap_outputs(config: Any) -> bool:
-    """Whether norms, activations and rows of experts are made again: ``recompute="selective"``."""
+    """Whether norms, activations and input rows of experts are recomputed: ``recompute="selective"``."""
     return config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
 
 
 class RecomputedOutput:
-    """One call of a deterministic function, whose output's storage is free between forward and backward pass.
+    """Call of a deterministic function whose output's storage is freed between forward and backward pass.
 
-    Interface of Megatron's ``CheckpointWithoutOutput``. The output is a tensor of its own, of any shape; whoever reads
-    it must have run before it is discarded, and must not give it on.
+    Interface of Megatron's ``CheckpointWithoutOutput``. The output must own its storage; its readers must have run
+    before it is discarded, and must not return it.
     """
 
     def __init__(self, fp8: object = None) -> None:
-        """Nothing is kept yet."""
+        """Start without a call."""
         del fp8
-        self._again: Callable[[], Tensor] | None = None
+        self._recompute: Callable[[], Tensor] | None = None
         self._output: Tensor | None = None
 
     def checkpoint(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """``function(*inputs)``."""
+        """Call ``function(*inputs)`` and return its output."""
         output = self._output = function(*inputs)
-        detached = [each.detach() if isinstance(each, Tensor) else each for each in inputs]
-        self._again = partial(function, *detached)
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        self._recompute = partial(function, *detached)
         return output
 
     def discard_output_and_register_recompute(self, reader: Tensor) -> None:
-        """Free the output until ``reader``, which was computed from it, has a gradient; nothing without gradients."""
+        """Free the output until ``reader``, which was computed from it, has a gradient; no-op if it needs none."""
         if self._output is not None and reader.requires_grad:
             self._output.untyped_storage().resize_(0)
-            reader.register_hook(self._fill)
+            reader.register_hook(self._restore)
         else:
-            self._again = self._output = None
+            self._recompute = self._output = None
 
-    def _fill(self, gradient: Tensor) -> None:
-        if self._again is None or self._output is None:  # a backward pass within another calls hooks twice
+    def _restore(self, gradient: Tensor) -> None:
+        if self._recompute is None or self._output is None:  # a nested backward pass calls hooks twice
             return
         with torch.no_grad():
-            again = self._again().untyped_storage()
-        self._output.untyped_storage().resize_(again.nbytes())
-        self._output.untyped_storage().copy_(again)
-        self._again = self._output = None
+            recomputed = self._recompute().untyped_storage()
+        self._output.untyped_storage().resize_(recomputed.nbytes())
+        self._output.untyped_storage().copy_(recomputed)
+        self._recompute = self._output = None
 
 
-class _Giving(torch.nn.Module):
-    """A function as a module, which the engine asks for from 0.17 on."""
+class _Lambda(torch.nn.Module):
+    """Wraps a function in a module, which the engine requires from 0.17 on."""
 
     def __init__(self, function: Callable[..., _Output]) -> None:
         super().__init__()
@@ -247,22 +247,22 @@ class _Giving(torch.nn.Module):
 
 
 def recompute_activation(original: Callable[..., _Output]) -> Callable[..., _Output]:
-    """``MLP.forward`` that makes the activation, [s, b, ffn/tp], again where norms are recomputed.
+    """``MLP.forward`` that recomputes the activation, [s, b, ffn/tp], where norms are recomputed.
 
-    Megatron's own forward runs with stand-ins for the two linears, so that only its middle is left. Behind a dropout
-    (T5's) nothing is gained: the second linear saves what is left of the activation, not the activation.
+    Megatron's own forward runs with substitutes for the two linears, so that only the activation is left. After a
+    dropout (T5) nothing is gained: the second linear saves the output of the dropout, not the activation.
     """
 
     def forward(self: Any, hidden_states: Tensor, per_token_scale: Any = None, **others: Any) -> _Output:
         config = self.config
-        is_asked = recomputes_cheap_outputs(config)
-        if not is_asked or per_token_scale is not None or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0:
+        recomputes = recomputes_cheap_outputs(config)
+        if not recomputes or per_token_scale is not None or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0:
             return original(self, hidden_states, per_token_scale, **others)
 
         def activation(hidden: Tensor, bias: Tensor | None) -> Tensor:
-            linears = {"linear_fc1": _Giving(lambda _: (hidden, bias)), "linear_fc2": _Giving(lambda x: (x, None))}
-            middle = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
-            return original(middle, hidden)[0]
+            linears = {"linear_fc1": _Lambda(lambda _: (hidden, bias)), "linear_fc2": _Lambda(lambda x: (x, None))}
+            mlp = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
+            return original(mlp, hidden)[0]
 
         recomputed = RecomputedOutput()
         output: _Output = self.linear_fc2(recomputed.checkpoint(activation, *self.linear_fc1(hidden_states)))
@@ -286,37 +286,37 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
     if main_grad.dtype == total_input.dtype:
         main_grad.addmm_(grad_output.t(), total_input)
     elif main_grad.is_cuda:
-        # torch >= 2.10: a float32 sum of half-precision products, in the GEMM's epilogue.
+        # torch >= 2.10: accumulates half-precision products in float32, in the GEMM's epilogue.
         torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
     else:
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
 
-def summed_over_ranks(output: Tensor, linear: Any) -> Tensor:
-    """What Megatron's row-parallel linear does behind its product, for one that is told not to communicate.
+def reduce_over_tp(output: Tensor, linear: Any) -> Tensor:
+    """Reduce the output of a row-parallel linear that is set not to communicate, as Megatron's own linear does.
 
     Args:
-        output: This rank's part of the sum over the tp group, [s, b, h].
+        output: This rank's addend of the sum over the tp group, [s, b, h].
         linear: The linear.
 
     Returns:
-        The sum, [s, b, h], or under sequence parallelism this rank's rows of it, [s/tp, b, h]. A model in training that
-        generates in between holds whole rows then.
+        The sum, [s, b, h], or under sequence parallelism this rank's shard of it, [s/tp, b, h]. Generation during
+        training turns sequence parallelism off.
     """
-    add = (
+    reduce = (
         reduce_scatter_to_sequence_parallel_region
         if linear.sequence_parallel
         else reduce_from_tensor_model_parallel_region
     )
-    summed: Tensor = add(output, group=linear.tp_group)
-    return summed
+    reduced: Tensor = reduce(output, group=linear.tp_group)
+    return reduced
 
 
-def reported_gradient(weight: Any) -> Tensor | None:
-    """What autograd gets for ``weight``, whose gradient was added to ``main_grad``.
+def placeholder_gradient(weight: Any) -> Tensor | None:
+    """Gradient that autograd gets for ``weight``, whose real gradient was added to ``main_grad``.
 
-    megatron-core 0.16.1, tensor_parallel/layers.py: some gradient, or the hook that reduces would not run; and zeros
-    for a tied weight, to whose others this one is added.
+    megatron-core 0.16.1, tensor_parallel/layers.py: any tensor, so that the hook that reduces gradients runs; zeros for
+    a tied weight, as autograd adds them to the gradient of its other use.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -326,16 +326,16 @@ def reported_gradient(weight: Any) -> Tensor | None:
 
 
 class WeightGradient:
-    """The two functions of Apex's extension that the engine calls."""
+    """Functions of Apex's ``fused_weight_gradient_mlp_cuda`` that the engine calls."""
 
     wgrad_gemm_accum_fp32 = staticmethod(accumulate_weight_gradient)
     wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)
 
 
 def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
-    """``LinearWithGradAccumulationAndAsyncCommunication.forward`` whose product adds the bias, too.
+    """``LinearWithGradAccumulationAndAsyncCommunication.forward`` with the bias added by the GEMM.
 
-    Its own addition is a pass over the output at a third of the memory's rate: H200, 12,288 x 3,840, 0.12 ms.
+    Its own addition is a pass over the output at a third of the memory bandwidth: H200, 12,288 x 3,840, 0.12 ms.
     """
 
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
@@ -343,23 +343,23 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
             plain: Tensor = original(ctx, input, weight, bias, *options)
             return plain
         fuses, reduces, is_sequence_parallel, *others = options
-        original(ctx, input[:0], weight, bias, fuses, reduces, False, *others)  # tells ctx what going back needs
+        original(ctx, input[:0], weight, bias, fuses, reduces, False, *others)  # prepares ctx for backward
         ctx.save_for_backward(input, weight)
         ctx.sequence_parallel = is_sequence_parallel
         if is_sequence_parallel:
-            group = ctx.tp_group  # by name: 0.19 takes one more option behind it
-            whole = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
-            dist.all_gather_into_tensor(whole, input.contiguous(), group=group)
-            input = whole
+            group = ctx.tp_group  # not by position: 0.19 has another option after it
+            gathered = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
+            dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
+            input = gathered
         product = torch.addmm(bias, input.flatten(0, -2), weight.t())
-        # Not a view, whose padded columns nobody could overwrite (models/gpt.py).
+        # Not a view, whose padding columns could not be overwritten (models/gpt.py).
         output: Tensor = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])
         return output
 
     return staticmethod(forward)
 
 
-class _LookUp(torch.autograd.Function):
+class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
@@ -372,19 +372,19 @@ class _LookUp(torch.autograd.Function):
         weight = ctx.weight
         rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
         weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
-        # Of a tied one the output layer gives autograd the zeros that it wants.
-        return None, None if getattr(weight, "zero_out_wgrad", False) else reported_gradient(weight)
+        # For a tied weight the output layer returns the zeros to autograd.
+        return None, None if getattr(weight, "zero_out_wgrad", False) else placeholder_gradient(weight)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of ``weight`` [v/tp, h], whose gradients are added to ``main_grad`` where there is one.
+    """Look up rows of ``weight`` [v/tp, h]; gradients are added to ``main_grad`` if it exists.
 
-    Otherwise a gradient of the whole table is zeroed, filled, and added to the buffer in every microbatch: on an H200,
-    128,256 x 4096 and 8,192 tokens, 2.74 ms instead of 0.27. As in a linear of the engine, autograd gets some tensor,
+    Otherwise a gradient of the full table is zeroed, filled, and added to the buffer in every microbatch: on an H200,
+    128,256 x 4096 and 8,192 tokens, 2.74 ms instead of 0.27. As in the engine's linears, autograd gets a placeholder,
     because the hook that reduces gradients asserts that there is one.
     """
     if torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad"):
-        rows: Tensor = _LookUp.apply(ids, weight)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Embedding.apply(ids, weight)  # type: ignore[no-untyped-call]
         return rows
     return F.embedding(ids, weight)
 
@@ -393,7 +393,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def liger_swiglu(original: Any) -> type:
-    """A stand-in for the engine's autograd function: only its ``apply`` is ever used."""
+    """Replacement of the engine's autograd function, of which only ``apply`` is used."""
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
     class LigerSwiGLU:
@@ -401,7 +401,7 @@ def liger_swiglu(original: Any) -> type:
 
         @staticmethod
         def apply(input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
-            if fp8_input_store or cpu_offload_input:  # both change what the engine keeps for the backward
+            if fp8_input_store or cpu_offload_input:  # both change what the engine saves for backward
                 result: Tensor = original.apply(input, fp8_input_store, cpu_offload_input)
             else:
                 result = LigerFusedGateUpSiLUMulFunction.apply(input, False)
@@ -411,32 +411,32 @@ def liger_swiglu(original: Any) -> type:
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
-# Vocab-parallel cross-entropy by torch.compile, over a vocabulary that is padded to a multiple of tp.
+# Vocabulary-parallel cross-entropy by torch.compile, over a vocabulary that is padded to a multiple of tp.
 #
-# It keeps the logits themselves for the backward pass instead of a float32 softmax: per logit 4 bytes are read going
-# forward (the second time mostly from the cache), 2 read and 2 written going back. liger-kernel 0.8 and megatron-core
-# 0.16.1 move 22 and more, and keep 4 bytes per logit.
+# It saves the logits themselves for the backward pass instead of a float32 softmax: per logit the forward pass reads 4
+# bytes (the second time mostly from the cache), the backward pass reads 2 and writes 2. liger-kernel 0.8 and
+# megatron-core 0.16.1 move 22 and more, and save 4 bytes per logit.
 #
-# Three more things are wrong with megatron-core 0.16.1 here. The rows that pad the vocabulary take part in the softmax,
-# so the loss is not that of the Hugging Face model: models hide them in their logits (models/gpt.py). The fused variant
-# casts its gradient to bfloat16 whatever the logits are (fusions/fused_cross_entropy.py). And a label that is not to be
-# counted has a gradient unless the caller masks its loss.
+# megatron-core 0.16.1 has three more faults here. Vocabulary padding takes part in the softmax, so the loss is not that
+# of the Hugging Face model: models mask it in their logits (models/gpt.py). The fused variant casts its gradient to
+# bfloat16 whatever the dtype of the logits (fusions/fused_cross_entropy.py). And an ignored label has a gradient unless
+# the caller masks its loss.
 
 
 def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a shard knows of each token: the largest logit, the sum of exp(logit - largest), the label's logit.
+    """A vocabulary shard's statistics per token: largest logit, sum of exp(logit - largest), and the label's logit.
 
     Args:
         logits: [s, b, v/tp].
-        labels: [s, b], numbers of the whole vocabulary.
-        first: Number of the shard's first column.
+        labels: [s, b], token ids of the full vocabulary.
+        first: Token id of the shard's first column.
 
     Returns:
-        Three times [s, b], float32; the last is 0 where the label is in another shard.
+        Three tensors [s, b], float32; the last is 0 where the label is in another shard.
     """
     width = logits.shape[-1]
     scores = logits.float()
-    # A shard of nothing but padding is all -inf, and -inf - (-inf) is NaN.
+    # A shard of only padding is all -inf, and -inf - (-inf) is NaN.
     largest = scores.amax(-1).clamp(min=torch.finfo(torch.float32).min)
     total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
     column = labels - first
@@ -445,14 +445,14 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, 
 
 
 def logits_gradient(logits: Tensor, labels: Tensor, first: int, log_sum: Tensor, upstream: Tensor) -> Tensor:
-    """(softmax - one-hot) * upstream: [s, b, v/tp], in the logits' dtype.
+    """Gradient of the logits, (softmax - one-hot) * upstream: [s, b, v/tp], in the logits' dtype.
 
     Args:
         logits: [s, b, v/tp].
-        labels: [s, b], numbers of the whole vocabulary.
-        first: Number of the shard's first column.
-        log_sum: [s, b], float32: the logarithm of the softmax's denominator, over the whole vocabulary.
-        upstream: [s, b], gradient of the loss of each token.
+        labels: [s, b], token ids of the full vocabulary.
+        first: Token id of the shard's first column.
+        log_sum: [s, b], float32: log-sum-exp of the logits over the full vocabulary.
+        upstream: [s, b], gradients of the token losses.
     """
     softmax = (logits.float() - log_sum.unsqueeze(-1)).exp()
     columns = torch.arange(logits.shape[-1], device=logits.device)
@@ -462,17 +462,17 @@ def logits_gradient(logits: Tensor, labels: Tensor, first: int, log_sum: Tensor,
 
 @functools.cache
 def _compiled(function: Any) -> Any:
-    """Compiled once per process; on a GPU the eager form would write several float32 copies of the logits."""
+    """Compile once per process; on a GPU the eager form would write several float32 copies of the logits."""
     return torch.compile(function)
 
 
 def compiled_for(logits: Tensor, function: Any) -> Any:
-    """``function``, as one kernel where ``logits`` are on a GPU."""
+    """``function``, compiled if ``logits`` are on a GPU."""
     return _compiled(function) if logits.is_cuda else function
 
 
 class VocabParallelLoss(torch.autograd.Function):
-    """Cross-entropy of each token over a vocabulary that is split over a TP group; every rank of it must call."""
+    """Cross-entropy of each token over a vocabulary that is sharded over a TP group; collective over it."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
@@ -503,7 +503,7 @@ def token_losses(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
 
     Args:
         logits: [s, b, v/tp]; may be overwritten.
-        labels: [s, b], token numbers; a negative label costs 0 and has no gradient.
+        labels: [s, b], token ids; a negative label has the loss 0 and no gradient.
         tp_group: The TP group.
     """
     losses: Tensor = VocabParallelLoss.apply(logits, labels, tp_group)  # type: ignore[no-untyped-call]
@@ -517,41 +517,41 @@ def language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
 
 
 # ---- soft caps -------------------------------------------------------------------------------------------------------
-# Numbers between two soft bounds, cap * tanh(x / cap): scores of attention and logits of Gemma 2. Bello et al. 2016
-# (arXiv 1611.09940), section 5; Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2.
+# Values bounded smoothly by cap * tanh(x / cap): attention scores and logits of Gemma 2. Bello et al. 2016 (arXiv
+# 1611.09940), section 5; Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2.
 
 
-def _capped(x: Tensor, cap: float) -> Tensor:
+def _soft_cap(x: Tensor, cap: float) -> Tensor:
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
 
 
-def _gradient(x: Tensor, upstream: Tensor, cap: float) -> Tensor:
+def _soft_cap_gradient(x: Tensor, upstream: Tensor, cap: float) -> Tensor:
     return (upstream.float() * (1.0 - torch.tanh(x.float() / cap).square())).to(x.dtype)
 
 
 class _SoftCap(torch.autograd.Function):
-    """Keeps its input, not its output: the logits of padding are hidden by overwriting the output."""
+    """Saves its input, not its output, which is overwritten to mask the logits of vocabulary padding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.cap = cap
-        capped: Tensor = compiled_for(x, _capped)(x, cap)
+        capped: Tensor = compiled_for(x, _soft_cap)(x, cap)
         return capped
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return compiled_for(x, _gradient)(x, upstream[0], ctx.cap), None
+        return compiled_for(x, _soft_cap_gradient)(x, upstream[0], ctx.cap), None
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)``, of ``x``'s shape and dtype, computed in float32."""
+    """Soft-cap ``x``: ``cap * tanh(x / cap)``, in its shape and dtype, computed in float32."""
     capped: Tensor = _SoftCap.apply(x, cap)  # type: ignore[no-untyped-call]
     return capped
 
 
-# ---- many tensors at once --------------------------------------------------------------------------------------------
+# ---- copies of many tensors ------------------------------------------------------------------------------------------
 
 
 def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
@@ -562,21 +562,21 @@ def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | 
 
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
     buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
-    place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    shard = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
-    return bucket.view(-1)[place.start : place.end]
+    return bucket.view(-1)[shard.start : shard.end]
 
 
 @torch.no_grad()
 def copy_shards(self: Any) -> None:
-    """``DistributedOptimizer._copy_main_params_to_model_params`` by one copy of all updated shards.
+    """``DistributedOptimizer._copy_main_params_to_model_params`` with one copy of all updated shards.
 
-    Those of float32 weights are views of the weights' buffer: nothing to copy.
+    Shards of float32 weights are views of the weights' buffer and need no copy.
     """
     if self.is_stub_optimizer:
         return
     masters: MasterOptimizer = self.optimizer
-    if masters.model_params is None:  # found once: every microsecond that the host spends here the GPU may be idle
+    if masters.model_params is None:  # built once: the GPU may be idle while the host is here
         masters.model_params = {
             main: _shard_in_buffer(self, parameter)
             for pair in zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True)

@@ -1,7 +1,7 @@
-"""Triton kernels, only imported where Triton is: norms, rotary positions, Adam, fp8 and sums of rows.
+"""Triton kernels, imported only where Triton is installed: norms, rotary embedding, Adam, fp8 casts and sums of rows.
 
-Each reads every number once and writes it once, where torch's operators or graphs would pass over memory several times;
-what was measured stands above each. Kernels have no annotations: Triton evaluates them.
+Each reads and writes every element once, where torch's operators or compiled graphs pass over memory several times;
+measurements are in the comment above each. Kernels have no type annotations, because Triton evaluates them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,30 +17,30 @@ from torch import Tensor
 
 from lightning_megatron.engine.fillers.masks import TensorCache
 
-# ---- a residual and the norm behind it -------------------------------------------------------------------------------
-# A residual's addition and the norm that reads the sum in one Triton kernel each way, with bias and dropout.
+# ---- residual addition and norm --------------------------------------------------------------------------------------
+# Residual addition, with bias and dropout, and the norm that reads the sum: one Triton kernel forward, one backward.
 #
-# The sum is written once, read by the norm from registers, and going back one kernel reads the sum and both gradients
-# and writes what both addends get; the mask of a dropout is drawn again from its seed instead of being kept. The
-# gradients of the norm's parameters and of the bias are summed in a fixed order.
+# The forward kernel writes the sum once and normalizes it from registers; the backward kernel reads the sum and both
+# gradients and writes the gradients of both addends. Dropout masks are regenerated from their seed instead of being
+# saved. Gradients of the norm's parameters and of the bias are summed in a fixed order.
 #
-# H200, forward + backward in ms, engine's compiled addition and torch's norm, then this (bytes alone): 8,192 x 4,096
-# without dropout 0.093 + 0.161, 0.068 + 0.084 (0.063 + 0.063); 12,288 x 1,280 with bias and dropout 0.098 + 0.151,
-# 0.049 + 0.076 (0.029 + 0.037). torch.compile of both: 0.071 + 0.097 for the former, and another graph for each shape.
+# H200, forward + backward in ms, engine's compiled addition and torch's norm, then this (bandwidth limit): 8,192 x
+# 4,096 without dropout 0.093 + 0.161, 0.068 + 0.084 (0.063 + 0.063); 12,288 x 1,280 with bias and dropout 0.098 +
+# 0.151, 0.049 + 0.076 (0.029 + 0.037). torch.compile of both: 0.071 + 0.097 for the former, and a graph per shape.
 
 
 @triton.jit
-def _kept(seed, row, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
-    """Which of a row's numbers are kept: [WIDTH], by 32 random bits each."""
-    places = row * (WIDTH // 4) + tl.arange(0, WIDTH // 4)
-    a, b, c, d = tl.randint4x(tl.load(seed), places.to(tl.uint32), 7)
+def _dropout_mask(seed, row, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
+    """Dropout mask of a row, True for kept elements: [WIDTH], by 32 random bits each."""
+    offset = row * (WIDTH // 4) + tl.arange(0, WIDTH // 4)
+    a, b, c, d = tl.randint4x(tl.load(seed), offset.to(tl.uint32), 7)
     bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.int32, bitcast=True)
     return bits >= DROPPED
 
 
 @triton.jit
 def _add_norm(
-    x, bias, residual, weight, shift, seed, total, out, mean, scale, columns, eps, inflation,
+    x, bias, residual, weight, shift, seed, total, out, mean, scale, columns, eps, keep_scale,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def _add_norm(
     if HAS_BIAS:
         added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if DROPPED is not None:
-        added = tl.where(_kept(seed, row, WIDTH, DROPPED), added * inflation, 0.0)
+        added = tl.where(_dropout_mask(seed, row, WIDTH, DROPPED), added * keep_scale, 0.0)
     added += tl.load(residual + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(total.dtype.element_ty)
     tl.store(total + row * columns + column, rounded, mask=inside)
@@ -70,7 +70,7 @@ def _add_norm(
 
 @triton.jit
 def _add_norm_backward(
-    total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, inflation,
+    total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, keep_scale,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -80,29 +80,29 @@ def _add_norm_backward(
     d_weight = tl.zeros([WIDTH], tl.float32)
     d_shift = tl.zeros([WIDTH], tl.float32)
     d_bias = tl.zeros([WIDTH], tl.float32)
-    wide = columns.to(tl.int64)
+    stride = columns.to(tl.int64)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        place = row * wide + column
-        h = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
-        upstream = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
-        passed = tl.load(d_total + place, mask=inside, other=0.0).to(tl.float32)
+        offset = row * stride + column
+        h = tl.load(total + offset, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(d_out + offset, mask=inside, other=0.0).to(tl.float32)
+        residual_gradient = tl.load(d_total + offset, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(scale + row)
         if not RMS:
             h = tl.where(inside, h - tl.load(mean + row), 0.0)
         h *= inverse
         d_weight += upstream * h
-        gained = upstream * gain
-        change = gained - h * (tl.sum(gained * h, 0) / columns)
+        d_normed = upstream * gain
+        gradient = d_normed - h * (tl.sum(d_normed * h, 0) / columns)
         if not RMS:
             d_shift += upstream
-            change -= tl.sum(gained, 0) / columns
-        change = change * inverse + passed
-        tl.store(d_residual + place, change, mask=inside)
+            gradient -= tl.sum(d_normed, 0) / columns
+        gradient = gradient * inverse + residual_gradient
+        tl.store(d_residual + offset, gradient, mask=inside)
         if DROPPED is not None:
-            change = tl.where(_kept(seed, row, WIDTH, DROPPED), change * inflation, 0.0)
-            tl.store(d_x + place, change, mask=inside)
+            gradient = tl.where(_dropout_mask(seed, row, WIDTH, DROPPED), gradient * keep_scale, 0.0)
+            tl.store(d_x + offset, gradient, mask=inside)
         if HAS_BIAS:
-            d_bias += change
+            d_bias += gradient
     sums = partial + tl.program_id(0) * columns + column
     size = tl.num_programs(0).to(tl.int64) * columns
     tl.store(sums, d_weight, mask=inside)
@@ -114,21 +114,21 @@ def _add_norm_backward(
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, how: Any) -> Any:
-        eps, probability = how
+    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, options: Any) -> Any:
+        eps, probability = options
         rows, columns = x.shape[:-1].numel(), x.shape[-1]
         total, out = torch.empty_like(x), torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = scale if shift is None else torch.empty_like(scale)
         seed = torch.randint(2**62, (1,), device=x.device) if probability > 0.0 else scale
-        ctx.inflation = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+        ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
         width = triton.next_power_of_2(columns)
         dropped = round(probability * (2**32 - 1)) - 2**31 if probability > 0.0 else None
         ctx.flags = {"WIDTH": width, "HAS_BIAS": bias is not None, "DROPPED": dropped, "RMS": shift is None}
         ctx.num_warps = min(max(width // 512, 1), 16)
         _add_norm[(rows,)](
             x, x if bias is None else bias, residual, weight, weight if shift is None else shift, seed, total, out,
-            mean, scale, columns, eps, ctx.inflation, **ctx.flags, num_warps=ctx.num_warps,
+            mean, scale, columns, eps, ctx.keep_scale, **ctx.flags, num_warps=ctx.num_warps,
         )  # fmt: skip
         ctx.save_for_backward(total, weight, mean, scale, seed)
         return total, out
@@ -140,14 +140,14 @@ class _AddNorm(torch.autograd.Function):
         d_total, d_out = (gradient.contiguous() for gradient in upstream)
         d_residual = torch.empty_like(total)
         d_x = d_residual if ctx.flags["DROPPED"] is None else torch.empty_like(total)
-        # Each sums the parameters' gradients over its rows. Measured for 1,024, 1,280, 2,048 and 4,096 columns.
+        # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
         per_multiprocessor, stages = {1: (8, 2), 2: (8, 2), 4: (8, 1)}.get(ctx.num_warps, (2, 1))
         # Triton's interpreter runs on the CPU.
         count = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
         programs = min(per_multiprocessor * count, rows)
         partial = torch.empty(3 if ctx.flags["HAS_BIAS"] else 2, programs, columns, device=total.device)
         _add_norm_backward[(programs,)](
-            total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.inflation,
+            total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
             **ctx.flags, STAGES=stages, num_warps=ctx.num_warps,
         )  # fmt: skip
         d_weight, d_shift, *d_bias = partial.sum(1).to(weight.dtype)
@@ -163,63 +163,62 @@ def add_norm(
     eps: float,
     probability: float,
 ) -> tuple[Tensor, Tensor]:
-    """``residual + dropout(x + bias)``, and its norm: two tensors of ``x``'s shape and dtype.
+    """Compute ``residual + dropout(x + bias)`` and its norm: two tensors of ``x``'s shape and dtype.
 
     Args:
         x: [..., h].
-        bias: [h], a tensor; None for none.
+        bias: [h]; None for none.
         residual: [..., h] in the dtype of ``x``.
-        weight: [h], the norm's.
-        shift: [h], LayerNorm's bias; None for RMSNorm.
-        eps: The norm's.
-        probability: With which a number of ``x + bias`` is dropped; the mask is that of torch's generator on the
-            device, which draws one number for it.
+        weight: [h], weight of the norm.
+        shift: [h], bias of a LayerNorm; None for RMSNorm.
+        eps: Added to the variance.
+        probability: Probability of dropping an element of ``x + bias``; torch's generator on the device draws one
+            number as the seed of the mask.
     """
     x, residual = x.contiguous(), residual.contiguous()
-    both: tuple[Tensor, Tensor] = _AddNorm.apply(x, bias, residual, weight, shift, (eps, probability))
-    return both
+    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(x, bias, residual, weight, shift, (eps, probability))
+    return outputs
 
 
-# ---- rotary positions ------------------------------------------------------------------------------------------------
-# Rotary positions in one Triton kernel: the output of the fused projection in, queries, keys and values out.
+# ---- rotary position embedding ---------------------------------------------------------------------------------------
+# Rotary embedding in one Triton kernel: from the output of the fused QKV projection to queries, keys and values.
 #
 # Megatron-Core without Transformer Engine copies the queries out of [s, b, ng * (np/ng + 2) * hn], rotates queries and
-# keys by eight kernels each, and concatenates three gradients going back. torch.compile made one kernel of the eight,
-# but took the sine of every number of every head and left the copy and the concatenation. Here each number is read once
-# and written once in either direction, sines and cosines come from a table that all layers share, and nobody keeps the
-# projection's output. H200, Llama-3-8B, 8192 tokens, forward + backward: 0.180 + 0.207 ms before, now 0.054 + 0.056;
-# the bytes alone take 0.047 + 0.047.
+# keys by eight kernels each, and concatenates three gradients in the backward pass. torch.compile fused the eight, but
+# computed the sine of every element of every head and left the copy and the concatenation. Here each element is read
+# and written once in either pass, sines and cosines come from a table that all layers share, and the projection's
+# output is not saved. H200, Llama-3-8B, 8192 tokens, forward + backward: 0.180 + 0.207 ms before, now 0.054 + 0.056;
+# the bandwidth limit is 0.047 + 0.047.
 #
-# Computed in float32 and rounded once, where the engine's function rounds sines, products and sums: closer to the
-# truth.
+# Computed in float32 and rounded once, where the engine's function rounds sines, products and sums: more exact.
 
 _TABLES = TensorCache()
-"""Cosines and sines of the angles that are alive."""
+"""Tables of cosines and sines, by angles."""
 
-_HEADS_AT_ONCE = 16
+_HEADS_PER_PROGRAM = 16
 
 
 @triton.jit
-def _turn(
+def _rotate(
     mixed, query, key, value, table, batch, mixed_s, mixed_b, mixed_h, query_s, query_b, query_h, key_s, key_b, key_h,
-    value_s, value_b, value_h, table_s, table_b, sines, HEADS: tl.constexpr, QUERIES: tl.constexpr, KINDS: tl.constexpr,
-    HALF: tl.constexpr, PAIRS: tl.constexpr, AT_ONCE: tl.constexpr, BACKWARD: tl.constexpr,
+    value_s, value_b, value_h, table_s, table_b, sine_offset, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One token and ``AT_ONCE`` heads; of each group's ``KINDS`` heads ``QUERIES`` are queries, then key and value."""
+    """Rotate ``BLOCK_HEADS`` heads of a token; a group's ``GROUP`` heads are ``QUERIES`` queries, a key, a value."""
     s, b = (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
-    head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
-    group, place = head // KINDS, head % KINDS
+    group, member = head // GROUP, head % GROUP
     exists = (head < HEADS) & (pair < HALF)
-    is_query, is_key = exists & (place < QUERIES), exists & (place == QUERIES)
-    is_value = exists & (place == QUERIES + 1)
+    is_query, is_key = exists & (member < QUERIES), exists & (member == QUERIES)
+    is_value = exists & (member == QUERIES + 1)
     rows = mixed + s * mixed_s + b * mixed_b + head * mixed_h + pair
-    queries = query + s * query_s + b * query_b + (group * QUERIES + place) * query_h + pair
+    queries = query + s * query_s + b * query_b + (group * QUERIES + member) * query_h + pair
     keys = key + s * key_s + b * key_b + group * key_h + pair
     values = value + s * value_s + b * value_b + group * value_h + pair
-    turns = table + s * table_s + b * table_b + pair
-    cosine = tl.where(is_value, 1.0, tl.load(turns, mask=pair < HALF, other=0.0))
-    sine = tl.where(is_value, 0.0, tl.load(turns + sines, mask=pair < HALF, other=0.0))
+    cosines = table + s * table_s + b * table_b + pair
+    cosine = tl.where(is_value, 1.0, tl.load(cosines, mask=pair < HALF, other=0.0))
+    sine = tl.where(is_value, 0.0, tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0))
     if BACKWARD:
         first, second = tl.load(queries, is_query, 0.0), tl.load(queries + HALF, is_query, 0.0)
         first, second = first + tl.load(keys, is_key, 0.0), second + tl.load(keys + HALF, is_key, 0.0)
@@ -241,75 +240,75 @@ def _turn(
         tl.store(values + HALF, second, is_value)
 
 
-def _run(mixed: Tensor, parts: Sequence[Tensor], table: Tensor, queries: int, *, backward: bool) -> None:
-    """Turn ``mixed`` [s, b, heads, hn] into queries, keys and values, or back; heads without groups are all queries."""
+def _launch_rotate(mixed: Tensor, parts: Sequence[Tensor], table: Tensor, queries: int, *, backward: bool) -> None:
+    """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries."""
     s, b, heads, _ = mixed.shape
     half = table.shape[-1]
-    _turn[(s * b, triton.cdiv(heads, _HEADS_AT_ONCE))](
+    _rotate[(s * b, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
         mixed, *parts, table, b, *mixed.stride()[:3], *(n for part in parts for n in part.stride()[:3]),
         table.stride(1), table.stride(2) if table.shape[2] > 1 else 0, table.stride(0), HEADS=heads, QUERIES=queries,
-        KINDS=queries + 2 if queries < heads else heads, HALF=half, PAIRS=triton.next_power_of_2(half),
-        AT_ONCE=_HEADS_AT_ONCE, BACKWARD=backward,
+        GROUP=queries + 2 if queries < heads else heads, HALF=half, PAIRS=triton.next_power_of_2(half),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM, BACKWARD=backward,
     )  # fmt: skip
 
 
-def _computed(angles: Tensor) -> Tensor:
+def _cos_sin(angles: Tensor) -> Tensor:
     """Cosines and sines of each pair: [2, s, 1 or b, hn / 2], fp32, of angles [s, 1 or b, 1, hn]."""
     half = angles[:, :, 0, : angles.shape[-1] // 2]
     return torch.stack((half.cos(), half.sin()))
 
 
-class _Turn(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, angles: Tensor, queries: int) -> tuple[Tensor, ...]:
         mixed = mixed if mixed.stride(-1) == 1 else mixed.contiguous()
         s, b, heads, width = mixed.shape
         groups = heads // (queries + 2) if queries < heads else 0
         parts = tuple(mixed.new_empty(s, b, n, width) for n in (groups * queries or heads, groups, groups))
-        ctx.table, ctx.queries, ctx.shape = _TABLES.get(angles, "table", _computed), queries, mixed.shape
-        _run(mixed, parts, ctx.table, queries, backward=False)
+        ctx.table, ctx.queries, ctx.shape = _TABLES.get(angles, "table", _cos_sin), queries, mixed.shape
+        _launch_rotate(mixed, parts, ctx.table, queries, backward=False)
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = [part if part.stride(-1) == 1 else part.contiguous() for part in gradients]
         mixed = parts[0].new_empty(ctx.shape)
-        _run(mixed, parts, ctx.table, ctx.queries, backward=True)
+        _launch_rotate(mixed, parts, ctx.table, ctx.queries, backward=True)
         return mixed, None, None
 
 
 def rotate(t: Tensor, angles: Tensor) -> Tensor:
-    """Heads [s, b, n, hn] turned by ``angles``: [s, 1 or b, 1, hn], fp32 radians, whose halves are equal."""
-    turned: Tensor = _Turn.apply(t, angles, t.shape[2])[0]
-    return turned
+    """Rotate heads [s, b, n, hn] by ``angles``: [s, 1 or b, 1, hn], fp32 radians, whose halves are equal."""
+    rotated: Tensor = _Rotate.apply(t, angles, t.shape[2])[0]
+    return rotated
 
 
 def split_and_rotate(
     mixed: Tensor, query_angles: Tensor, key_angles: Tensor, widths: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [s, b, np, hn], keys and values [s, b, ng, hn] of the fused projection's output.
+    """Split the fused QKV projection into rotated queries [s, b, np, hn] and keys, and values, [s, b, ng, hn].
 
-    The signature is that of Transformer Engine's ``apply_fused_qkv_rotary_pos_emb``.
+    Signature of Transformer Engine's ``apply_fused_qkv_rotary_pos_emb``.
 
     Args:
-        mixed: [s, b, ng, (np/ng + 2) * hn]: the queries of a group, its key, its value.
+        mixed: [s, b, ng, (np/ng + 2) * hn]: queries, key and value of each group.
         query_angles: [s, 1 or b, 1, hn], fp32 radians, whose halves are equal.
-        key_angles: The same.
+        key_angles: Unused; the same as ``query_angles``.
         widths: Columns of a group's queries, of its key and of its value.
     """
     del key_angles
     heads = mixed.view(*mixed.shape[:2], -1, widths[1])
-    split: tuple[Tensor, Tensor, Tensor] = _Turn.apply(heads, query_angles, widths[0] // widths[1])
+    split: tuple[Tensor, Tensor, Tensor] = _Rotate.apply(heads, query_angles, widths[0] // widths[1])
     return split
 
 
 def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``_apply_rotary_pos_emb_bshd`` by the kernel: where norms stand before the rotation, or groups are shared."""
+    """``_apply_rotary_pos_emb_bshd`` by the kernel, for heads that are normalized before the rotation or shared."""
 
     def _apply_rotary_pos_emb_bshd(t: Tensor, freqs: Tensor, *options: Any, **named: Any) -> Tensor:
-        is_usual = not named.get("rotary_interleaved") and not named.get("multi_latent_attention")
-        is_plain, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
-        if options or not (is_usual and is_plain and t.is_cuda):
+        is_standard = not named.get("rotary_interleaved") and not named.get("multi_latent_attention")
+        is_unscaled, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
+        if options or not (is_standard and is_unscaled and t.is_cuda):
             return original(t, freqs, *options, **named)
         rotated = rotate(t[..., :width], freqs)
         return rotated if width == t.shape[-1] else torch.cat((rotated, t[..., width:]), -1)
@@ -318,15 +317,15 @@ def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
-# Clipping, AdamW or Adam, and the copy into 16-bit weights, in one Triton kernel over all tensors of a group.
+# Clipping, AdamW or Adam, and the copy into 16-bit weights in one Triton kernel for all tensors of a parameter group.
 #
 # torch's fused kernel writes clipped gradients back and leaves the copy to another pass. H200, 1.50 G parameters: clip
-# 3.37 + torch's step 12.06 + copy 2.57 ms (with grad_scale 14.04 + 2.57), this kernel 11.0; the bytes alone take 10.5.
+# 3.37 + torch's step 12.06 + copy 2.57 ms (with grad_scale 14.04 + 2.57), this kernel 11.0 (bandwidth limit 10.5).
 
 _CHUNK = 8192
-"""Numbers of one program."""
+"""Elements per program."""
 _BLOCK = 1024
-_LOW = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TRITON_DTYPES = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -348,37 +347,37 @@ def _adam(
     seconds = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), ALIGNMENT)
     lows = tl.load(row + 4)
     for start in tl.static_range(0, CHUNK, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < size
-        weight = tl.load(weights + place, mask=inside)
-        gradient = tl.load(gradients + place, mask=inside) * scale
+        offset = start + tl.arange(0, BLOCK)
+        inside = offset < size
+        weight = tl.load(weights + offset, mask=inside)
+        gradient = tl.load(gradients + offset, mask=inside) * scale
         if DECOUPLED:
             weight -= lr * decay * weight
         else:
             gradient += decay * weight
-        first = beta1 * tl.load(firsts + place, mask=inside) + (1.0 - beta1) * gradient
-        second = beta2 * tl.load(seconds + place, mask=inside) + (1.0 - beta2) * gradient * gradient
+        first = beta1 * tl.load(firsts + offset, mask=inside) + (1.0 - beta1) * gradient
+        second = beta2 * tl.load(seconds + offset, mask=inside) + (1.0 - beta2) * gradient * gradient
         weight -= lr / correction1 * first / (tl.sqrt(second) / correction2 + eps)
-        written = place < changed  # what is read need not wait for the answer
-        tl.store(weights + place, weight, mask=written)
-        tl.store(firsts + place, first, mask=written)
-        tl.store(seconds + place, second, mask=written)
+        written = offset < changed  # not the mask of the loads, which would wait for found_inf
+        tl.store(weights + offset, weight, mask=written)
+        tl.store(firsts + offset, first, mask=written)
+        tl.store(seconds + offset, second, mask=written)
         if LOW is not None:
             low = tl.multiple_of(lows.to(tl.pointer_type(LOW)), ALIGNMENT)
-            tl.store(low + place, weight, mask=written & (lows != 0))
+            tl.store(low + offset, weight, mask=written & (lows != 0))
 
 
 AdamKey = tuple[tuple[int, ...], ...]
-"""Addresses of weights, gradients, first and second moments (fp32), and of 16-bit copies of the weights (0: none)."""
+"""Addresses of weights, gradients, first and second moments (fp32), and 16-bit copies of the weights (0: none)."""
 
 
 def adam_table(key: AdamKey, sizes: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """For each chunk five addresses and how many numbers there are: [chunks, 6] int64; and what divides all addresses.
+    """Five addresses and the number of elements of each chunk, [chunks, 6] int64; and the alignment of all addresses.
 
     Args:
-        key: Where the tensors lie.
-        sizes: How many numbers each has.
-        device: Of the table.
+        key: Addresses of the tensors.
+        sizes: Number of elements of each.
+        device: Device of the table.
     """
     counts = -(-torch.tensor(sizes) // _CHUNK)
     tensor = torch.repeat_interleave(counts)
@@ -387,7 +386,7 @@ def adam_table(key: AdamKey, sizes: Sequence[int], device: torch.device) -> tupl
     addresses = torch.where(addresses == 0, 0, addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None])
     rows = torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None])).t().contiguous()
     if device.type == "cuda":
-        rows = rows.pin_memory()  # or the host would wait until the device has it
+        rows = rows.pin_memory()  # so that the copy does not synchronize
     return rows.to(device, non_blocking=True), 4 if (addresses % 16).any() else 16
 
 
@@ -395,34 +394,34 @@ def adam_step(
     table: tuple[Tensor, int], low: torch.dtype | None, options: dict[str, Any], grad_scale: Tensor | None,
     found_inf: Tensor | None, *, decoupled: bool,
 ) -> None:  # fmt: skip
-    """Update all tensors of a group.
+    """Update all tensors of a parameter group.
 
     Args:
-        table: Where they are.
-        low: Of the 16-bit copies; None if there are none.
+        table: Result of ``adam_table``.
+        low: Dtype of the 16-bit copies; None if there are none.
         options: The group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and ``step``, which counts this one.
-        grad_scale: [] or [1], fp32: what gradients are divided by; they stay as they are.
-        found_inf: [1], fp32: not 0 to change nothing.
-        decoupled: AdamW, not Adam.
+        grad_scale: [] or [1], fp32: divisor of the gradients, which are not overwritten.
+        found_inf: [1], fp32: if not 0, nothing is changed.
+        decoupled: Whether weight decay is decoupled (AdamW).
     """
     (rows, alignment), (beta1, beta2) = table, options["betas"]
     _adam[(len(rows),)](
         rows, grad_scale, found_inf, options["lr"], beta1, beta2, options["eps"], options["weight_decay"],
         1.0 - beta1 ** options["step"], (1.0 - beta2 ** options["step"]) ** 0.5, CHUNK=_CHUNK, BLOCK=_BLOCK,
-        ALIGNMENT=alignment, DECOUPLED=decoupled, LOW=_LOW[low], num_warps=8,
+        ALIGNMENT=alignment, DECOUPLED=decoupled, LOW=_TRITON_DTYPES[low], num_warps=8,
     )  # fmt: skip
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
-# A Triton kernel of fp8 linears: the fp8 numbers of a tensor with those of its transpose.
+# Cast of a tensor to fp8 together with its transpose, for fp8 linears.
 #
-# Hopper multiplies fp8 matrices in one layout only (both rows contiguous along what is summed), so a tensor that enters
-# two products is needed as it is and transposed. One kernel reads it once and writes both; torch would copy three
-# times, and its copy of a transpose of bytes is slow. On a CPU ``fp8.py`` does the same.
+# Hopper multiplies fp8 matrices in one layout only (both contiguous along the reduced dimension), so a tensor that
+# enters two products is needed as it is and transposed. One kernel reads it once and writes both; torch would copy
+# three times, and its transposing copy of bytes is slow. On a CPU ``fp8.py`` does the same.
 
 _TILE = (64, 128)
 _WARPS = 4
-"""Fastest of those measured on an H200: [8192, 28672] in bf16 to both in fp8 in 251 us (tiles of 128 x 128 with 8
+"""Fastest of those measured on an H200: [8192, 28672] in bf16 to both layouts in fp8 in 251 us (128 x 128 tiles with 8
 warps: 315; at the speed of a copy: 220)."""
 
 
@@ -431,86 +430,85 @@ def _fp8_cast(
     x, amax, scale, rows, columns, m, n, stride, MAX: tl.constexpr, SMALLEST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # From the end, which whoever took the largest magnitude has read last: it is still in the cache.
+    # In reverse: the reduction of amax has read the end last, which is still in the cache.
     block_m, block_n = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     at_m, at_n = block_m * BM + tl.arange(0, BM), block_n * BN + tl.arange(0, BN)
-    there = (at_m[:, None] < m) & (at_n[None, :] < n)
-    place = at_m[:, None].to(tl.int64) * n + at_n[None, :]
+    inside = (at_m[:, None] < m) & (at_n[None, :] < n)
+    offset = at_m[:, None].to(tl.int64) * n + at_n[None, :]
     largest = tl.maximum(tl.load(amax), SMALLEST)
-    # Not clamped: by their scale numbers are in range, and NaN must stay NaN.
-    numbers = tl.load(x + place, mask=there, other=0.0).to(tl.float32) * tl.math.div_rn(MAX, largest)
+    # Not clamped: scaled values are in range, and NaN must stay NaN.
+    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(MAX, largest)
     if ROWS:
-        tl.store(rows + place, numbers.to(rows.dtype.element_ty), mask=there)
+        tl.store(rows + offset, values.to(rows.dtype.element_ty), mask=inside)
     if COLUMNS:
-        place = at_n[:, None].to(tl.int64) * stride + at_m[None, :]
-        there = (at_n[:, None] < n) & (at_m[None, :] < stride)
-        tl.store(columns + place, tl.trans(numbers.to(columns.dtype.element_ty)), mask=there)
+        offset = at_n[:, None].to(tl.int64) * stride + at_m[None, :]
+        inside = (at_n[:, None] < n) & (at_m[None, :] < stride)
+        tl.store(columns + offset, tl.trans(values.to(columns.dtype.element_ty)), mask=inside)
     if block_m + block_n == 0:
         tl.store(scale, tl.math.div_rn(largest, MAX))
 
 
 def fp8_cast(x: Tensor, amax: Tensor, smallest: float, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Write ``x`` in fp8, ``amax`` as the largest number of the format; returns the scale, [1], fp32.
+    """Cast ``x`` to fp8, with ``amax`` as the largest value of the format; returns the scale, [1], fp32.
 
     Args:
         x: [m, n], contiguous.
         amax: [1], fp32.
-        smallest: Instead of an ``amax`` that is smaller.
-        rows: [m, n], fp8; None if it is not needed.
-        columns: [n, m or more], fp8: the transpose, then zeros; None if it is not needed.
+        smallest: Lower bound of ``amax``.
+        rows: Output, [m, n], fp8; None if it is not needed.
+        columns: Output, [n, m or more], fp8: the transpose, padded with zeros; None if it is not needed.
     """
     (m, n), (tile_m, tile_n) = x.shape, _TILE
-    written = rows if rows is not None else columns
-    assert written is not None
+    output = rows if rows is not None else columns
+    assert output is not None
     scale = torch.empty(1, device=x.device)
     stride = m if columns is None else columns.shape[1]
     _fp8_cast[(triton.cdiv(n, tile_n), triton.cdiv(stride, tile_m))](
-        x, amax, scale, rows, columns, m, n, stride, torch.finfo(written.dtype).max,
+        x, amax, scale, rows, columns, m, n, stride, torch.finfo(output.dtype).max,
         smallest, tile_m, tile_n, rows is not None, columns is not None, num_warps=_WARPS,
     )  # fmt: skip
     return scale
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
-# Triton kernels of experts: sums of a few rows each, and weight gradients added to their buffer.
+# Kernels of experts: sums of a few rows each, and weight gradients added to their buffer.
 #
-# What the experts of a token made of it is summed in fp32, in a fixed order, and rounded once; each row is read once,
-# and no copy of them is written. Adding bf16 to fp32, H200, 302 M numbers: 1.2 ms by torch, 0.71 here (bytes alone
-# 0.65).
+# The outputs of a token's experts are summed in fp32, in a fixed order, and rounded once; each row is read once and not
+# copied. Adding bf16 to fp32, H200, 302 M elements: 1.2 ms by torch, 0.71 here (bandwidth limit 0.65).
 
 
 @triton.jit
-def _row_sums(x, places, out, rows, width, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
+def _row_sums(x, positions, out, rows, width, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros((COLUMNS,), tl.float32)
-    for number in tl.static_range(PLACES):
-        place = tl.load(places + row * PLACES + number)
-        total += tl.load(x + place * width + column, inside & (place < rows), 0.0).to(tl.float32)
+    for i in tl.static_range(COUNT):
+        position = tl.load(positions + row * COUNT + i)
+        total += tl.load(x + position * width + column, inside & (position < rows), 0.0).to(tl.float32)
     tl.store(out + row * width + column, total, inside)
 
 
-def row_sums(x: Tensor, places: Tensor) -> Tensor:
-    """Sums of rows of ``x``, [m, h], at ``places``, [n, k], int64: [n, h]; m stands for no row."""
-    x, places = x.contiguous(), places.contiguous()
-    out = x.new_empty(len(places), x.shape[1])
+def row_sums(x: Tensor, positions: Tensor) -> Tensor:
+    """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], int64: [n, h]; position m stands for no row."""
+    x, positions = x.contiguous(), positions.contiguous()
+    out = x.new_empty(len(positions), x.shape[1])
     columns = min(triton.next_power_of_2(x.shape[1]), 1024)
-    if len(places):
-        grid = (len(places), triton.cdiv(x.shape[1], columns))
-        _row_sums[grid](x, places, out, len(x), x.shape[1], PLACES=places.shape[1], COLUMNS=columns)
+    if len(positions):
+        grid = (len(positions), triton.cdiv(x.shape[1], columns))
+        _row_sums[grid](x, positions, out, len(x), x.shape[1], COUNT=positions.shape[1], COLUMNS=columns)
     return out
 
 
 @triton.jit
-def _add(total, x, count, NUMBERS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = place < count
-    added = tl.load(total + place, inside).to(tl.float32) + tl.load(x + place, inside).to(tl.float32)
-    tl.store(total + place, added, inside)
+def _add(total, x, count, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
+    added = tl.load(total + offset, inside).to(tl.float32) + tl.load(x + offset, inside).to(tl.float32)
+    tl.store(total + offset, added, inside)
 
 
 def add_to(total: Tensor, x: Tensor) -> None:
-    """Add ``x`` to ``total``, of the same shape and any dtypes; the sum is of fp32."""
-    assert total.is_contiguous(), "a buffer of gradients holds each one in a piece"
-    _add[(triton.cdiv(x.numel(), 4096),)](total, x.contiguous(), x.numel(), NUMBERS=4096, num_warps=8)
+    """Add ``x`` to ``total`` in place, of the same shape and any dtypes; computed in fp32."""
+    assert total.is_contiguous(), "expected a contiguous gradient buffer"
+    _add[(triton.cdiv(x.numel(), 4096),)](total, x.contiguous(), x.numel(), BLOCK=4096, num_warps=8)
