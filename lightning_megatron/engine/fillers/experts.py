@@ -324,7 +324,7 @@ class AllToAllDispatcher(Dispatcher):
         return torch.arange(self.ep_size, device=torch.cuda.current_device())
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Dispatcher``'s, with rows sorted by rank."""
+        """See ``Dispatcher``; rows are sorted by rank."""
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
         is_on_rank = (routing_map // self._num_local)[:, :, None] == self._ranks
         is_sent = is_on_rank.any(dim=1)
@@ -360,19 +360,19 @@ class AllToAllDispatcher(Dispatcher):
         return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Dispatcher``'s."""
+        """See ``Dispatcher``."""
         sent, received = self._splits
         tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
         return tokens, probs
 
     def token_combine(self, outputs: Tensor) -> Tensor:
-        """As ``Dispatcher``'s."""
+        """See ``Dispatcher``."""
         sent, received = self._splits
         back: Tensor = all_to_all(self.ep_group, outputs, sent, received)
         return back
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
-        """As ``Dispatcher``'s."""
+        """See ``Dispatcher``."""
         return unpermute(outputs, self._to_ranks).view(self._shape)
 
 

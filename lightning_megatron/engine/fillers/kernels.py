@@ -80,8 +80,8 @@ class Norm(torch.nn.Module):
 
     def can_add(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``add`` supports these tensors; for training, which is not bound by kernel launches from Python."""
-        same = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
-        return same and x.is_cuda and self.shape[0] <= MAX_FUSED_COLUMNS
+        is_plain = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
+        return is_plain and x.is_cuda and self.shape[0] <= MAX_FUSED_COLUMNS
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
         """Compute ``residual + dropout(x + bias)``, [..., hidden_size], and its norm for the next ``forward``.
@@ -132,7 +132,7 @@ class NormOfAllHeads(Norm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
-        """Create an RMSNorm over the ``num_heads`` heads of all ranks, of ``hidden_size`` each (``ModuleSpec.params``)."""
+        """Create an RMSNorm over ``num_heads`` (of all ranks; for ``ModuleSpec.params``) x ``hidden_size`` columns."""
         super().__init__(config, num_heads * hidden_size, eps)
         self.num_heads = num_heads
 

@@ -126,7 +126,7 @@ class Window:
         """
         from torch.distributed import _symmetric_memory as symmetric  # only where there are GPUs
 
-        # Double-buffered: a rank that reaches the next barrier has read the messages before it.
+        # Double-buffered: a rank that reaches the next barrier has read the messages of the previous exchange.
         self._memory = symmetric.rendezvous(
             symmetric.empty(2 * group.size() * num_bytes, dtype=torch.uint8, device=device), group
         )
@@ -218,8 +218,8 @@ class PeerCopies(Collectives):
             for buffer, chunks in zip(window.buffer(self.rank, rank, message).split(lengths), sent, strict=True):
                 buffer.view(chunks[rank].shape).copy_(chunks[rank])
         window.barrier()
-        for theirs, ours in zip(received, sent, strict=True):
-            theirs[self.rank].copy_(ours[self.rank])
+        for target, source in zip(received, sent, strict=True):
+            target[self.rank].copy_(source[self.rank])
         for rank in self._others:
             for buffer, chunks in zip(window.buffer(rank, self.rank, message).split(lengths), received, strict=True):
                 chunks[rank].copy_(buffer.view(chunks[rank].shape))
