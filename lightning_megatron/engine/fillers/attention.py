@@ -417,7 +417,7 @@ def attend_varlen(
     packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
     # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        *packed, *[runs.cu_seqlens] * 2, *[runs.max_seqlen] * 2, dropout, causal, False, scale=scale
+        *packed, runs.cu_seqlens, runs.cu_seqlens, runs.max_seqlen, runs.max_seqlen, dropout, causal, False, scale=scale
     )[0]
     return out.view(b, s, np, hn).transpose(1, 2)
 
@@ -467,7 +467,7 @@ def attend_split_k(q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, 
 
 
 def _combine_splits(outputs: Tensor, log_sums: Tensor) -> Tensor:
-    """[n, repeats, hn] of outputs [n, splits, repeats, hn] and log-sum-exps [n, splits, >= repeats], fp32."""
+    """Combine outputs [n, splits, repeats, hn] by log-sum-exps [n, splits, >= repeats], fp32: [n, repeats, hn]."""
     weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
     return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
 

@@ -111,7 +111,7 @@ class ContextParallel:
         return self.restore_order(gathered).transpose(0, dim).contiguous()
 
     def broadcast_first_token(self, output: Tensor) -> Tensor:
-        """Broadcast rank 0's output, which is of the row's first token; collective over the cp group.
+        """Broadcast rank 0's output, computed from the row's first token; collective over the cp group.
 
         Args:
             output: Computed from the first token of this rank; of the same shape on all ranks.

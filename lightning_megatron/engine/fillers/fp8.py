@@ -174,7 +174,7 @@ def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
 
 @contextlib.contextmanager
 def quantized_weights(linears: Iterable[Fp8Linear]) -> Iterator[None]:
-    """Context of one step: ``linears`` multiply in fp8, keep quantized weights, and write their first gradient."""
+    """Context of one step: ``linears`` multiply in fp8, quantize weights once, and write the first weight gradient."""
     for linear in linears:
         linear.is_active, linear.has_gradient = True, False
     try:
