@@ -64,7 +64,7 @@ def test_frequencies_and_attention_factor_are_those_of_hugging_face(case: str) -
     [
         ({"rope_type": "proportional", "factor": 2.0}, "rope_type='proportional'"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "llama3.*low_freq_factor"),
-        ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 numbers, .* got 1 and 12"),
+        ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 values, .* got 1 and 12"),
     ],
 )
 def test_what_would_change_the_result_is_refused(rope: dict[str, Any], message: str) -> None:
