@@ -33,7 +33,7 @@ def call_on_all_ranks(function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise an error that any rank raises in the block on every rank. Collective over the world.
+    """Raise an error of any rank's block on every rank. Collective over the world.
 
     The block must not communicate, since another rank may already have raised.
 

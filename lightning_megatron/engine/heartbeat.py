@@ -242,7 +242,7 @@ def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: flo
     awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
     if any(beat.stale < min(beat.limit, cap) for beat in awake.values()):
         return None
-    hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.is_waiting] or _outsiders(awake)
+    hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.is_waiting] or _suspects(awake)
     first = beats[hanging[0]]
     elsewhere = Counter(beat.location for beat in awake.values() if beat.location != first.location)
     state = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
@@ -255,7 +255,7 @@ def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: flo
     )
 
 
-def _outsiders(awake: Mapping[int, Beat]) -> list[int]:
+def _suspects(awake: Mapping[int, Beat]) -> list[int]:
     """Ranks most likely to hang if all wait: those in the rarest location; among equals, those in user code.
 
     Among these, those with the fewest batches: under NCCL the others may be steps ahead before their hosts wait.
@@ -448,15 +448,15 @@ class Watch:
         mine = self._beat
         if mine.stale < min(mine.limit, cap):
             return
-        found, is_answered = None, now - self._answered_at <= _SILENCE
+        verdict, is_answered = None, now - self._answered_at <= _SILENCE
         if not is_answered:
             server = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
             text = f"{server} hangs, whose store has not answered for {now - self._answered_at:.0f} s (stopped or dead)"
-            found = Verdict(text=f"{text}: rank {self._rank} waits {mine.location}", silent=[0])
+            verdict = Verdict(text=f"{text}: rank {self._rank} waits {mine.location}", silent=[0])
         elif self._beats:
             silent = [rank for rank, heard in enumerate(self._heard_at) if now - heard > _SILENCE]
-            found = find_hang(self._beats, silent, mine, cap)
-        if found is None:
+            verdict = find_hang(self._beats, silent, mine, cap)
+        if verdict is None:
             return
         code = 1
         more = f"if it is only slow, raise MegatronStrategy(heartbeat=Heartbeat({mine.kind}=...))"
@@ -464,20 +464,20 @@ class Watch:
             since, signum = self._end_signal
             more = f"{signal.Signals(signum).name} came {now - since:.0f} s ago, and the run ends without saving"
             code = 128 + signum
-        text = f"{found.text}; last stacks of all ranks: {self._folder}; {more}"
-        self._proposal = found._replace(text=text, code=code)
+        text = f"{verdict.text}; last stacks of all ranks: {self._folder}; {more}"
+        self._proposal = verdict._replace(text=text, code=code)
         if not is_answered:
             self._verdict = self._proposal
 
-    def _terminate(self, found: Verdict) -> None:
+    def _terminate(self, verdict: Verdict) -> None:
         """Print the verdict, dump this rank's stacks, leave time for those of others, and end the process."""
-        if self._launcher is None or 0 in found.silent:  # otherwise rank 0 prints it on the same terminal
-            print(f"error: {found.text}", file=sys.stderr, flush=True)
+        if self._launcher is None or 0 in verdict.silent:  # otherwise rank 0 prints it on the same terminal
+            print(f"error: {verdict.text}", file=sys.stderr, flush=True)
         threading.Thread(target=self._dump_stacks, daemon=True).start()  # the disk may be what hangs
         time.sleep(_EXIT_DELAY)  # others read the verdict from its store, and end with it if it has launched them
-        if self._launcher is not None and 0 in found.silent:
+        if self._launcher is not None and 0 in verdict.silent:
             os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and only it waits for this process
-        os._exit(found.code)
+        os._exit(verdict.code)
 
     def _dump_stacks(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

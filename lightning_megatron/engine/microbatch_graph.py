@@ -77,10 +77,10 @@ class MicrobatchGraphs:
         if key not in self._captured:
             # No memory of a graph is read after the next graph has run, so all graphs share one pool.
             pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-            self._captured[key] = _record(inputs, body, self._stream, pool)
+            self._captured[key] = _capture(inputs, body, self._stream, pool)
         captured = self._captured[key]
-        for name, held in captured.inputs.items():
-            held.copy_(inputs[name])
+        for name, static in captured.inputs.items():
+            static.copy_(inputs[name])
         captured.graph.replay()
         return captured.report.clone()
 
@@ -91,13 +91,13 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _record(inputs: Tensors, body: Body, stream: torch.cuda.Stream, pool: Any) -> _Captured:
-    held = {name: tensor.clone() for name, tensor in inputs.items()}
+def _capture(inputs: Tensors, body: Body, stream: torch.cuda.Stream, pool: Any) -> _Captured:
+    static = {name: tensor.clone() for name, tensor in inputs.items()}
     graph = torch.cuda.CUDAGraph()
     # Other threads (a DataLoader's that pins memory) may make calls that a capture in global mode forbids everywhere.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        report = body(held)
-    return _Captured(graph=graph, inputs=held, report=report)
+        report = body(static)
+    return _Captured(graph=graph, inputs=static, report=report)
 
 
 def _key(inputs: Tensors) -> object:

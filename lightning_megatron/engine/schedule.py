@@ -330,7 +330,7 @@ class Schedule:
             ConfigError: If the gradients were divided by other target counts than ``loss_func`` returned.
         """
         if grad_norm == 0 and not sum(output.num_targets.values()):
-            rank_zero_warn("a whole batch had no label to learn from (all are -100); look at labels and loss masks")
+            rank_zero_warn("a global batch had no targets (all labels are -100); check labels and loss masks")
         if math.isfinite(grad_norm):
             return
         auxiliary = 0.0 if output.experts is None else output.experts.loss
@@ -354,10 +354,10 @@ class Schedule:
         of_ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine, group=group)
         for rank, losses_of_rank in enumerate(of_ranks):
-            for loss, number, row in losses_of_rank:
+            for loss, number, dp_rank in losses_of_rank:
                 if not math.isfinite(loss):
-                    return f"the loss of microbatch {number} on rank {rank} (data-parallel row {row}) is {loss}"
-        return "a gradient is NaN or infinite (the loss is not) on a rank or data-parallel row that cannot be told"
+                    return f"the loss of microbatch {number} on rank {rank} (data-parallel rank {dp_rank}) is {loss}"
+        return "a gradient is NaN or infinite (the loss is not) on an unknown rank"
 
     def _set_engine_hooks(self, optimizer: MegatronOptimizer) -> None:
         """Set the functions in every chunk's config that Megatron's schedule calls around a step."""
@@ -424,8 +424,8 @@ class Schedule:
             return None
         (chunk,), (config,) = self._chunks, self._configs
 
-        def body(held: Batch) -> torch.Tensor:
-            output, report = self._forward_step(iter([held]), chunk)
+        def body(microbatch: Batch) -> torch.Tensor:
+            output, report = self._forward_step(iter([microbatch]), chunk)
             values: torch.Tensor
             loss, _, values = report(output)
             config.grad_scale_func(loss).backward()

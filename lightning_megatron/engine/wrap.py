@@ -172,11 +172,11 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    held = [model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")]
-    if dist.get_world_size(pp_group) == 1 or not held:
+    per_chunk = [model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")]
+    if dist.get_world_size(pp_group) == 1 or not per_chunk:
         return
-    sums = torch.zeros(len(held[0].weights), *held[0].shape, device=next(chunks[0].parameters()).device)
-    of_chunks = (zip(sums, shared_weights.weights.values(), strict=True) for shared_weights in held)
+    sums = torch.zeros(len(per_chunk[0].weights), *per_chunk[0].shape, device=next(chunks[0].parameters()).device)
+    of_chunks = (zip(sums, shared.weights.values(), strict=True) for shared in per_chunk)
     pairs = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
     copies = [(total, gradient) for total, gradient in pairs if gradient is not None]  # a frozen weight has none
     for total, gradient in copies:

@@ -21,10 +21,10 @@ BAD_STEP, BAD_ROW = 2, 9
 STAGES_AND_COPIES = Layout(pp=2, dp=2, num_microbatches=3)
 PLACES = {
     # Rank 3 is stage 1 of copy 1, whose rows 6 to 11 are three microbatches of two.
-    STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel row 1)",
-    Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel row 1)",
-    Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel row 0)",
-    Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel row 1)",
+    STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel rank 1)",
+    Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel rank 1)",
+    Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel rank 0)",
+    Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel rank 1)",
 }
 
 
