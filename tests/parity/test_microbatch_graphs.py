@@ -33,7 +33,7 @@ def _train_with_stand_ins(case: Case) -> tuple[Outcome, list[int]]:
         made.append(_Repeats(inputs, body))
         return made[-1]
 
-    microbatch_graph._record = record  # type: ignore[assignment]
+    microbatch_graph._capture = record  # type: ignore[assignment]
     transformer_config._check_graphs = lambda settings: None
     return train(case), [each.replays for each in made]
 
