@@ -120,7 +120,7 @@ def download(address: str) -> Path:
     try:
         source.fs.get(source.path, f"{copy.name}/{source.name}", recursive=True)
     except OSError as error:
-        raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its rights") from error
+        raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its permissions") from error
     return Path(copy.name, source.name)
 
 
@@ -162,7 +162,7 @@ class FolderLock:
         except BlockingIOError:
             os.close(self.descriptor)
             raise error(
-                f"another program is writing {folder} at this moment; give every run a folder of its own"
+                f"another program is writing {folder} at this moment; give every run its own directory"
             ) from None
         except OSError:  # locks are not supported, e.g. on some network file systems
             self.release()
@@ -232,7 +232,7 @@ def staged(
             wait_for_deletions()
     except OSError as failure:
         raise error(
-            f"{folder / name} cannot be written ({failure}); choose a folder that can be written, with enough space"
+            f"{folder / name} cannot be written ({failure}); choose a writable directory with enough space"
         ) from failure
 
 

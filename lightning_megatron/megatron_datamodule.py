@@ -31,7 +31,7 @@ class Run:
     shape: BatchShape
     """Batch sizes of a step; the data-parallel rank in it is not used."""
     model: ModelConfig | None = None
-    """The model; None if the module has no ``model_config``."""
+    """Model config; None if the module has no ``model_config``."""
     train_step: object = None
     """The module's train step; None if it has none."""
     splits: tuple[SplitName, ...] = SPLIT_NAMES
@@ -85,7 +85,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._train_loader: TrainLoader | None = None
         self._restored: dict[str, Any] = {}
 
-    # ---- to override in a subclass ------------------------------------------------------------------------------
+    # ---- to override in a subclass ----------------------------------------------------------------------------------
 
     def has_split(self, name: SplitName) -> bool:
         """Whether the split exists."""
@@ -192,7 +192,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._restore_position(loader, state_dict)
         self._check_lengths_of_epochs(loader)
 
-    # ---- called by the strategy --------------------------------------------------------------------------------------
+    # ---- called by the strategy -------------------------------------------------------------------------------------
 
     def run(self) -> Run:
         """Settings of the Trainer's current function, known before any process is launched."""

@@ -137,7 +137,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         prog=PROG,
         description="Train language models with tensor, pipeline and sequence parallelism on PyTorch Lightning.",
         epilog=f"{PROG} COMMAND --help describes a command. Exit codes: 0 done, 1 failed, 2 wrong arguments,"
-        " 130 ended by Ctrl-C, 143 stopped by SIGTERM.",
+        " 130 interrupted by Ctrl-C, 143 stopped by SIGTERM.",
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     # Parsers of sub-commands have the same class, and so the same error reports.

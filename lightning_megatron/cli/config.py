@@ -109,12 +109,12 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
         ConfigError: If not; names ``option``.
     """
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; give the name of a file")
+        raise ConfigError(f"{option} {path} is a directory; give the name of a file")
     if path.exists() and not overwrite:
         raise ConfigError(f"{option} {path} exists; give another name, or --overwrite")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {path}: {folder} is no folder that can be written; make it, or give another name")
+        raise ConfigError(f"{option} {path}: {folder} is not a writable directory; create it, or give another name")
 
 
 def _template(name: str, output: Path) -> str:
@@ -166,7 +166,7 @@ def _parse(kind: str, value: Any) -> Any:
     """Parse a value that was typed, or read from a file in any YAML type.
 
     Raises:
-        ConfigError: If it is not of this kind; has the expected kind and the value.
+        ConfigError: If it is not of this kind; names what was expected.
     """
     text = str(value).strip()
     if kind in _CHOICES:
@@ -191,7 +191,7 @@ def _parse(kind: str, value: Any) -> Any:
 
 
 def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
-    """Build the layout from ``settings``, and check it against the number of processes.
+    """Build the layout from ``settings`` and check it against the number of processes.
 
     Raises:
         ConfigError: If the sizes are incompatible.

@@ -30,7 +30,7 @@ MISTAKES = {
     f"{_GENERATE} x --tokens_to_generate 3": "--tokens_to_generate 3; here it is --max-new-tokens; see",
     # What a command finds, in the words that were typed.
     "config --template a --from-accelerate b": "--template and --from-accelerate are two sources; give",
-    "config --output tok --overwrite": "error: --output tok is a folder; give the name of a file",
+    "config --output tok --overwrite": "error: --output tok is a directory; give the name of a file",
     "config --template gpt2_small --output /dev/full --overwrite": "--output /dev/full cannot be written: [Errn",
     f"{_PREPROCESS} --split-sentences --language english": "--language english: expected an ISO 639 code",
     "inspect nowhere": "path=nowhere does not exist, nor do nowhere.bin and .idx; give the prefix of a dataset",
@@ -46,7 +46,7 @@ MISTAKES = {
     f"{_PLAN} 8 --memory 10GB": "error: memory: expected at least ",
     f"{_PLAN} 0": "error: --gpus",
     f"{_PLAN} 8 --output config.yaml": "error: --output config.yaml exists; give another name, or --overwrite",
-    f"{_PLAN} 8 --picture no/plan.png": "/no is no folder that can be written",
+    f"{_PLAN} 8 --picture no/plan.png": "/no is not a writable directory",
     f"{_PLAN} 8 --picture plan.foo": "error: --picture 'foo' is unknown; choose from eps",
     "plan --model gpt2 --gpus 8": "--seq-length 4096 is longer than max_position_embeddings=1024",
     "plan --model nowhere/at/all --gpus 8": "nowhere/at/all",
