@@ -502,10 +502,9 @@ def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
         )
     if not best:
         needed, parallel = smallest.memory.total / (1 - _RESERVED) / GIB, smallest.run.parallel
-        how = f"recomputing {smallest.run.recompute or 'nothing'}"
         raise ConfigError(
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
-            f"{how}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
+            f"recompute={smallest.run.recompute}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
     return sorted((_balance(even, device) for even in best.values()), key=_seconds)
 
