@@ -443,10 +443,10 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
             )
     work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
     rank, world = share
-    mine = work[len(work) * rank // world : len(work) * (rank + 1) // world]
+    own = work[len(work) * rank // world : len(work) * (rank + 1) // world]
     with ThreadPoolExecutor(_THREADS) as pool:
-        checksums_read = pool.map(lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), mine)
-        for (name, index), crc in zip(mine, checksums_read, strict=True):
+        checksums_read = pool.map(lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), own)
+        for (name, index), crc in zip(own, checksums_read, strict=True):
             if crc != files[name].segments[index]:
                 raise CheckpointError(
                     f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
@@ -462,7 +462,7 @@ def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
         files = {name: FileChecksums(**each) for name, each in table.items()}
         sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
         if not is_known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(table):
-            raise ValueError("its content is not what was written")
+            raise ValueError("its content has changed since it was written")
         return files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -89,7 +89,7 @@ def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: b
     if not row.ours:
         return f"leave it out: {row.note}"
     ours = f"--{row.cli_name}" if typed and row.cli_name else row.ours.replace(")", "=...)")
-    return f"here it is {spellings.get(row.option or '', ours)}{row.note and f', {row.note}'}"
+    return f"use {spellings.get(row.option or '', ours)}{row.note and f', {row.note}'}"
 
 
 def explains_options(cls: _Class) -> _Class:

@@ -83,7 +83,7 @@ def config(
         ConfigError: If an option, a file or an answer is wrong.
     """
     if template is not None and from_accelerate is not None:
-        raise ConfigError("--template and --from-accelerate are two sources; give one of them")
+        raise ConfigError("--template, --from-accelerate: expected one of them, got both; leave one out")
     text = "" if template is None else _template(template, output)
     check_output("--output", output, overwrite)  # before any question
     next_steps = f"{template}. Edit it, and run the command in its first lines."
@@ -352,7 +352,7 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
         require_divides("num_machines", nodes, "num_processes", processes)
         settings["trainer.devices"] = processes // nodes
     _layout(settings)
-    lines = [f"not taken over: {', '.join(keys)}: {reason}" for reason, keys in ignored.items()]
+    lines = [f"ignored: {', '.join(keys)}: {reason}" for reason, keys in ignored.items()]
     for key, option in samples.items():
         try:
             lines.append(f"{key}: {_samples_to_steps(settings, option)}")

@@ -63,7 +63,7 @@ def test_accelerates_file_says_the_same_in_every_form(
     }
     expected = {"accelerator": "gpu", "devices": 8, "num_nodes": 1, "precision": "bf16-mixed", "gradient_clip_val": 1.0}
     assert {**trainer, **expected} == trainer
-    assert "not taken over: deepspeed_config, fsdp_config: of another engine\n" in printed.out
+    assert "ignored: deepspeed_config, fsdp_config: of another engine\n" in printed.out
     assert f"\n  lightning-megatron fit --config {output}\n" in printed.out
     assert f"\n  torchrun --nproc-per-node=8 -m lightning_megatron fit --config {output}\n" in printed.out
 
@@ -80,7 +80,7 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     assert fields["trainer"] | expected == fields["trainer"]
     assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
     reason = "the optimizer's state stays beside the weights"
-    assert f"not taken over: megatron_lm_optimizer_cpu_offload: {reason}\n" in printed.out
+    assert f"ignored: megatron_lm_optimizer_cpu_offload: {reason}\n" in printed.out
     assert (
         "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=10.0.0.1:29501 -m"
         f" lightning_megatron fit --config {output}\n"

@@ -19,14 +19,14 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
 @pytest.mark.parametrize(
     ("build", "options", "says"),
     [
-        (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; here it is tp$"),
-        (MegatronStrategy, {"gradient_clipping": 1.0}, r"here it is Trainer\(gradient_clip_val=\.\.\.\), 0 clips"),
+        (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; use tp$"),
+        (MegatronStrategy, {"gradient_clipping": 1.0}, r"use Trainer\(gradient_clip_val=\.\.\.\), 0 clips"),
         (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each copy of the model reads"),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
         (MegatronStrategy, {"sequence_parallel": "false"}, "='false' must be True or False, and is a str"),
-        (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"here it is LRSchedule\(min_lr=\.\.\.\)"),
-        (LRSchedule, {"lr_decay_style": "cosine"}, "here it is style,"),
-        (GenerationOptions, {"add_BOS": True}, "here it is bos_token_id, the token"),
+        (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"use LRSchedule\(min_lr=\.\.\.\)"),
+        (LRSchedule, {"lr_decay_style": "cosine"}, "use style,"),
+        (GenerationOptions, {"add_BOS": True}, "use bos_token_id, the token"),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )

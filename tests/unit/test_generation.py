@@ -29,7 +29,7 @@ from tests.tokenizers import byte_level_tokenizer
         ({"num_return_sequences": 3}, "num_return_sequences=3 would return the same"),
         ({"length_penalty": 2.0}, r"length_penalty=2\.0 is for beam search"),
         ({"typical_p": 0.5}, "no option 'typical_p'; choose from max_new_tokens, "),
-        ({"output_scores": True}, "here it is MegatronModule.generate_with_scores"),
+        ({"output_scores": True}, "use MegatronModule.generate_with_scores"),
     ],
 )
 def test_wrong_options_are_refused(arguments: dict[str, Any], says: str) -> None:
