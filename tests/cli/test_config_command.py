@@ -63,7 +63,7 @@ def test_accelerates_file_says_the_same_in_every_form(
     }
     expected = {"accelerator": "gpu", "devices": 8, "num_nodes": 1, "precision": "bf16-mixed", "gradient_clip_val": 1.0}
     assert {**trainer, **expected} == trainer
-    assert "ignored: deepspeed_config, fsdp_config: of another engine\n" in printed.out
+    assert "ignored: deepspeed_config, fsdp_config: for another engine\n" in printed.out
     assert f"\n  lightning-megatron fit --config {output}\n" in printed.out
     assert f"\n  torchrun --nproc-per-node=8 -m lightning_megatron fit --config {output}\n" in printed.out
 
@@ -79,7 +79,7 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
     expected = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "precision": "16-mixed", "gradient_clip_val": 0.0}
     assert fields["trainer"] | expected == fields["trainer"]
     assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
-    reason = "the optimizer's state stays beside the weights"
+    reason = "the optimizer's state stays on the device of the weights"
     assert f"ignored: megatron_lm_optimizer_cpu_offload: {reason}\n" in printed.out
     assert (
         "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=10.0.0.1:29501 -m"
@@ -118,7 +118,7 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
         ({"megatron_lm_tp_degre": 2}, "megatron_lm_tp_degre is not among the keys .*; did you mean megatron_lm_tp_deg"),
         ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
         ({"megatron_lm_sequence_parallelism": "perhaps"}, "expected yes or no, got 'perhaps'"),
-        ({"megatron_lm_expert_tensor_parallel_size": 2}, "expected 1, got 2; experts are whole on a rank"),
+        ({"megatron_lm_expert_tensor_parallel_size": 2}, "expected 1, got 2; experts are not split"),
         ({"mixed_precision": "fp8"}, "expected bf16 or .* no, got 'fp8'; .*for fp8 write bf16, and set"),
         ({"megatron_lm_train_samples": 9, "num_processes": None}, "train_samples: .* expected num_processes, got none"),
         ({"megatron_lm_train_samples": 9, "megatron_lm_rampup_batch_size": [3, 4, 5]}, r"\[3, 4, 5\]: expected a"),
