@@ -21,7 +21,7 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
     [
         (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; use tp$"),
         (MegatronStrategy, {"gradient_clipping": 1.0}, r"use Trainer\(gradient_clip_val=\.\.\.\), 0 disables"),
-        (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each copy of the model reads"),
+        (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each replica reads"),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
         (MegatronStrategy, {"sequence_parallel": "false"}, "='false' must be True or False, and is a str"),
         (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"use LRSchedule\(min_lr=\.\.\.\)"),
