@@ -122,7 +122,7 @@ def test_what_is_replaced_inside_a_staged_folder_is_not_published(tmp_path: Path
 def test_a_staged_folder_that_cannot_be_written_is_the_error_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(DataError, match=r"file/a cannot be written \(.*choose a folder"),
+        pytest.raises(DataError, match=r"file/a cannot be written \(.*choose a writable"),
         staged(tmp_path / "file", "a", error=DataError),
     ):
         pass

@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, room: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
     try:
-        with pytest.raises(DataError, match=r"cannot be written \(.*File too large\); choose a folder"):
+        with pytest.raises(DataError, match=r"cannot be written \(.*File too large\); choose a writable"):
             _write_zeros(tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
