@@ -1,4 +1,4 @@
-"""Data modules for ``Trainer``: indexed datasets, instructions, any map-style dataset, and texts for an evaluation."""
+"""Lightning data modules: indexed datasets, instruction tuning, any map-style dataset, and text evaluation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.gpt import GPTTrainStep
 
 DataPath: TypeAlias = str | list[str | float]
-"""A prefix; several, taken in proportion to their sizes; or weights and prefixes in turn."""
+"""A prefix; a list of prefixes, weighted by their sizes; or weights and prefixes in turn."""
 _TOKENS_CHECKED = 1 << 20
 
 
@@ -66,37 +66,37 @@ class IndexedDataModule(MegatronDataModule):
     Datasets of Megatron 1.x and 2.x (``cached``, ``lazy``) are read, too. A split that a run does not read may be
     empty.
 
-    What a sample is depends on the model: for a GPT ``text`` [rows, seq_length + 1], in the order in which Megatron
-    takes them; for a BERT masked tokens and the order of sentences; for a T5 spans replaced by sentinels. BERT and T5
-    take datasets that ``preprocess --split-sentences`` wrote, with keys as their Hugging Face models name them.
+    Samples depend on the model: for a GPT ``text`` [rows, seq_length + 1], in Megatron's order; for a BERT masked
+    tokens and sentence order; for a T5 spans replaced by sentinel tokens. BERT and T5 read datasets written by
+    ``preprocess --split-sentences``, and their batches have the keys of their Hugging Face models.
 
-    With ``max_steps`` the samples of the whole run are laid out at once, so each pass over the documents cuts them
-    elsewhere; a run that is continued beyond that takes the same samples again, in another order.
+    With ``max_steps`` the samples of the whole run are laid out at once, so each pass cuts the documents at other
+    positions; a run resumed beyond ``max_steps`` repeats the same samples in another order.
 
     Args:
-        data_path: Prefix of a dataset, as ``preprocess`` prints it; or a list: prefixes, taken in proportion to their
-            sizes, or weights and prefixes in turn, e.g. ``[0.7, books, 0.3, web]``.
+        data_path: Prefix of a dataset, as ``preprocess`` prints it; or a list: prefixes, weighted by their sizes, or
+            weights and prefixes in turn, e.g. ``[0.7, books, 0.3, web]``.
         split: Weights of training, validation and test documents, e.g. ``949,50,1``. A weight of 0 leaves a split out.
-        seq_length: Tokens of a row: those a GPT predicts from, or those a BERT or an encoder reads.
+        seq_length: Tokens per row that a GPT, a BERT or a T5's encoder reads.
         micro_batch_size: Samples in one microbatch of one data-parallel rank.
-        objective: ``gpt``, ``bert`` or ``t5``; None for the one of the model's architecture.
-        tokenizer: Folder of the tokenizer, or its name on the Hugging Face hub (``org/name``); a BERT or T5 needs it
-            for its special tokens and the borders of words.
-        seq_length_decoder: Tokens that a T5's decoder reads.
-        masking: What a BERT or T5 hides.
-        t5_format: What ends a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the
+        objective: ``gpt``, ``bert`` or ``t5``; None for that of the model's architecture.
+        tokenizer: Directory of the tokenizer, or its name on the Hugging Face hub (``org/name``); a BERT or T5 needs it
+            for special tokens and word boundaries.
+        seq_length_decoder: Tokens per row that a T5's decoder reads.
+        masking: How tokens of a BERT or T5 are masked.
+        t5_format: End of a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the
             labels with one more sentinel and eos), or ``megatron`` (the labels with eos).
-        sentence_order: Whether a BERT learns the order of sentences; None for what the model's task says.
-        train_data_path: Datasets of training alone; with this or one of the next two, ``split`` and ``data_path`` are
+        sentence_order: Whether a BERT learns the order of sentences; None: if the model's task is ``pretraining``.
+        train_data_path: Datasets for training alone; with this or one of the next two, ``split`` and ``data_path`` are
             not used.
-        valid_data_path: Datasets of validation alone.
-        test_data_path: Datasets of test alone.
-        drop_last_partial_validation_sequence: Leave the tokens that fill no whole row at the end of the validation
-            documents out, as Megatron does; otherwise a GPT's last row is padded.
-        num_workers: Processes that read ahead, on each rank that reads at all.
-        seed: Of the order of samples, and of what is masked.
-        index_cache: Folder for the order of samples, shared by all machines; next to the dataset if not given.
-        rampup_batch_size: First global batch, increment, and samples until the batch has its full size.
+        valid_data_path: Datasets for validation alone.
+        test_data_path: Datasets for test alone.
+        drop_last_partial_validation_sequence: Drop the tokens after the last full row of the validation documents, as
+            Megatron does; otherwise a GPT's last row is padded.
+        num_workers: Worker processes that prefetch, on each rank that reads data.
+        seed: Seed of the sample order and of the masking.
+        index_cache: Directory for the sample order, shared by all nodes; None: next to the dataset.
+        rampup_batch_size: First global batch size, increment, and samples until the full size is reached.
     """
 
     shuffling = "later passes"
@@ -139,7 +139,7 @@ class IndexedDataModule(MegatronDataModule):
         self.sentence_order = sentence_order
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence
         self.index_cache = index_cache
-        paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
+        paths = _split_sources(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         self._sources = {name: (parse_blend(path), weights) for name, (path, weights) in paths.items()}
 
     @override
@@ -155,14 +155,14 @@ class IndexedDataModule(MegatronDataModule):
         objective = self._objective(run.model)
         parts = [part for split in self._sources for part in self._parts(split, None)]
         for prefix in dict.fromkeys(part.prefix for part in parts):
-            tokens = check_dataset(prefix).tokens  # of which all may be terabytes
+            tokens = check_dataset(prefix).tokens  # only both ends are read: all may be terabytes
             ends = (tokens[:_TOKENS_CHECKED], tokens[-_TOKENS_CHECKED:])
             _check_token(max(int(end.max()) for end in ends), run.model, prefix)
         for part in parts:
             if part.name in run.splits:
                 objective.count(part)
         if name != "gpt":
-            _check_token(self._facts.size - 1, run.model, f"tokenizer={self.tokenizer}")
+            _check_token(self._tokenizer_facts.size - 1, run.model, f"tokenizer={self.tokenizer}")
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
@@ -177,18 +177,18 @@ class IndexedDataModule(MegatronDataModule):
         return self.objective_name or ("gpt" if model is None else model.architecture)
 
     @cached_property
-    def _facts(self) -> TokenizerFacts:
+    def _tokenizer_facts(self) -> TokenizerFacts:
         if self.tokenizer is None:
-            raise ConfigError("tokenizer=None: expected the folder of the dataset's tokenizer for a BERT or T5")
+            raise ConfigError("tokenizer=None: expected the directory of the dataset's tokenizer for a BERT or T5")
         return TokenizerFacts.of(load_tokenizer(self.tokenizer), self.tokenizer)
 
     def _objective(self, model: ModelConfig | None) -> Objective:
-        """What a sample is."""
+        """Objective that makes the model's samples."""
         name, length = self._name(model), self.seq_length
         if name == "gpt":
             drop_last = self.drop_last_partial_validation_sequence
             return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
-        common: Any = {"seq_length": length, "tokenizer": self._facts, "masking": self.masking}
+        common: Any = {"seq_length": length, "tokenizer": self._tokenizer_facts, "masking": self.masking}
         if name == "t5":
             return T5Objective(seq_length_decoder=self.seq_length_decoder, format=self.t5_format, **common)
         in_order = self.sentence_order
@@ -199,32 +199,32 @@ class IndexedDataModule(MegatronDataModule):
 
 @explains_options
 class InstructionDataModule(MegatronDataModule):
-    """Prompts and answers from JSON lines for a GPT, with the loss on the answers alone.
+    """Instruction tuning of a GPT: prompts and answers from JSON lines, with the loss on the answers alone.
 
     A line has ``prompt`` and ``completion``, or ``messages`` for the tokenizer's chat template. A batch has
     ``input_ids``, ``labels``, ``attention_mask`` and ``position_ids``, [rows, seq_length] each; samples that share a
-    row do not see each other.
+    row do not attend to each other.
 
     Args:
-        data_path: A .jsonl file, a folder of them, or a pattern, to be split.
-        tokenizer: Folder of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
+        data_path: A .jsonl file, a directory of them, or a glob pattern, to be split.
+        tokenizer: Directory of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
         split: Weights of training, validation and test samples, e.g. ``95,5,0``, in the order of the lines.
-        seq_length: Tokens of a row; longer samples lose their end.
+        seq_length: Tokens per row; longer samples are truncated at the end.
         micro_batch_size: Rows in one microbatch of one data-parallel rank.
-        packing: Let short samples share a row.
+        packing: Pack short samples into shared rows.
         pad_to_multiple_of: Without packing, pad rows to the longest of their batch, rounded up to a multiple of this;
             None: to ``seq_length``.
-        answers: Whether ``all`` turns of the assistant are learned, ``each`` in a sample of its own that ends with it,
-            or the ``last`` of each conversation.
+        answers: Turns of the assistant to learn: ``all``, ``each`` in a sample of its own that ends with it, or the
+            ``last`` of each conversation.
         separator: Text between a prompt and a completion.
         train_data_path: Training samples alone; with this or one of the next two, ``split`` and ``data_path`` are not
             used.
         valid_data_path: Validation samples alone.
         test_data_path: Test samples alone.
-        num_workers: Processes that read ahead, on each rank that reads at all.
-        seed: Of the order of samples.
-        index_cache: Folder for the tokenized samples, so that they are tokenized once, for all ranks and later runs; if
-            not given each rank that reads does it in memory.
+        num_workers: Worker processes that prefetch, on each rank that reads data.
+        seed: Seed of the sample order.
+        index_cache: Directory that caches the tokenized samples for all ranks and later runs; None: each rank that
+            reads data tokenizes them in memory.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class InstructionDataModule(MegatronDataModule):
         require_number("seq_length", seq_length, at_least=2)
         require_choice("answers", answers, get_args(Answers))
         if tokenizer is None:
-            raise ConfigError("tokenizer=None cannot read text; give the folder of the model's tokenizer")
+            raise ConfigError("tokenizer=None: expected the directory of the model's tokenizer")
         self.seq_length = seq_length
         self.tokenizer = tokenizer
         self.index_cache = index_cache
@@ -258,13 +258,13 @@ class InstructionDataModule(MegatronDataModule):
             if packing:
                 raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} is not for packing=True; leave one out")
             require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
-        paths = _paths_of_splits(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
+        paths = _split_sources(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
         options = {"tokenizer": tokenizer, "seq_length": seq_length, "answers": answers, "separator": separator}
         self._sources = {
             name: (InstructionOptions(path=path, **options), weights)  # type: ignore[arg-type]
             for name, (path, weights) in paths.items()
         }
-        self._read: dict[InstructionOptions, Instructions] = {}
+        self._instructions: dict[InstructionOptions, Instructions] = {}
 
     @override
     def check(self, run: Run) -> None:
@@ -275,12 +275,12 @@ class InstructionDataModule(MegatronDataModule):
     @override
     def open(self, name: SplitName, num_samples: int | None) -> InstructionSamples:
         options, split = self._sources[name]
-        if options not in self._read:
+        if options not in self._instructions:
             instructions = cached_instructions(options, self.index_cache)
             largest = max(int(instructions.tokens.max()), int(instructions.padding_token))
             _check_token(largest, self.model(), f"tokenizer={self.tokenizer}")
-            self._read[options] = instructions
-        instructions = self._read[options]
+            self._instructions[options] = instructions
+        instructions = self._instructions[options]
         part = split_ranges(split, len(instructions))[name]
         if not part:
             raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
@@ -288,28 +288,28 @@ class InstructionDataModule(MegatronDataModule):
         samples = InstructionSamples(instructions.part(part), self.seq_length, packing_seed, self.pad_to_multiple_of)
         if self.packing:
             share = samples.instructions.lengths.sum() / (len(samples) * self.seq_length)
-            rank_zero_info(f"Packing: {len(samples):,} {name} rows, of which {share:.1%} is no padding")
+            rank_zero_info(f"Packing: {len(samples):,} {name} rows, {share:.1%} of their tokens are not padding")
         return samples
 
 
 class DatasetDataModule(MegatronDataModule):
-    """Items of map-style datasets, by the same loaders as indexed datasets: read once per copy of the model, resumed.
+    """Map-style datasets with the loaders of indexed datasets: read once per replica, and resumable.
 
     An item is a dict with the keys that the objective takes (``input_ids``, ``labels``, ...), of the same lengths in
-    all items, or ``collate`` makes them so. Items are read on one rank of each copy of the model, so they may be drawn
-    at random.
+    all items unless ``collate`` makes them so. One rank of each data-parallel replica reads the items, so they may be
+    random.
 
     Args:
-        train: A ``datasets.Dataset``, a ``torch.utils.data.Dataset``, a list of dicts, or the folder to which
-            ``datasets.Dataset.save_to_disk`` wrote one.
+        train: A ``datasets.Dataset``, a ``torch.utils.data.Dataset``, a list of dicts, or a directory written by
+            ``datasets.Dataset.save_to_disk``.
         valid: The same for validation.
         test: The same for test and prediction.
         micro_batch_size: Samples in one microbatch of one data-parallel rank.
-        collate: Makes one dict of tensors [rows, ...] from a list of items; stacks them if not given.
-        shuffle: Take the training items in another order in each pass.
-        num_workers: Processes that read ahead, on each rank that reads at all.
-        seed: Of the order of samples.
-        rampup_batch_size: First global batch, increment, and samples until the batch has its full size.
+        collate: Function that makes one dict of tensors [rows, ...] from a list of items; None stacks them.
+        shuffle: Shuffle the training items, differently in each pass.
+        num_workers: Worker processes that prefetch, on each rank that reads data.
+        seed: Seed of the sample order.
+        rampup_batch_size: First global batch size, increment, and samples until the full size is reached.
     """
 
     def __init__(
@@ -327,8 +327,8 @@ class DatasetDataModule(MegatronDataModule):
         super().__init__(
             micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed, rampup_batch_size=rampup_batch_size
         )
-        given: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
-        self._sources = {name: dataset for name, dataset in given.items() if dataset is not None}
+        datasets: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
+        self._sources = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         if not self._sources:
             raise ConfigError("train=None, valid=None and test=None leave nothing to read; give at least one dataset")
         self._collate = collate
@@ -342,48 +342,48 @@ class DatasetDataModule(MegatronDataModule):
 
 
 class DatasetSamples:
-    """Items of a map-style dataset, stacked: ``datasets.Dataset``, ``torch.utils.data.Dataset``, a list of dicts.
+    """Stacked items of a map-style dataset: ``datasets.Dataset``, ``torch.utils.data.Dataset``, a list of dicts.
 
-    Items are dicts of tensors, arrays, lists or numbers, of one shape a key, or ``collate`` makes a batch of what they
-    are. What a dataset can do is seen from its methods.
+    Items are dicts of tensors, arrays, lists or numbers, with one shape per key, or whatever ``collate`` takes.
+    Datasets are duck-typed.
 
     Args:
         dataset: Has ``__len__`` and ``__getitem__``, and at least one item.
-        collate: Makes one dict of tensors [rows, ...] from a list of items; stacks them if not given.
+        collate: Function that makes one dict of tensors [rows, ...] from a list of items; None stacks them.
 
     Raises:
-        DataError: If ``dataset`` is empty, several splits, or not map-style.
+        DataError: If ``dataset`` is empty, a dict of splits, or not map-style.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
         is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
             raise DataError(
-                f"a {type(dataset).__name__} must be one map-style dataset (items by number) of at least one item; of"
-                " several splits give dataset['train'], of a stream return a DataLoader of it from train_dataloader"
+                f"a {type(dataset).__name__} must be one map-style dataset (items by index) of at least one item; for"
+                " several splits pass dataset['train'], for a stream return a DataLoader from train_dataloader"
             )
         self._dataset = dataset
         self._collate = collate
-        # A Hugging Face dataset of lists gives arrays twenty times as fast.
+        # A Hugging Face dataset returns arrays twenty times as fast as lists.
         kind: Any = getattr(dataset, "format", None) if collate is None and hasattr(dataset, "with_format") else None
         is_lists = kind and kind["type"] is None
         self._items = dataset.with_format("numpy", columns=kind["columns"]) if is_lists else dataset
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's own, as those of Hugging Face have; else of its length."""
+        """The dataset's own fingerprint, if it has one (Hugging Face's do); else its length."""
         own = getattr(self._dataset, "_fingerprint", None)
         return own if isinstance(own, str) else f"{len(self)} items"
 
     def __len__(self) -> int:
-        """Items."""
+        """Number of items."""
         return len(self._dataset)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """The items at ``indices``, stacked.
+        """Stack the items at ``indices``.
 
         Raises:
-            DataError: If items are no dicts, or cannot be stacked.
+            DataError: If items are not dicts, or cannot be stacked.
         """
         get_many = getattr(self._items, "__getitems__", None)
         items = get_many(list(indices)) if get_many is not None else [self._items[index] for index in indices]
@@ -399,7 +399,7 @@ class DatasetSamples:
                     f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
                     " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
                 )
-        return {key: _stacked(key, [item[key] for item in items], indices) for key in items[0]}
+        return {key: _stack(key, [item[key] for item in items], indices) for key in items[0]}
 
 
 def _load_dataset(folder: str) -> Any:
@@ -409,13 +409,13 @@ def _load_dataset(folder: str) -> Any:
         raise ConfigError(f"{folder} is read with the library datasets; pip install datasets") from error
     try:
         return load_from_disk(folder)
-    except (OSError, ValueError, IndexError) as error:  # IndexError is the library's own, where there is not one row
+    except (OSError, ValueError, IndexError) as error:  # the library raises IndexError if there are no rows
         raise DataError(f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})") from error
 
 
-def _stacked(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
+def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
     try:
-        return torch.stack([_tensor(value) for value in values])
+        return torch.stack([_as_tensor(value) for value in values])
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"items {', '.join(map(str, indices))} cannot be stacked under {key!r} ({error}); remove the key"
@@ -423,39 +423,39 @@ def _stacked(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
         ) from None
 
 
-def _tensor(value: Any) -> Tensor:
-    """``value`` on the host; an error of torch's if it is no number and not made of numbers."""
+def _as_tensor(value: Any) -> Tensor:
+    """Convert ``value`` to a CPU tensor; torch raises if it is neither a number nor made of numbers."""
     tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
-    # torch computes little with the larger unsigned integers.
+    # torch has few operations for the larger unsigned integers.
     return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
 
 class TextEvaluationDataModule(MegatronDataModule):
-    """Texts for ``Trainer.test``, ``validate`` and ``predict`` of a GPT; each target counts once, at any layout.
+    """Texts for ``Trainer.test``, ``validate`` and ``predict`` of a GPT; each target counts once, on any layout.
 
-    ``task="perplexity"``: how well each token of each text is predicted from those before it (all but the first token
-    of a text, which has none before it). A text longer than ``seq_length`` is read in several rows; with a ``stride``
-    below ``seq_length`` they overlap, so that every target but those of the first row sees at least ``seq_length -
-    stride`` tokens. Megatron-LM calls it ``--overlapping-eval``. Texts of less than two tokens are left out.
+    ``task="perplexity"``: targets are all tokens of a text but the first, each predicted from the tokens before it. A
+    text longer than ``seq_length`` is split into several rows; with a ``stride`` below ``seq_length`` they overlap, so
+    that every target outside the first row has a context of at least ``seq_length - stride`` tokens. Megatron-LM calls
+    it ``--overlapping-eval``. Texts of fewer than two tokens are left out.
 
-    ``task="last_word"``: how well the last word of each text is predicted from all before it, as in LAMBADA, with
-    ``MegatronModule(train_step="last_word")``, which logs ``test_last_word_accuracy``. The word is tokenized with the
-    space before it. Of a text longer than ``seq_length`` the beginning is not read.
+    ``task="last_word"``: the target is the last word of each text, predicted from all words before it, as in LAMBADA,
+    with ``MegatronModule(train_step="last_word")``, which logs ``test_last_word_accuracy``. The word is tokenized with
+    the space before it. A text longer than ``seq_length`` is truncated at the beginning.
 
-    Special tokens that the tokenizer puts before texts by itself are put there, others not. A batch has ``text`` and
+    Special tokens are prepended as the tokenizer does by default; no others are added. A batch has ``text`` and
     ``loss_mask``, as ``GPTTrainStep`` takes them; all rows have the length of the longest, at most ``seq_length``.
 
     Args:
-        data_path: A file, a folder or a pattern: .jsonl (one text a line), .parquet (one a row) or any file of text
-            (one a file).
-        tokenizer: Folder of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
+        data_path: A file, a directory or a glob pattern: .jsonl (one text per line), .parquet (one per row) or any text
+            file (one per file).
+        tokenizer: Directory of the model's tokenizer, or its name on the Hugging Face hub (``org/name``).
         task: ``perplexity`` or ``last_word``.
-        seq_length: Most tokens that the model reads in one row.
-        stride: For ``perplexity``: tokens by which each row begins behind the one before; None: ``seq_length``.
+        seq_length: Maximum number of tokens that the model reads per row.
+        stride: For ``perplexity``: tokens between the starts of consecutive rows; None: ``seq_length``.
         strict: For ``last_word``: all tokens of the word must be right; False: only the last token counts.
-        json_key: What holds the text in .jsonl and .parquet files.
+        json_key: Key of the text in .jsonl and .parquet files.
         micro_batch_size: Rows in one microbatch of one data-parallel rank.
-        num_workers: Processes that read ahead, on each rank that reads at all.
+        num_workers: Worker processes that prefetch, on each rank that reads data.
     """
 
     def __init__(
@@ -476,14 +476,14 @@ class TextEvaluationDataModule(MegatronDataModule):
         if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
             raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
         self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
-        self._given = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
+        self._arguments = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
         self._sources = dict.fromkeys(("valid", "test"))
 
     @override
     def check(self, run: Run) -> None:
-        _check_gpt(run.model, f"{type(self).__name__} asks GPTs")
-        is_asked = self._trainer().state.fn in (TrainerFn.TESTING, TrainerFn.VALIDATING)
-        if self.task == "last_word" and is_asked and type(run.train_step) is GPTTrainStep:
+        _check_gpt(run.model, f"{type(self).__name__} evaluates GPTs")
+        evaluates = self._trainer().state.fn in (TrainerFn.TESTING, TrainerFn.VALIDATING)
+        if self.task == "last_word" and evaluates and type(run.train_step) is GPTTrainStep:
             raise ConfigError("task=last_word: expected train_step='last_word', which counts last words, got 'gpt'")
         _check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
 
@@ -497,34 +497,34 @@ class TextEvaluationDataModule(MegatronDataModule):
                 f"{texts.num_truncated} texts of {self.data_path} have more tokens than seq_length={self.seq_length}"
                 " and lose their beginning; raise it to keep them whole"
             )
-        # Kernels like even shapes.
+        # Kernels are faster for multiples of 8.
         multiple = math.lcm(8, strategy.parallel.sequence_divisor)
         longest = int((texts.bounds[:, 2] - texts.bounds[:, 0]).max()) - 1
         return replace(texts, row_length=min(self.seq_length, -(-longest // multiple) * multiple))
 
     @cached_property
     def _texts(self) -> EvaluationTexts:
-        return read_evaluation_texts(*self._given)
+        return read_evaluation_texts(*self._arguments)
 
 
-def _paths_of_splits(data_path: Any, split: str, **own: Any) -> dict[SplitName, tuple[Any, str]]:
-    """Where the samples of each split that there is come from, and the weights by which the splits share them.
+def _split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitName, tuple[Any, str]]:
+    """Path of each split that has data, and the weights by which the splits of this path divide it.
 
     Args:
-        data_path: Where all splits come from.
-        split: By which weights they share it.
-        own: Where each split alone comes from.
+        data_path: Path that all splits share.
+        split: Weights by which they divide it.
+        own_paths: Path of each split alone.
 
     Raises:
-        ConfigError: If there is nothing to read, or two answers to where a split comes from.
+        ConfigError: If there is no path, or both a shared one and those of single splits.
     """
-    alone: dict[Any, Any] = {name: path for name, path in own.items() if path is not None}
+    alone: dict[Any, Any] = {name: path for name, path in own_paths.items() if path is not None}
     if (data_path is None) != bool(alone):
         given = ", ".join(f"{name}_data_path={path}" for name, path in alone.items()) or "no path of a single split"
         raise ConfigError(f"data_path={data_path} with {given}: expected data_path and split, or only paths of splits")
     if data_path is None:
-        whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
-        return {name: (path, whole[name]) for name, path in alone.items()}
+        weights_alone = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
+        return {name: (path, weights_alone[name]) for name, path in alone.items()}
     weights = zip(SPLIT_NAMES, parse_split(split), strict=True)
     return {name: (data_path, split) for name, weight in weights if weight > 0}
 
@@ -535,6 +535,6 @@ def _check_gpt(model: ModelConfig | None, what: str) -> None:
 
 
 def _check_token(largest: int, model: ModelConfig | None, source: str) -> None:
-    """Refuse a token outside of the model's table, which would end the run inside a CUDA kernel."""
+    """Refuse a token outside of the model's vocabulary, which would end the run inside a CUDA kernel."""
     if model is not None and largest >= model.vocab_size:
-        raise DataError(f"{source} holds token {largest}, the model's vocab_size={model.vocab_size} ends before it")
+        raise DataError(f"{source}: expected tokens below the model's vocab_size={model.vocab_size}, got {largest}")

@@ -136,6 +136,6 @@ def _refusals(folder: str) -> list[str]:
 
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     vocabulary, objective, split = run_ranks(_refusals, 1, str(folder))[0]
-    assert "the model's vocab_size=200 ends before it" in vocabulary
+    assert "expected tokens below the model's vocab_size=200" in vocabulary
     assert "expected train_step='last_word', which counts last words, got" in objective
     assert "TextEvaluationDataModule has no train split" in split

@@ -213,7 +213,7 @@ def test_a_vocabulary_that_the_dataset_exceeds_is_refused(tmp_path: Path, docume
     shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
     model = model_config({"model_type": "gpt2", "vocab_size": largest + 1})
     _data(tmp_path).check(Run(shape=shape, model=model))
-    with pytest.raises(DataError, match=f"holds token {largest}, the model's vocab_size={largest} ends before it"):
+    with pytest.raises(DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"):
         _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
 
 

@@ -54,7 +54,7 @@ class Numbers(IterableDataset[dict[str, int]]):
     ("dataset", "collate", "says"),
     [
         (datasets.DatasetDict({"train": _hugging_face()}), None, r"a DatasetDict must be one map-style dataset"),
-        (Numbers(), None, "a Numbers must be one .* return a DataLoader of it from train_dataloader"),
+        (Numbers(), None, "a Numbers must be one .* return a DataLoader from train_dataloader"),
         ([], None, "a list must be one .* of at least one item"),
         ([{}, {"a": [1, 2]}, {"a": [3]}], None, r"items 1, 2 .* under 'a' \(.*\[2\] .*\[1\] .*\); .* pad them"),
         ([{}, {"a": 1}, {"b": 1}], None, "item 2 of the dataset is a dict with 'b'; give dicts that all have the"),
