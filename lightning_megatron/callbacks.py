@@ -1,4 +1,4 @@
-"""Lightning callbacks: throughput, loss curve, perplexity, sample texts and a line of progress."""
+"""Lightning callbacks: throughput, loss curve, perplexity, generated samples and a progress line."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ def _check_interval(every_n_steps: int | None) -> None:
 
 
 def _is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
-    """Whether the step that just ended is the last of an interval; looking at numbers waits for the device.
+    """Whether the step that just ended is the last of an interval; reading metrics waits for the device.
 
     Args:
-        trainer: Counts the steps.
-        every_n_steps: The interval; None takes the Trainer's ``log_every_n_steps``, of which 0 means never.
+        trainer: Its ``global_step`` is counted.
+        every_n_steps: The interval; None takes the Trainer's ``log_every_n_steps``, where 0 means never.
     """
     every: int = every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
     return every > 0 and trainer.global_step % every == 0
 
 
-class _InLogFolder(Callback):
-    """Writes into the log folder of the Trainer's first logger, or its ``default_root_dir`` without loggers."""
+class _LogDirCallback(Callback):
+    """Callback that writes to the log directory of the first logger, or to ``default_root_dir`` without loggers."""
 
-    _folder: Path | None = None
+    _log_dir: Path | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Settle on the folder: asking the Trainer is a broadcast, which every rank must join."""
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        """Set the directory: the Trainer's ``log_dir`` is a broadcast, which every rank must join."""
+        self._log_dir = Path(trainer.log_dir or trainer.default_root_dir)
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
+# ---- throughput -----------------------------------------------------------------------------------------------------
 
 
 class ThroughputMonitor(Callback):
-    """Logs speed, model FLOP/s, their share of the device's peak, and peak memory.
+    """Logs throughput, model FLOP/s, model FLOPs utilization (MFU) and peak memory.
 
     A step is timed from the end of one training batch to the end of the next, so waiting for data counts; steps with a
-    validation, a checkpoint or a ``SampleText`` in between do not. Each figure is of the steps since the last report.
-    The device is waited for only when a report is due.
+    validation, a checkpoint or a ``SampleText`` in between are left out. Each metric is of the steps since the last
+    report. The host waits for the device only when a report is due.
 
     Logged: ``tokens_per_s`` over all ranks, padding included (also in the progress bar); ``tokens_per_s_per_device``;
-    ``step_seconds``, the median, and ``step_seconds_mean``, from which the speeds follow; on models whose FLOPs are
-    known ``model_tflops_per_s_per_device`` (forward and backward pass, causal attention counted half, see
+    ``step_seconds``, the median, and ``step_seconds_mean``, from which throughput is computed; on models whose FLOPs
+    are known ``model_tflops_per_s_per_device`` (forward and backward pass, causal attention counted half, see
     ``accounting.py``); on devices whose peak is known ``mfu``, its fraction of the dense peak; on GPUs
     ``peak_memory_gib``, the most that PyTorch had allocated since the process started; ``step_seconds_expected`` and
-    ``peak_memory_gib_expected``, what ``planner.py`` says of devices that it knows. Each rank measures for itself;
+    ``peak_memory_gib_expected``, the estimates of ``planner.py`` for devices that it knows. Each rank measures its own;
     loggers and progress bar show rank 0.
     """
 
@@ -97,7 +97,7 @@ class ThroughputMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that do not tell how many tokens a step has.
+        """Refuse strategies that do not provide the number of tokens of a step.
 
         Raises:
             ConfigError: If the Trainer's strategy is not Megatron's.
@@ -107,12 +107,12 @@ class ThroughputMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start afresh."""
+        """Reset the measurements."""
         self._clock, self._steps_seen = StepClock(trainer.strategy.root_device), 0
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note the end of a step, and report if it is time."""
+        """Record the end of a step, and log a report if it is due."""
         self._steps_seen += 1
         strategy: Any = trainer.strategy
         shape: StepShape | None = strategy.step_shape
@@ -120,24 +120,24 @@ class ThroughputMonitor(Callback):
             return
         known, flops = _model_and_lengths(pl_module, shape), 0.0
         if known is not None:
-            padded = known[0].padded_vocab_size(strategy.tp)
-            flops = model_flops(*known, padded) * shape.tokens / shape.seq_length
+            padded_vocab_size = known[0].padded_vocab_size(strategy.tp)
+            flops = model_flops(*known, padded_vocab_size) * shape.tokens / shape.seq_length
         self._clock.mark(tokens=shape.tokens, flops=flops)
-        if not _is_due(trainer, self.every_n_steps) or not (metrics := self._measured(trainer)):
+        if not _is_due(trainer, self.every_n_steps) or not (metrics := self._take_metrics(trainer)):
             return
         if strategy.root_device.type == "cuda" and known is not None:
-            metrics |= _expected(strategy, *known, world_size=trainer.world_size)
+            metrics |= _estimates(strategy, *known, world_size=trainer.world_size)
         for name, value in metrics.items():
             pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
 
     def interrupt(self, *_: Any) -> None:
-        """Do not count the step under way: it does more than train."""
+        """Leave out the current step, which does more than train."""
         self._clock.interrupt()
 
     on_validation_start = on_save_checkpoint = interrupt  # type: ignore[assignment]
 
-    def _measured(self, trainer: Trainer) -> dict[str, float]:
-        """What is logged of the steps since the last call; nothing if there were none."""
+    def _take_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Metrics of the steps since the last call; empty if there were none."""
         times, tokens, flops = self._clock.take()
         if not times:
             return {}
@@ -148,35 +148,35 @@ class ThroughputMonitor(Callback):
             "step_seconds": statistics.median(times),
             "step_seconds_mean": seconds / len(times),
         }
-        speed = flops / seconds / trainer.world_size
-        if speed > 0:
-            metrics["model_tflops_per_s_per_device"] = speed / 1e12
+        flops_per_s = flops / seconds / trainer.world_size
+        if flops_per_s > 0:
+            metrics["model_tflops_per_s_per_device"] = flops_per_s / 1e12
         if device.type == "cuda":
-            # Not reset: other code of the user's may read the same counter.
+            # Not reset: user code may read the same counter.
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
             tf32: Precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
-            kinds: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
-            peak = peak_flops_per_s(torch.cuda.get_device_name(device), kinds[str(trainer.precision).split("-")[0]])
-            if speed > 0 and peak is not None:
-                metrics["mfu"] = speed / peak
+            dtypes: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
+            peak = peak_flops_per_s(torch.cuda.get_device_name(device), dtypes[str(trainer.precision).split("-")[0]])
+            if flops_per_s > 0 and peak is not None:
+                metrics["mfu"] = flops_per_s / peak
         return metrics
 
 
 class StepClock:
-    """Times steps without waiting for the device before ``take``: by events on its stream, or the host's clock."""
+    """Times steps by CUDA events, or by the host's clock on a CPU, and waits for the device only in ``take``."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start with no step begun.
+        """Start without a step.
 
         Args:
-            device: Where the steps run.
+            device: Device on which the steps run.
         """
         self._device = device
         self._last: Any = None
         self._steps: list[tuple[Any, Any, int, float]] = []
 
     def mark(self, tokens: int, flops: float) -> None:
-        """The end of a step of so many tokens and FLOPs; it counts if the end of the step before it is known."""
+        """Mark the end of a step; the step counts if the end of the previous one was marked."""
         now: Any = time.perf_counter()
         if self._device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
@@ -186,11 +186,11 @@ class StepClock:
         self._last = now
 
     def interrupt(self) -> None:
-        """Something else than training happens now: the step under way does not count."""
+        """Leave out the current step, in which something else than training happens."""
         self._last = None
 
     def take(self) -> tuple[list[float], int, float]:
-        """Seconds of each step since the last call, and all their tokens and FLOPs. Waits for the device."""
+        """Seconds of each step since the last call, and their total tokens and FLOPs. Waits for the device."""
         steps, self._steps = self._steps, []
         if self._device.type == "cuda" and steps:
             steps[-1][1].synchronize()
@@ -201,10 +201,10 @@ class StepClock:
 
 
 def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[ModelConfig, tuple[int, ...]] | None:
-    """The model and the tokens of a row; None if they are not known.
+    """Model config and sequence lengths of a row, or None if they are not known.
 
-    Not known are those of a module without ``model_config``, and of a T5 with an objective of the user's, which has
-    only the sum of both sequences.
+    They are not known for a module without ``model_config``, and for a T5 with a user's objective, which has only the
+    sum of both lengths.
     """
     model = getattr(pl_module, "model_config", None)
     if not isinstance(model, ModelConfig):
@@ -213,8 +213,8 @@ def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[Mo
     return (model, lengths) if lengths else None
 
 
-def _expected(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int) -> dict[str, float]:
-    """What the planner expected of this run; nothing for GPUs that it does not know, and for fp8."""
+def _estimates(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int) -> dict[str, float]:
+    """The planner's estimates for this run; empty for GPUs that it does not know, and for fp8."""
     name = torch.cuda.get_device_name(strategy.root_device)
     device = next((each for each in DEVICES.values() if each.name == name), None)
     if device is None or strategy.fp8 is not None:
@@ -227,11 +227,11 @@ def _expected(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, wo
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
-class LossCurve(_InLogFolder):
-    """Keeps the curves of training and validation loss and writes them as a picture when training ends.
+class LossCurve(_LogDirCallback):
+    """Records training and validation loss, and writes a plot of both when training ends.
 
-    The curves travel in checkpoints, so a resumed run, in whatever layout, continues them; a vertical line marks where.
-    The picture goes into the log folder of the Trainer's first logger, or its ``default_root_dir`` without loggers.
+    The curves are saved in checkpoints, so a resumed run continues them in any layout; a vertical line marks where. The
+    plot is written to the log directory of the Trainer's first logger, or to ``default_root_dir`` without loggers.
     """
 
     def __init__(
@@ -242,18 +242,18 @@ class LossCurve(_InLogFolder):
         log_scale: bool = False,
         monitor: tuple[str, str] = ("train_loss", "val_loss"),
     ) -> None:
-        """Set what to draw.
+        """Set what to plot.
 
         Args:
-            filename: Name of the picture; its suffix is the format.
+            filename: File name of the plot; its suffix is the format.
             every_n_steps: Optimizer steps between points of the training loss; None takes the Trainer's
                 ``log_every_n_steps``. Reading a loss waits for the device.
-            max_points: Each curve is thinned out evenly when it has more points.
+            max_points: Maximum number of points of a curve, which is thinned out evenly beyond it.
             log_scale: Whether the loss axis is logarithmic.
             monitor: Names of the logged training and validation loss.
 
         Raises:
-            ConfigError: If a number is out of range, or the suffix none that matplotlib writes.
+            ConfigError: If a number is out of range, or matplotlib does not write the suffix's format.
         """
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -267,29 +267,29 @@ class LossCurve(_InLogFolder):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget another run's curves; those of a resumed run are loaded later."""
+        """Clear the curves of an earlier run; those of a resumed run are loaded later."""
         if stage == "fit" and trainer.global_step == 0:
             self.train, self.validation = Curve(self.train.max_points), Curve(self.train.max_points)
             self.resumed_at = []
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Add a point to the training curve if it is time."""
-        # The first step too: the height at which a run begins is what one looks for.
+        """Add a point to the training curve if it is due."""
+        # The first step, too, since the initial loss is of interest.
         if trainer.global_step == 1 or _is_due(trainer, self.every_n_steps):
             self.train.add(trainer.global_step, trainer.callback_metrics.get(self.train_name))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add a point to the validation curve, unless only a part of the validation ran."""
+        """Add a point to the validation curve, unless only a part of the validation set was used."""
         if not _is_partial_validation(trainer):
             self.validation.add(trainer.global_step, trainer.callback_metrics.get(self.val_name))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Write the picture on rank 0, also of a run that has failed."""
-        if self._folder is not None and trainer.is_global_zero and self.train.points:
-            path = self._folder / self.filename
+        """Write the plot on rank 0, also for a failed run."""
+        if self._log_dir is not None and trainer.is_global_zero and self.train.points:
+            path = self._log_dir / self.filename
             path.parent.mkdir(parents=True, exist_ok=True)
             self._draw().savefig(path)
 
@@ -297,37 +297,37 @@ class LossCurve(_InLogFolder):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Both curves and the points where the run was resumed, as plain numbers."""
+        """Both curves, and the steps at which the run was resumed, as plain numbers."""
         curves = {"train": self.train.state_dict(), "validation": self.validation.state_dict()}
         return {**curves, "resumed_at": list(self.resumed_at)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue another run's curves."""
+        """Continue the saved curves."""
         self.train.load_state_dict(state_dict["train"])
         self.validation.load_state_dict(state_dict["validation"])
         self.resumed_at = [*state_dict["resumed_at"], *(step for step, _ in self.train.points[-1:])]
 
     def _draw(self) -> Any:
-        """A figure of the losses over the steps."""
+        """Figure of the losses over the optimizer steps."""
         # The figure class draws without pyplot, which would choose a backend for the whole process.
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
         axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
-        # Steps that on_nan="skip" left out would take whole windows of the smoothed line along.
+        # The NaN of a step that on_nan="skip" skipped would spread over whole windows of the smoothed line.
         finite = [point for point in self.train.points if math.isfinite(point[1])]
         steps, losses = zip(*finite or self.train.points, strict=True)
         width = len(losses) // 25 | 1  # odd: the middle of a window is a step
         axes.plot(steps, losses, "C0", alpha=0.3 if width > 1 else 1.0, label=None if width > 1 else "training")
-        if width > 1:  # a window that looks back only would lag behind a falling loss
+        if width > 1:  # a trailing window would lag behind a falling loss
             means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
             axes.plot(steps[width // 2 : -(width // 2)], means, "C0", label="training (smoothed)")
         if self.validation.points:
             steps, losses = zip(*self.validation.points, strict=True)
             axes.plot(steps, losses, "C1", marker="o", markersize=4, label=f"validation (last {losses[-1]:.3f})")
         for index, step in enumerate(self.resumed_at):
-            # One entry in the legend for all of them: matplotlib leaves out labels that begin with an underscore.
+            # One legend entry for all lines: matplotlib leaves out labels that begin with an underscore.
             label = "_resumed" if index else "resumed from a checkpoint"
             axes.axvline(step, color="grey", linestyle="--", label=label)
         if self.log_scale:
@@ -338,20 +338,20 @@ class LossCurve(_InLogFolder):
 
 
 class Curve:
-    """Points (step, value) in bounded memory: when full, every second one goes, and only every second new one comes."""
+    """Points (step, value) in bounded memory: when full, every second point is dropped, and the stride is doubled."""
 
     def __init__(self, max_points: int) -> None:
         """Start empty.
 
         Args:
-            max_points: Most points to keep.
+            max_points: Maximum number of points to keep.
         """
         self.max_points = max_points
         self.points: list[tuple[int, float]] = []
         self._stride, self._seen = 1, 0
 
     def add(self, step: int, value: Any) -> None:
-        """Add a point, if there is a value and it falls on the spacing that the curve has by now."""
+        """Add a point, unless ``value`` is None or the curve's current stride leaves it out."""
         if value is None:
             return
         if self._seen % self._stride == 0:
@@ -362,7 +362,7 @@ class Curve:
             self._stride *= 2
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Points and stride as plain numbers."""
         steps, values = [step for step, _ in self.points], [value for _, value in self.points]
         return {"steps": steps, "values": values, "stride": self._stride, "seen": self._seen}
 
@@ -373,34 +373,34 @@ class Curve:
 
 
 def _is_partial_validation(trainer: Trainer) -> bool:
-    """Whether the validation that just ended was the check before training, on a few batches only."""
+    """Whether the validation that just ended was the sanity check before training, on a part of the batches."""
     return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 
 class PerplexityReport(Callback):
-    """Says at the end of ``fit`` what the validation perplexity was before and after; ``val_perplexity`` is in the log.
+    """Prints the validation perplexity before and after training when ``fit`` ends; ``val_perplexity`` is in the log.
 
-    "Before" is the validation that the Trainer runs before the first step; ``Trainer(num_sanity_val_steps=-1)`` makes
-    it the whole validation set. A resumed run still knows it. The loss must be logged by ``validation_step``.
+    "Before" is the validation that the Trainer runs before the first step, with ``Trainer(num_sanity_val_steps=-1)`` on
+    the whole validation set; it is saved in checkpoints. The loss must be logged by ``validation_step``.
     """
 
     def __init__(self, monitor: str = "val_loss") -> None:
-        """Set what to read.
+        """Set the metric to read.
 
         Args:
             monitor: Name of the logged validation loss, in nats per token.
         """
         self.monitor = monitor
-        self._clear()
+        self._reset()
 
-    def _clear(self) -> None:
+    def _reset(self) -> None:
         self._state: dict[str, Any] = {"before": None, "before_is_partial": False, "after": None, "after_step": 0}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget another run's figures; those of a resumed run are loaded later."""
+        """Clear the losses of an earlier run; those of a resumed run are loaded later."""
         if stage == "fit" and trainer.global_step == 0:
-            self._clear()
+            self._reset()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -424,22 +424,22 @@ class PerplexityReport(Callback):
         before, after = self._state["before"], self._state["after"]
         if before is None and after is None:
             return f"validation perplexity: unknown, because no validation logged {self.monitor}"
-        told = "unknown before (num_sanity_val_steps=-1 measures it)"
+        initial = "unknown before (num_sanity_val_steps=-1 measures it)"
         if before is not None:
             part = " (on the first batches only)" if self._state["before_is_partial"] else ""
-            told = f"{_perplexity(before)} before{part}"
+            initial = f"{_perplexity(before)} before{part}"
         if after is None:
-            return f"validation perplexity: {told}, unknown after, because no validation ran since"
-        return f"validation perplexity: {told}, {_perplexity(after)} after {self._state['after_step']} steps"
+            return f"validation perplexity: {initial}, unknown after, because no validation ran since"
+        return f"validation perplexity: {initial}, {_perplexity(after)} after {self._state['after_step']} steps"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The losses behind the report."""
+        """The losses of the report."""
         return dict(self._state)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue another run's report."""
+        """Continue the saved report."""
         self._state = dict(state_dict)
 
 
@@ -448,17 +448,17 @@ def _perplexity(loss: float) -> str:
     return f"{value:.1f}" if value < 1e7 else f"{value:.2e}"
 
 
-# ---- texts ----------------------------------------------------------------------------------------------------------
+# ---- generated samples ----------------------------------------------------------------------------------------------
 
 
-class SampleText(_InLogFolder):
-    """Continues prompts every few steps, on all ranks together; training goes on as if nothing had happened.
+class SampleText(_LogDirCallback):
+    """Generates completions of prompts every few steps, on all ranks together, without an effect on training.
 
-    A T5's encoder reads the prompts, and the text is its decoder's.
+    A T5's encoder reads the prompts, and its decoder generates the text.
 
-    Loggers that show texts (TensorBoard) get one under ``samples/0``, ``samples/1``, ... for each prompt. For others
-    the texts are lines of JSON in the file ``samples.jsonl`` of their folder; without a logger they are printed. With a
-    fixed ``seed`` differences between steps are the model's, not chance.
+    Loggers with ``add_text`` (TensorBoard) get each text under ``samples/0``, ``samples/1``, ... For other loggers
+    the texts are JSON lines in the file ``samples.jsonl`` of their directory; without a logger they are printed. With a
+    fixed ``seed`` differences between steps are due to the model, not to chance.
     """
 
     def __init__(
@@ -468,16 +468,16 @@ class SampleText(_InLogFolder):
         every_n_steps: int | None = None,
         generation: GenerationOptions | None = None,
     ) -> None:
-        """Set what to continue and how.
+        """Set the prompts and the options of generation.
 
         Args:
-            tokenizer: Folder of a transformers tokenizer, its name on the Hugging Face hub, or the tokenizer itself.
+            tokenizer: Directory of a transformers tokenizer, its name on the Hugging Face hub, or the tokenizer itself.
             prompts: Texts to continue, as one batch.
             every_n_steps: Optimizer steps between samples; None takes the Trainer's ``log_every_n_steps``.
-            generation: How tokens are chosen; None takes the module's ``generation``.
+            generation: Generation options; None takes the module's ``generation``.
 
         Raises:
-            ConfigError: If there is no prompt, the tokenizer is none, or the interval is below 1.
+            ConfigError: If there is no prompt, ``tokenizer`` is not a tokenizer, or the interval is below 1.
         """
         _check_interval(every_n_steps)
         if not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "get_vocab"):
@@ -489,91 +489,91 @@ class SampleText(_InLogFolder):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Turn the prompts into tokens.
+        """Tokenize the prompts.
 
         Raises:
-            ConfigError: If the module cannot continue them.
+            ConfigError: If the module cannot continue the prompts.
             DataError: If there is no tokenizer.
         """
         if stage != "fit":
             return
         model = getattr(pl_module, "model_config", None)
         if model is None or model.architecture not in ("gpt", "t5"):
-            raise ConfigError(f"SampleText shows texts of GPTs and T5s, not of {type(pl_module).__name__}; remove it")
+            raise ConfigError(f"SampleText: expected a GPT or T5, got {type(pl_module).__name__}; remove the callback")
         is_folder = isinstance(self.tokenizer, (str, Path))
         self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
         check_vocabulary(self._tokenizer, getattr(self.tokenizer, "name_or_path", self.tokenizer), model.vocab_size)
-        self._is_answer = model.architecture == "t5"
-        own: Any = pl_module.generation
-        self._options: GenerationOptions = self.generation or own
+        self._is_t5 = model.architecture == "t5"
+        module_options: Any = pl_module.generation
+        self._options: GenerationOptions = self.generation or module_options
         ids, mask = encode_prompts(self.prompts, self._tokenizer)
-        if self._options.bos_token_id is not None:  # here, so that the columns are those of what generate returns
+        if self._options.bos_token_id is not None:  # here, so that the columns match those of generate's output
             ids, mask = prepend_token(ids, mask, self._options.bos_token_id)
         self._rows = {"input_ids": ids, "attention_mask": mask}
         build_request(self._rows, vars(self._options), model)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Continue the prompts if it is time."""
+        """Continue the prompts if a sample is due."""
         if not _is_due(trainer, self.every_n_steps):
             return
         generate: Any = pl_module.generate
-        written = generate(**self._rows, **vars(self._options))
+        sequences = generate(**self._rows, **vars(self._options))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            texts = decode_completions(self._tokenizer, written, **self._rows, is_t5=self._is_answer)
-            copies = self._options.num_return_sequences
-            self._keep(trainer, [(self.prompts[index // copies], text) for index, text in enumerate(texts)])
+            texts = decode_completions(self._tokenizer, sequences, **self._rows, is_t5=self._is_t5)
+            per_prompt = self._options.num_return_sequences
+            self._write(trainer, [(self.prompts[index // per_prompt], text) for index, text in enumerate(texts)])
 
-    def _keep(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
-        without_texts: list[Logger] = []
+    def _write(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
+        without_add_text: list[Logger] = []
         for logger in trainer.loggers:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is None:
-                without_texts.append(logger)
+                without_add_text.append(logger)
                 continue
-            for index, (prompt, new) in enumerate(texts):
-                # Markdown that shows the texts letter by letter, whatever is in them: indented, so that it is code.
-                prompt, new = ("    " + each.replace("\n", "\n    ") for each in (prompt, new))
-                add_text(f"samples/{index}", f"prompt\n\n{prompt}\n\ncontinued\n\n{new}\n", trainer.global_step)
-        assert self._folder is not None
-        for folder in {Path(logger.log_dir or self._folder) for logger in without_texts}:
+            for index, (prompt, completion) in enumerate(texts):
+                # An indented code block of Markdown shows texts verbatim.
+                prompt, completion = ("    " + text.replace("\n", "\n    ") for text in (prompt, completion))
+                add_text(f"samples/{index}", f"prompt\n\n{prompt}\n\ncontinued\n\n{completion}\n", trainer.global_step)
+        assert self._log_dir is not None
+        for folder in {Path(logger.log_dir or self._log_dir) for logger in without_add_text}:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-                for prompt, new in texts:
-                    row = {"step": trainer.global_step, "prompt": prompt, "text": new}
+                for prompt, completion in texts:
+                    row = {"step": trainer.global_step, "prompt": prompt, "text": completion}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not trainer.loggers:
-            for prompt, new in texts:
-                print(f"step {trainer.global_step}: {prompt!r} -> {new!r}", flush=True)
+            for prompt, completion in texts:
+                print(f"step {trainer.global_step}: {prompt!r} -> {completion!r}", flush=True)
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
 
 
 class ProgressLine(ProgressBar):
-    """Step, time, time left, and what is logged with ``prog_bar=True``.
+    """Progress in one line: step, time, time left, and metrics logged with ``prog_bar=True``.
 
     Lightning's bars take several rows of a narrow terminal, and show nothing, or one endless line, in a file. On a
-    terminal this is one row, cut off where the terminal ends; in a file it is a line every ``every_seconds``.
+    terminal this is one row, truncated to the terminal's width; in a file it is a line every ``every_seconds``.
     """
 
     def __init__(self, every_seconds: float = 10.0) -> None:
-        """Set how often a file gets a line.
+        """Set how often to write a line to a file.
 
         Args:
-            every_seconds: Time between two lines, if the output is no terminal.
+            every_seconds: Time between two lines, if the output is not a terminal.
         """
         super().__init__()
         self.every_seconds = every_seconds
         self._is_enabled = True
-        self._first_step, self._began, self._next = 0, 0.0, 0.0
+        self._first_step, self._start_time, self._next_time = 0, 0.0, 0.0
 
     @override
     def disable(self) -> None:
-        """Show nothing; ranks other than 0 do so."""
+        """Show nothing, as on ranks other than 0."""
         self._is_enabled = False
 
     @override
@@ -583,50 +583,50 @@ class ProgressLine(ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here."""
-        self._first_step, self._began = trainer.global_step, time.monotonic()
+        """Record the first step and the start time."""
+        self._first_step, self._start_time = trainer.global_step, time.monotonic()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Show the step, the first one at once: one sees that training has begun."""
-        if trainer.global_step < trainer.estimated_stepping_batches:  # the last step waits for its validation
-            self._show(lambda: self._step(trainer), now=trainer.global_step == self._first_step + 1)
+        """Show the step, the first one at once, to tell that training has started."""
+        if trainer.global_step < trainer.estimated_stepping_batches:  # the last step is shown after its validation
+            self._show(lambda: self._line(trainer), now=trainer.global_step == self._first_step + 1)
 
     @override
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """Show the last step with the validation after it."""
-        self._show(lambda: self._step(trainer), now=True, end="\n")
+        """Show the last step with the metrics of the validation after it."""
+        self._show(lambda: self._line(trainer), now=True, end="\n")
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        """Show how many batches have been read."""
+        """Show the number of batches so far."""
         stage: Any = trainer.state.stage
         self._show(lambda: f"{stage.value.replace('_', ' ')}: batch {arguments[3] + 1}")
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
-    def _step(self, trainer: Trainer) -> str:
-        step, seconds = trainer.global_step, time.monotonic() - self._began
+    def _line(self, trainer: Trainer) -> str:
+        step, seconds = trainer.global_step, time.monotonic() - self._start_time
         total: float = trainer.estimated_stepping_batches
-        parts = [f"step {step}", _clock(seconds)]
+        parts = [f"step {step}", _format_time(seconds)]
         if 0 < total < math.inf:
-            left = seconds / max(step - self._first_step, 1) * (total - step)
-            parts = [f"step {step}/{total:.0f}", parts[1], f"{_clock(left)} left"]
+            remaining = seconds / max(step - self._first_step, 1) * (total - step)
+            parts = [f"step {step}/{total:.0f}", parts[1], f"{_format_time(remaining)} left"]
         for name, value in trainer.progress_bar_metrics.items():
             parts.append(f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}")
         return ", ".join(parts)
 
     def _show(self, line: Callable[[], str], *, now: bool = False, end: str = "\r") -> None:
-        seconds = time.monotonic()
-        if not self._is_enabled or not (now or seconds >= self._next):
+        current = time.monotonic()
+        if not self._is_enabled or not (now or current >= self._next_time):
             return
         if sys.stdout.isatty():
-            self._next = seconds + 0.1
+            self._next_time = current + 0.1
             print(f"\x1b[K{line()[: shutil.get_terminal_size().columns - 1]}", end=end, flush=True)
         else:
-            self._next = seconds + self.every_seconds
+            self._next_time = current + self.every_seconds
             print(line(), flush=True)
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))).removeprefix("0:")
