@@ -481,7 +481,7 @@ class SampleText(_LogDirCallback):
         """
         _check_interval(every_n_steps)
         if not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "get_vocab"):
-            raise ConfigError(f"tokenizer={tokenizer!r}: expected a folder, a name or a tokenizer of transformers")
+            raise ConfigError(f"tokenizer={tokenizer!r}: expected a directory, a name or a tokenizer of transformers")
         if not prompts or isinstance(prompts, str):
             raise ConfigError(f"prompts={prompts!r}: expected a list of texts to continue; give at least one")
         self.tokenizer, self.prompts = tokenizer, list(prompts)

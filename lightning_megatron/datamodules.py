@@ -144,12 +144,12 @@ class IndexedDataModule(MegatronDataModule):
 
     @override
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        decoder = {"seq_length_decoder": self.seq_length_decoder} if self._name(model) == "t5" else {}
+        decoder = {"seq_length_decoder": self.seq_length_decoder} if self._objective_name(model) == "t5" else {}
         return {"seq_length": self.seq_length, **decoder}
 
     @override
     def check(self, run: Run) -> None:
-        name = self._name(run.model)
+        name = self._objective_name(run.model)
         if run.model is not None and run.model.architecture != name:
             raise ConfigError(f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}")
         objective = self._objective(run.model)
@@ -173,7 +173,7 @@ class IndexedDataModule(MegatronDataModule):
         common = {"split": split, "name": name, "seed": self.seed, "num_samples": num_samples}
         return [Part(prefix=prefix, weight=weight, **common) for prefix, weight in blend]
 
-    def _name(self, model: ModelConfig | None) -> str:
+    def _objective_name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)
 
     @cached_property
@@ -184,7 +184,7 @@ class IndexedDataModule(MegatronDataModule):
 
     def _objective(self, model: ModelConfig | None) -> Objective:
         """Objective that makes the model's samples."""
-        name, length = self._name(model), self.seq_length
+        name, length = self._objective_name(model), self.seq_length
         if name == "gpt":
             drop_last = self.drop_last_partial_validation_sequence
             return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
@@ -406,7 +406,7 @@ def _load_dataset(folder: str) -> Any:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ConfigError(f"{folder} is read with the library datasets; pip install datasets") from error
+        raise ConfigError(f"{folder} is read by the library datasets; pip install datasets") from error
     try:
         return load_from_disk(folder)
     except (OSError, ValueError, IndexError) as error:  # the library raises IndexError if there are no rows
@@ -424,7 +424,7 @@ def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """Convert ``value`` to a CPU tensor; torch raises if it is neither a number nor made of numbers."""
+    """Convert ``value`` to a CPU tensor; torch raises if it is not numeric."""
     tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
     # torch has few operations for the larger unsigned integers.
     return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor

@@ -52,7 +52,7 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
     (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
     "would average nothing; remove it, and average checkpoints with lightning-megatron average",
-    callbacks.ModelPruning: "masks whole weights, of which each rank has a shard, and renames them; remove it",
+    callbacks.ModelPruning: "masks whole weights, of which each rank has a shard, under names of its own; remove it",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
     "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",
 }
@@ -180,9 +180,7 @@ def elastic_layout(
 def connect_ranks(
     environment: ClusterEnvironment, num_nodes: int, device: torch.device, timeout: timedelta, pg_timeout: timedelta
 ) -> None:
-    """Initialize the default process group, whose collectives time out after ``pg_timeout``.
-
-    Where the user starts each node by hand, log for which ranks this node waits.
+    """Initialize the default process group; log what is awaited if the user starts the other nodes by hand.
 
     Raises:
         ConfigError: If not all ranks arrive within ``timeout``, or they cannot connect to each other.
@@ -256,7 +254,7 @@ def _admit_ranks(store: Store, world_size: int, address: str, timeout: timedelta
             store.set(each.decode().partition(" ")[0], f"{prefix} {peer}")
             answered.add(each)
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"{joined + 1} of them")
+            raise dist.DistStoreError(f"{joined + 1}")
         time.sleep(_POLL_SECONDS)
     return prefix, peer if keys else ""
 

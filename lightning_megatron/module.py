@@ -177,7 +177,7 @@ class MegatronModule(pl.LightningModule):
                     f"{name}={arguments[name]} of {path} is only a name; use load_from_checkpoint(PATH, {name}=...)"
                 )
         module = cls(**arguments)
-        # With pretrained=True, known from the weight files alone.
+        # In a run with pretrained=True only the weight files told whether embeddings are tied.
         tied = meta["model_description"]["share_embeddings_and_output_weights"]
         module.model_config = replace(module.model_config, share_embeddings_and_output_weights=tied)
         module.load_from = source
@@ -328,8 +328,7 @@ class MegatronModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-        decay = self.optimizer_options.weight_decay
-        settings = scheduler_settings(self.lr_schedule, self.lr, decay, self._total_steps)
+        settings = scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
         scheduler = MegatronLRScheduler(optimizer, **settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}
 
@@ -418,7 +417,7 @@ class MegatronModule(pl.LightningModule):
         on_tokens: Callable[[torch.Tensor], None] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts, as Hugging Face's ``generate`` does, on any layout; every rank must call with the same.
+        """Continue prompts on any layout, as Hugging Face's ``generate``; every rank must call with the same inputs.
 
         A T5's encoder reads the prompts; its decoder starts from ``decoder_start_token_id``, or continues
         ``decoder_input_ids``.
@@ -511,7 +510,7 @@ class MegatronModule(pl.LightningModule):
             return model.generate(rows, options, self._special_tokens, is_shared=False).sequences
 
     def forward(self, batch: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor | None:
-        """``logits`` of a batch (targets are ignored) or of ``input_ids``; every rank must call with the same."""
+        """``logits`` of a batch (without its targets) or ``input_ids``; every rank must call with the same inputs."""
         if isinstance(batch, torch.Tensor):
             return self.logits(batch)
         model = self._live_model()
@@ -527,7 +526,7 @@ class MegatronModule(pl.LightningModule):
         token_type_ids: torch.Tensor | None = None,
         last_stage_only: bool = False,
     ) -> torch.Tensor | None:
-        """Compute the logits at every token, as the Hugging Face model does; every rank must call with the same.
+        """Compute the logits at every token, as Hugging Face's model; every rank must call with the same inputs.
 
         Rows are sharded over the data-parallel replicas. May be called during training; runs without dropout. The
         result is gathered over tp and dp, without the vocabulary padding. It takes b * s * vocab_size * 4 bytes on

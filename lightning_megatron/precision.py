@@ -71,7 +71,7 @@ class MegatronPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Set the norm by which the optimizer clips inside its step, over all shards; a local norm would be wrong."""
+        """Set the maximum gradient norm; the optimizer clips by the norm over all shards, not by a local one."""
         check_clipping(clip_val, gradient_clip_algorithm)
         optimizer.clip_grad = float(clip_val)  # type: ignore[attr-defined]
 
