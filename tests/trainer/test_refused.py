@@ -120,9 +120,7 @@ def _refused_parts() -> None:
     for hook in ("backward", "transfer_batch_to_device", "on_after_batch_transfer"):
         own = type("Own", (MegatronModule,), {hook: lambda *_: None})
         assert f"Own.{hook} would not be called" in told(fit, run, module_class=own)
-    assert "pass the module itself" in told(
-        make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1)
-    )
+    assert "pass the module itself" in told(make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1))
 
 
 def test_callbacks_and_modules_that_cannot_take_effect_are_refused() -> None:
