@@ -45,7 +45,7 @@ class EvaluationTexts:
     """Unused: no training run resumes in their order."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.bounds)
 
     def rows(self, indices: Sequence[int]) -> Rows:

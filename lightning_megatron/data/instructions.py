@@ -80,7 +80,7 @@ class Instructions(SavedArrays):
     """Token that pads rows, never attended to or learned: []."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.starts) - 1
 
     @cached_property
@@ -428,7 +428,7 @@ class InstructionSamples:
         return f"{digest.hexdigest()}-{'alone' if self.packing_seed is None else f'packed-{self.packing_seed}'}"
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._starts) - 1
 
     def rows(self, indices: Sequence[int]) -> Rows:

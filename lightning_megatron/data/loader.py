@@ -299,7 +299,7 @@ class PassLoader:
 
         Args:
             samples: Open samples; None on a rank that receives its batches from another one.
-            num_samples: Samples of the split, also on ranks without them.
+            num_samples: Number of samples of the split, also on ranks without ``samples``.
             shape: Global batch of a step, and this rank's share.
             num_workers: Worker processes that prefetch.
         """
@@ -413,7 +413,7 @@ class ResumableLoader:
     """A training DataLoader that resumes where a checkpoint was taken, at any dp, in mid-epoch too.
 
     It counts epochs itself, because Lightning counts an epoch as finished when ``max_steps`` ends it, although samples
-    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume. There random
+    of it are left. Its length is that of the whole epoch, as Lightning expects, also after a resume, where random
     samplers draw their order again from the random state at the beginning of the epoch.
     """
 
@@ -504,7 +504,7 @@ class ResumableLoader:
 
 
 class OneShotIterator:
-    """An iterator as training data; raises on a second pass, where Lightning would wait for a next step for ever."""
+    """An iterator as training data; raises on a second pass, where Lightning would wait for a next step forever."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         """Wrap ``batches``."""

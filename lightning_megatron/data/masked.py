@@ -6,7 +6,7 @@ Where the engine fails because sentinels or labels run out, the remaining spans 
 by the marks of SentencePiece and byte-level BPE (``tokenizer``).
 
 The sentence index is built by the engine's ``build_mapping``. The classes around it are not used: they need
-collectives, trust any file of the right name, loop for ever on documents that give no sample, cannot make a single
+collectives, trust any file of the right name, loop forever on documents that give no sample, cannot make a single
 pass, and recognize only words of WordPiece.
 """
 
@@ -142,7 +142,7 @@ class SentenceIndex(SavedArrays):
     """First sentence, end (exclusive) and target length of each sample: [samples, 3], uint32 or uint64."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.sentences)
 
 
@@ -224,7 +224,7 @@ class MaskedObjective(Objective):
 
         Raises:
             ConfigError: If the engine's index does not support the seed.
-            DataError: If the documents give no sample, so that the engine would loop for ever; with the reason.
+            DataError: If the documents give no sample, so that the engine would loop forever; with the reason.
         """
         from megatron.core.datasets.helpers import build_mapping
 
@@ -370,7 +370,7 @@ class BertObjective(MaskedObjective):
         self._mask_words(tokens[:end], starts[:end], rows["labels"][row], target, state)
 
     def _mask_words(self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState) -> None:
-        """Mask tokens to predict: 80 % become the mask token, 10 % a random token, and 10 % stay unchanged.
+        """Choose tokens to predict: 80 % become the mask token, 10 % a random token, and 10 % stay unchanged.
 
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
         """
@@ -404,7 +404,7 @@ class BertObjective(MaskedObjective):
 
 
 def _trim(segments: list[slice], target: int, state: np.random.RandomState) -> list[slice]:
-    """Trim two segments to ``target`` tokens in total: repeatedly, the longer one loses a token at a random end.
+    """Trim two segments to at most ``target`` tokens in total: the longer one repeatedly loses a token at a random end.
 
     One draw per token, as in the engine's loop; of two equally long segments the second is trimmed.
     """

@@ -1,7 +1,7 @@
 """Tokenize a corpus into indexed datasets: documents in parallel, written in input order (``preprocess``).
 
 Workers are those of ``torch.utils.data.DataLoader``, which keeps the order, bounds the pieces in flight and learns of
-killed workers by a signal. ``concurrent.futures.ProcessPoolExecutor`` waits for ever for the rest of a message that a
+killed workers by a signal. ``concurrent.futures.ProcessPoolExecutor`` waits forever for the rest of a message that a
 killed worker has left half-written (24 of 120 such runs hung).
 
 Sentences are split by sentencex (MIT licence), which ships its rules and lists of abbreviations: nothing is downloaded.

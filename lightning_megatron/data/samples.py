@@ -59,7 +59,7 @@ class Samples(Protocol):
         """Equal for equal samples in equal order; tells a resumed run whether its order is unchanged."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Samples at ``indices``, at least one, stacked.
@@ -153,7 +153,7 @@ class Objective(ABC):
         """Number of samples in one pass over the documents of ``part``; reads only ``.idx``, ignores ``num_samples``.
 
         Raises:
-            DataError: If there is none, with the rule and the fix; the engine would loop for ever.
+            DataError: If there is none, with the rule and the fix; the engine would loop forever.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ class SavedArrays:
         self.__dict__.update(state if isinstance(state, dict) else vars(self.load(state)))
 
     def fingerprint(self, key: str) -> str:
-        """Hash of ``key`` and the beginning of each array: any difference in an order reshuffles all of it."""
+        """Hash of ``key`` and the beginning of each array, which suffices as any change reshuffles the whole order."""
         digest = hashlib.sha256(key.encode())
         for field in fields(self):  # type: ignore[arg-type]
             digest.update(np.ascontiguousarray(getattr(self, field.name)[:4096]).tobytes())
@@ -293,7 +293,7 @@ class GPTIndex(SavedArrays):
     """Samples in the order in which they are read: [samples], uint32 or int64."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.shuffle_index)
 
 
