@@ -43,7 +43,7 @@ from lightning_megatron.files import (
 )
 
 META = COMPLETE_MARKER
-"""Lightning's own state and the description of the run; written last, so its presence means "complete"."""
+"""Lightning's own state and the description of the run; written last, so its presence marks a complete checkpoint."""
 
 FORMAT_VERSION = 1
 """Version of the checkpoint format; other versions are refused."""
@@ -56,7 +56,7 @@ COMMON = "common.pt"
 TABLE = ".metadata"
 """Torch's table of contents of the shards."""
 BACKENDS = "metadata.json"
-"""Formats, by which Megatron's own loader picks the code that reads the rest."""
+"""Names the formats of the other files, by which Megatron's own loader chooses its readers."""
 
 KNOWN_BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -64,7 +64,7 @@ KNOWN_BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Content of ``metadata.json``; from megatron-core 0.17 on without the common ones."""
+"""Content of ``metadata.json``; without the common backend from megatron-core 0.17 on."""
 
 # ---- completeness ---------------------------------------------------------------------------------------------------
 
@@ -260,10 +260,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_complete(paths: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:
-    """Complete checkpoints among ``paths``, and damaged or foreign ones.
+    """Complete checkpoints among ``paths``, and in a second list damaged and foreign ones.
 
-    A link to a checkpoint that was being written when its run was killed is neither, and nor is a path that does not
-    exist.
+    Links to a checkpoint that was being written when its run was killed, and paths that do not exist, are left out.
 
     Args:
         paths: Paths of checkpoints.

@@ -62,7 +62,7 @@ _RESTORED_GROUP_KEYS = ("params", "step")
 def read_meta(path: Path) -> dict[str, Any]:
     """Read ``meta.pt`` of a complete, undamaged checkpoint; every rank must call, and all raise the same error.
 
-    All files are first compared with their checksums, shared among the ranks.
+    All files are compared with their checksums first; the ranks share this work.
 
     Raises:
         CheckpointError: If the checkpoint is missing, unfinished, damaged, of another format or could run code.
@@ -188,19 +188,19 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
-    """Raise if weights that ``run`` and the checkpoint both have would be used differently."""
+    """Raise if a weight that ``run`` and the checkpoint both have would be used differently."""
     saved, expected = _flatten(meta["model_description"]), _flatten(run.model_description)
     for name in (*expected, EXPERT_BIAS):
         # Checkpoints written before there were adapters, or of models without biases, lack these fields.
-        is_saved = name in saved or name in ("lora", EXPERT_BIAS)
-        if name not in free and is_saved and saved.get(name) != expected.get(name):
+        is_comparable = name in saved or name in ("lora", EXPERT_BIAS)
+        if name not in free and is_comparable and saved.get(name) != expected.get(name):
             raise CheckpointError(
                 f"checkpoint {path} is of another model: {name}={saved.get(name)} there and {expected.get(name)} here; "
                 "give the model's config the checkpoint's values"
             )
     if meta.get("part") == "adapters" and run.base is None:
         raise CheckpointError(
-            f"checkpoint {path}: expected a whole model, got the adapters of {meta['base']}; begin with that: "
+            f"checkpoint {path}: expected a complete model, got the adapters of {meta['base']}; begin with that: "
             "MegatronModule(model=..., pretrained=True, lora=...), or MegatronModule.load_from_checkpoint"
         )
 

@@ -70,7 +70,8 @@ from lightning_megatron.files import FileChecksums, pickle_refusal
 T = TypeVar("T")
 
 EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
-"""Field of a model's description: its router has biases and sigmoids, which no Hugging Face config describes."""
+"""Field of a model's description that is set if its router has biases and sigmoids, which no Hugging Face config
+describes."""
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Format of the optimizer's state: the default one raises on every save (megatron-core 0.16.1,
@@ -99,7 +100,7 @@ class RunState:
     """Which weights are saved or loaded."""
 
     def settle(self) -> None:
-        """Check the outcome of the last step, before which nothing is saved; every rank must call.
+        """Check the outcome of the last step before it is saved; every rank must call.
 
         Raises:
             NonFiniteError: If it was not finite, and the run ends with it.
@@ -129,8 +130,8 @@ def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     state = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
     if part == "all":
         return state
-    wanted = part == "adapters"
-    return {i: {name: x for name, x in chunk.items() if is_adapter(name) == wanted} for i, chunk in state.items()}
+    adapters = part == "adapters"
+    return {i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters} for i, chunk in state.items()}
 
 
 def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
@@ -304,9 +305,9 @@ def preallocate(run: RunState, memory: HostMemory) -> None:
 
 
 def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
-    """Create an empty directory beside ``path`` to write into, and remove what killed programs left beside it.
+    """Create an empty directory beside ``path`` to write into, and remove leftovers of killed programs.
 
-    In an object store, which has neither directories nor locks, it is ``in_store``.
+    In an object store, which has neither directories nor locks, empty ``in_store`` or ``path`` instead.
 
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a directory of other files.
@@ -381,7 +382,7 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
 
 
 def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Lightning's dict to types that can be read back without running code, where such a form exists.
+    """Convert Lightning's dict to types that can be read back without running code, where possible.
 
     Hyper-parameters are for people to read, so other objects among them become their ``repr``.
     """
@@ -440,7 +441,7 @@ def _writer(folder: Path) -> FileSystemWriter:
 
 
 def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
-    """Plan what this rank writes of ``state``: plan, planner and the state that is not sharded; all ranks must call."""
+    """Plan what this rank writes of ``state``; returns plan, planner and what is not sharded; every rank must call."""
     sharded, common = save_preprocess({**state, "content_metadata": dict(SHARDING)})
     if (replicas := parallel_state.get_data_parallel_group(with_context_parallel=True)).size() > 1:
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
@@ -452,7 +453,7 @@ def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, 
 
 
 def _stage(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
-    """Copy this rank's shards to host memory, by file name."""
+    """Copy this rank's shards to host memory, and return them by file name."""
     buckets = [bucket for bucket in _split_by_size_and_type(_FILES_PER_RANK, plan.items) if bucket]
     items = [item for bucket in buckets for item in bucket if item.type != WriteItemType.BYTE_IO]
     copies = iter(memory.copy([planner.resolve_data(item) for item in items]))
@@ -474,7 +475,7 @@ def _gather_on_rank_0(value: T) -> list[T]:
 
 @contextlib.contextmanager
 def _errors_on_all_ranks(refusal: str) -> Iterator[None]:
-    """Raise an error that files or the disk cause in the block on one rank on all ranks."""
+    """Raise on all ranks what the file system makes the block raise on any rank, as ``CheckpointError``."""
     with raise_on_all_ranks(), files.failures_as_errors(refusal):
         yield
 
@@ -554,8 +555,8 @@ class HostMemory:
         """
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if self._in_place and not on_gpu:
-            own = [tensor.detach() for tensor in tensors]
-            return [each if each.untyped_storage().nbytes() == each.nbytes else each.clone() for each in own]
+            detached = [tensor.detach() for tensor in tensors]
+            return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in detached]
         self._wait()
         self._reserve(tensors)
         copies = [self._copy_to(tensor, offset) for tensor, offset in zip(tensors, _offsets(tensors), strict=False)]

@@ -63,7 +63,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveModel:
-    """A model on its ranks. Unless a method says otherwise, all ranks of the world must make the same calls."""
+    """A distributed model. Unless a method says otherwise, all ranks of the world must make the same calls."""
 
     chunks: Sequence[torch.nn.Module]
     """This rank's model chunks, wrapped or not."""
@@ -74,8 +74,8 @@ class LiveModel:
     device: torch.device
     """Device of the chunks."""
     is_own: bool = True
-    """Whether this package has built the chunks. What others' do in each step is unknown: they are captured as CUDA
-    graphs only on request."""
+    """Whether this package built the chunks. A user's own chunks may do anything in a step, so they are captured as
+    CUDA graphs only on request."""
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class LiveModel:
             _check_agreement(settings, *on_host.values(), request.stop_strings and request.stop_strings.embedding_vec)
         static_cache = options.static_cache if self.is_own else bool(options.static_cache)
         static = uses_static_cache(static_cache, request.max_new_tokens, self.config, self.device)
-        returned = options.num_return_sequences
-        copies = returned if options.num_beams == 1 else 1
+        num_sequences = options.num_return_sequences
+        copies = num_sequences if options.num_beams == 1 else 1
         num_rows = len(request.prefix) * copies
         rows, counts = self._shard_rows(num_rows) if is_shared else (slice(0, num_rows), [])
         values = torch.empty((0, request.max_new_tokens + 1), device=self.device)
@@ -122,11 +122,11 @@ class LiveModel:
                 uniform = uniform_numbers(options.seed, request.max_new_tokens, num_rows)[:, rows]
                 tokens, values = decode(models, self._replica, local, uniform, on_tokens, static=static)
             if is_shared:
-                counts, group = [count * returned // copies for count in counts], self.topology.dp_group
+                counts, group = [count * num_sequences // copies for count in counts], self.topology.dp_group
                 tokens, values = all_gather_rows(tokens, counts, group), all_gather_rows(values, counts, group)
         tokens, values = tokens.to(device), values.to(device)
         longest = int(tokens[:, -1].max())
-        prefix = request.prefix.repeat_interleave(returned, dim=0).to(device)
+        prefix = request.prefix.repeat_interleave(num_sequences, dim=0).to(device)
         return GenerationOutput(
             sequences=torch.cat((prefix, tokens[:, :longest]), dim=-1),
             scores=values[:, -1],
@@ -138,10 +138,10 @@ class LiveModel:
     def logits(
         self, inputs: Mapping[str, Tensor | None], *, is_shared: bool = True, last_stage_only: bool = False
     ) -> Tensor | None:
-        """Logits of rows: fp32, on the device of the weights.
+        """Compute logits of rows: fp32, on the device of the weights.
 
-        They are ``[b, s, vocab_size]``; s is the length of the decoder's rows if there is a decoder. Those of a BERT's
-        other heads are ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
+        Their shape is ``[b, s, vocab_size]``, where s is the length of the decoder's rows if there is a decoder. A
+        BERT's other heads return ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
 
         Args:
             inputs: The rows, the same on every rank; if they are not shared, a replica may have none.
@@ -183,8 +183,8 @@ class LiveModel:
     def _replica(self) -> Topology:
         """Topology of the ranks that compute the same rows: those of one replica, or of all replicas.
 
-        Where experts are spread over replicas, the replicas need each other in every layer. So all of them compute all
-        rows, and one rank chooses all tokens: none then ends before another.
+        Experts that are spread over replicas make these communicate in every layer. So all of them compute all rows,
+        and one rank chooses all tokens: none then ends before another.
         """
         topology = self.topology
         if topology.parallel.ep == 1 or topology.parallel.ep_is_within_replica:
@@ -194,7 +194,7 @@ class LiveModel:
         return replace(topology, mp_group=world)
 
     def _shard_rows(self, rows: int) -> tuple[slice, list[int]]:
-        """Slice of rows for this replica, and the number of rows per replica; all rows if replicas need each other."""
+        """Slice of rows for this replica, and rows per replica; all rows if experts are spread over replicas."""
         if self._replica is not self.topology:
             return slice(0, rows), [rows]
         dp, rank = self.topology.dp, self.topology.dp_rank
@@ -231,7 +231,7 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
         raise ConfigError(f"rank {different[0]} has other prompts or options than rank 0; give every rank the same")
 
 
-# ---- token by token -------------------------------------------------------------------------------------------------
+# ---- decoding -------------------------------------------------------------------------------------------------------
 
 
 def decode(
@@ -254,9 +254,10 @@ def decode(
         static: As for ``Stages``.
 
     Returns:
-        The new tokens, padded after the end of a row, and in the last column the row's number of tokens: int64, [b *
-        num_return_sequences, max_new_tokens + 1]. And the log-probability of each of them before temperature and other
-        logits processors (0 after the end), and in the last column the row's score: the same shape, fp32.
+        Two tensors, int64 and fp32, of shape [b * num_return_sequences, max_new_tokens + 1]. The first has the new
+        tokens, padded after the end of a row, and in the last column the row's number of tokens. The second has their
+        log-probabilities before temperature and other logits processors (0 after the end), and in the last column the
+        row's score.
     """
     prompts, max_new_tokens, num_beams = request.prompts, request.max_new_tokens, request.options.num_beams
     device, rows = prompts.tokens.device, len(prompts.tokens) * num_beams
@@ -285,7 +286,7 @@ def decode(
             break
         if num_beams > 1:
             stages.select_rows(parents)
-        # Finished rows are fed any token.
+        # Finished rows, whose id is ``ENDED``, are fed token 0.
         logits = stages.decode(new_tokens.clamp(min=0))
     num_rows = len(prompts.tokens) * (request.options.num_return_sequences if num_beams > 1 else 1)
     values = torch.empty(num_rows, max_new_tokens + 1, device=device)
@@ -347,7 +348,7 @@ class _Sampler:
 
 
 class BeamSearch:
-    """Beam search: the best beams of each prompt, and the complete sequences that they have become.
+    """Beam search: the best beams of each prompt, and the best complete sequences found so far.
 
     The rules are those of Hugging Face's ``generate`` (transformers 5.23, generation/utils.py, ``_beam_search``), so
     that the same sequences come out: of all continuations of a prompt's beams the best are candidates, more of them
@@ -356,7 +357,7 @@ class BeamSearch:
     """
 
     def __init__(self, request: Request) -> None:
-        """Start with one beam per prompt; the others are copies of it that must not be chosen.
+        """Start with one beam per prompt; its other beams are copies that must not be chosen.
 
         Args:
             request: The prompts, on the device, and how tokens are chosen.
@@ -474,7 +475,7 @@ class NoRepeatNGrams(LogitsProcessor):
         ngrams = input_ids.unfold(-1, size, 1)
         suffix = input_ids[:, None, width - size + 1 :]
         starts = torch.arange(ngrams.shape[1], device=input_ids.device)
-        # Neither the n-gram nor the suffix that it is compared with contains padding.
+        # Neither the n-gram nor the suffix it is compared with may contain padding.
         has_no_padding = (starts >= self._padding) & (width - size + 1 >= self._padding)
         is_repeated = (ngrams[..., :-1] == suffix).all(-1) & has_no_padding
         forbidden = torch.zeros(scores.shape, dtype=torch.int, device=scores.device)
@@ -541,7 +542,7 @@ def fill_padding(prompts: ModelInputs) -> Tensor:
 def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample one token per row, [b] int64, by inverting the cumulative distribution.
 
-    One random number per row decides, so the same numbers give the same tokens on every device and layout.
+    Each row uses one random number, so the same numbers give the same tokens on every device and layout.
 
     Args:
         logits: [b, v].
@@ -578,7 +579,7 @@ class StopCriteria:
         self._min_new_tokens = request.min_new_tokens
         self._strings = strings
         if strings is not None:
-            # A stop string may begin in the prompt; padding becomes the entry for no token.
+            # A stop string may begin in the prompt; padding becomes the index that stands for no token.
             prompt_ends = prompts.tokens.masked_fill(prompts.is_token == 0, len(strings.embedding_vec) - 1)
             self._prompt_ends = prompt_ends[:, -strings.maximum_token_len :]
 

@@ -90,7 +90,7 @@ class Request:
     prompts: ModelInputs
     """Model inputs of all prompts, or of one replica's."""
     options: GenerationOptions
-    """As given; the fields below depend on the model, too."""
+    """As given; the fields below also depend on the model."""
     min_new_tokens: int
     """New tokens of a row before an end-of-sequence token or a stop sequence may end it."""
     max_new_tokens: int
@@ -307,7 +307,7 @@ def prepend_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) 
     return _pad_left(tokens, torch.cat(((~begins).to(mask.dtype), mask), dim=-1))
 
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
+# ---- tokenization ----------------------------------------------------------------------------------------------------
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
@@ -335,7 +335,7 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = Fals
 
 
 def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Text of the tokens ``new`` after ``prompt``; on their own they could lose the space before the first word."""
+    """Text of the tokens ``new`` after ``prompt``; decoded alone they could lose the space before the first word."""
     prompt_text = tokenizer.decode(list(prompt), skip_special_tokens=True)
     text: str = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     return text[len(prompt_text) :]

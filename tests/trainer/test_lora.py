@@ -162,7 +162,7 @@ def _refused(folder: Path, adapter: Path) -> list[tuple[str, str]]:
         ("has the shape", begin, {"lora": str(adapter), "model": str(folder / "narrow")}),
         ("is of another model: lora=", begin, {"ckpt_path": full, "lora": other}),
         ("is of another model: lora=", begin, {"ckpt_path": full, "lora": None}),
-        ("expected a whole model, got the adapters of", begin, {"ckpt_path": adapters, "pretrained": False}),
+        ("expected a complete model, got the adapters of", begin, {"ckpt_path": adapters, "pretrained": False}),
     )
     return [(expected, told(mistake, **arguments)) for expected, mistake, arguments in mistakes]
 
