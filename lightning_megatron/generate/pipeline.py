@@ -1,8 +1,8 @@
 """Pipelined forward passes for generation and logits: token ids in, logits out, KV caches kept in between.
 
 Each stage runs its layers on the hidden states that the previous stage has sent. Rows are split into as many groups as
-there are stages, so that the stages work at the same time: while the second one has the first group, the first one has
-the second.
+there are stages, so that the stages work at the same time: while the second stage processes the first group, the first
+stage processes the second group.
 
 In an encoder-decoder the first pass sends what training sends, the states of both stacks; the cross-attention keeps its
 keys and values, and from then on stages send the decoder's newest token only.
@@ -34,16 +34,16 @@ from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 
 Work = Callable[[], Tensor]
-"""Forward pass of a chunk over a group of rows. In static steps it reads and writes tensors that stay in place, and the
-host decides nothing by their values."""
+"""Forward pass of a chunk over a group of rows. In static steps it uses tensors at fixed addresses, and the host
+decides nothing by their values."""
 
 MIN_WINDOW = 1024
 """Minimum number of slots of static caches that queries attend to, or all slots if there are fewer. It doubles when
-sequences outgrow it, and the steps are then captured again."""
+sequences outgrow it, and the steps are captured again."""
 
 MIN_NEW_TOKENS = 8
-"""Number of new tokens from which capture pays: it takes as long as one or two eager steps, and a replayed step takes a
-fifth of an eager one."""
+"""Fewest new tokens for which static caches are the default: capture takes as long as one or two eager steps, and a
+replayed step a fifth of one."""
 
 _INFERENCE_SETTINGS = {
     "training": False,  # the engine recomputes activations in training only
@@ -104,13 +104,13 @@ def uses_static_cache(requested: bool | None, new_tokens: int, model: ModelConfi
     if requested is None:
         return device.type == "cuda" and reason is None and new_tokens >= MIN_NEW_TOKENS
     if requested and reason is not None:
-        raise ConfigError(f"static_cache=True: expected steps of the same shapes, {model.family} has none: {reason}")
+        raise ConfigError(f"static_cache=True: {model.family} does not support it, as {reason}; leave it out")
     return requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Inputs of one forward pass, which continue what the KV caches hold."""
+    """Inputs of one forward pass; the tokens follow those in the KV caches."""
 
     tokens: Tensor
     """[b, s], int64."""
@@ -124,7 +124,7 @@ class ModelInputs:
     """[b, s_enc], int64, input of the encoder of an encoder-decoder; [b, 0] once the caches hold it. None for other
     models."""
     source_mask: Tensor | None = None
-    """[b, s_enc], int64, 0 for padding of the source, in later passes, too; None for no padding."""
+    """[b, s_enc], int64, 0 for padding of the source, also in passes after the first; None for no padding."""
     token_types: Tensor | None = None
     """[b, s], int64, for a BERT; None for all zeros."""
 
@@ -186,15 +186,15 @@ class _Chunk:
         every_position: bool = False,
         slot: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [s, b, h] to send or, from the last chunk, logits over the padded vocabulary in fp32.
+        """Hidden states [s, b, h] to send or, from the last chunk, fp32 logits over the padded vocabulary.
 
         Args:
             hidden: Hidden states from the previous chunk, [s, b, h]; None for the first chunk.
-            rows: Inputs, which continue what the caches hold.
-            group: Index of the group of rows, for its caches.
+            rows: Inputs; the tokens follow those in the caches.
+            group: Index of the group of rows, which selects the caches.
             every_position: Whether to return logits of every position, [b, s, v], instead of the last one, [b, v].
-            slot: Cache slot of the token as for ``TokenStep``, in static steps, whose mask covers all slots; None where
-                the caches count.
+            slot: For static steps, whose mask covers all slots: the token's cache slot, as for ``TokenStep``. None
+                where the caches count.
         """
         model = self.model
         trim = model.post_process and not every_position and rows.tokens.shape[1] > 1
@@ -261,7 +261,7 @@ def _tasks(
     every_position: bool = False,
     slot: Tensor | None = None,
 ) -> Iterator[_Task]:
-    """Yield all tasks of a pass over ``batch``, in order; the last two arguments as for ``_Chunk.run``."""
+    """Yield the tasks of a pass over ``batch``, in order; the last two arguments are those of ``_Chunk.run``."""
     for chunk in chunks:
         for group, rows in enumerate(groups):
             inputs = batch.rows(rows)
@@ -361,7 +361,7 @@ class Stages:
         return message
 
     def select_rows(self, rows: Tensor) -> None:
-        """Replace row i by row ``rows[i]``, in every cache, too; ``decode`` then appends tokens to the new rows.
+        """Replace row i by row ``rows[i]``, also in every cache; ``decode`` then appends tokens to the new rows.
 
         Args:
             rows: [b], a multiple of the prompts; rows of a prompt come from rows of the same prompt.
@@ -413,7 +413,7 @@ class StaticSteps:
         self._num_keys = 0
 
     def tasks(self, batch: ModelInputs, slot: int) -> list[_Task]:
-        """Tasks for the next tokens; the next call overwrites their outputs. Collective over the ranks of a replica.
+        """Tasks for the next tokens; the next call overwrites their outputs. Every rank of a replica must call.
 
         Args:
             batch: The tokens.
@@ -456,7 +456,7 @@ class CudaGraphs:
     def warm_up(self, work: Work) -> Tensor:
         """Run the work once as it will be captured, so that everything is compiled and allocated.
 
-        This uses the stream of the capture, which has workspaces of its own for libraries.
+        It runs on the capture stream, for which libraries have workspaces of their own.
         """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -512,5 +512,5 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def graph_recorder(device: torch.device) -> CudaGraphs | None:
-    """Graph recorder for ``device``; None where work simply runs again."""
+    """Recorder of graphs for ``device``; None where there are none and steps run eagerly."""
     return CudaGraphs(device) if device.type == "cuda" else None
