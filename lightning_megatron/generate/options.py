@@ -39,32 +39,32 @@ class GenerationOptions:
     """
 
     max_new_tokens: int | None = None
-    """Maximum number of new tokens per row (default: what ``max_length`` leaves, else 20 or what fits the position
+    """Maximum number of new tokens per row (default: what ``max_length`` leaves, else 20, or fewer to fit the position
     embeddings)."""
     max_length: int | None = None
-    """Maximum number of tokens per row, counting the columns of the prompts (of a T5, of the decoder's)."""
+    """Maximum number of tokens per row, including the columns of the prompts (for a T5, of the decoder's prompts)."""
     min_new_tokens: int = 0
     """Minimum number of new tokens; until then no end-of-sequence token is chosen and no stop sequence ends a row."""
     min_length: int = 0
-    """As ``min_new_tokens``, counted as ``max_length`` is."""
+    """As ``min_new_tokens``, but including the prompts as in ``max_length``."""
     do_sample: bool | None = field(default=None, metadata={"flag": "--sample"})
     """Sample tokens, or take the most likely one (default: sample if temperature, top_k, top_p or min_p is set)."""
     temperature: float = 1.0
     """Divisor of the logits, in (0, 100]."""
     top_k: int = 0
-    """Sample from this many of the most likely tokens only; 0 for all."""
+    """Sample only from this many of the most likely tokens; 0 for all."""
     top_p: float = 0.0
-    """Sample from the most likely tokens (after ``top_k``) that together reach this probability only; 0 for all."""
+    """Sample only from the most likely tokens (after ``top_k``) that together reach this probability; 0 for all."""
     top_p_decay: float = 0.0
     """Factor by which ``top_p`` is multiplied after each token; 0 for none."""
     top_p_bound: float = 0.0
     """Lower bound of a decaying ``top_p``."""
     min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the most likely token's probability only; 0 for all."""
+    """Sample only from tokens with at least this fraction of the most likely token's probability; 0 for all."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that the row already contains, and multiplies negative ones."""
+    """Divides the positive logits of tokens that the row already contains, and multiplies the negative ones."""
     no_repeat_ngram_size: int = 0
-    """No n-gram of this size occurs twice in the same row, its prompt (of a T5, the decoder's) included; 0 for no
+    """Size of n-grams that may occur only once in a row, including its prompt (for a T5, the decoder's); 0 for no
     limit."""
     num_return_sequences: int = 1
     """Sequences per prompt, consecutive in the result: samples, or the best beams."""
