@@ -1,5 +1,6 @@
 """Checkpoints of a run: ``*.ckpt`` directories in Megatron's distributed format, loadable at any layout.
 
-A directory holds Megatron's table of contents and data files, one file per rank with its random states,
-``checksums.json``, and ``meta.pt`` with everything that is not sharded, written last.
+A directory holds the shards with their table of contents, ``common.pt`` with state that is not sharded, one file per
+rank with its random states, ``checksums.json``, and, written last, ``meta.pt`` with Lightning's state and the
+description of the run.
 """
