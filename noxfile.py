@@ -1,8 +1,8 @@
-"""Sessions of nox: each makes its own environment and installs what it needs.
+"""nox sessions; each creates its own environment and installs its dependencies.
 
 python3 -m pip install nox
 python3 -m nox -s quickstart    # train a GPT-2 on real text with tp=2, pp=2, in four processes
-python3 -m nox -s tests         # everything that has to pass: tests, lint, types
+python3 -m nox -s tests         # all required checks: tests, lint, types
 """
 
 import shutil
@@ -16,20 +16,20 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 WORK = ROOT / "quickstart"
 HAS_GPU = shutil.which("nvidia-smi") is not None
-# Without a GPU, a version that is to be had as a build for the CPU:
-# the default one brings gigabytes of CUDA libraries with it.
+# Without a GPU, a version that has a CPU build:
+# the default build comes with gigabytes of CUDA libraries.
 TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
-# Three processes for two cores: of the time of the tests two fifths are waits, for ranks, for disks, for what must not
-# happen. A file's tests stay in one process: those of many files share what is slow to make. In the order of their
-# names, as files of few long tests would come last otherwise, when the other processes have nothing left to do.
+# Three processes on two cores: tests spend two fifths of their time waiting for ranks, disks or timeouts. The
+# tests of a file stay in one process, as many share slow fixtures. Files run in alphabetical order: by default those
+# with few, long tests would run last, when the other processes are idle.
 PYTEST = ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 
 
 def install(session: nox.Session, *extras: str) -> None:
-    """Install torch and this package with ``extras``; Python compiles what is imported, not all that is installed.
+    """Install torch and this package with ``extras``; bytecode is compiled on import, not on installation.
 
-    It keeps that, though images of containers often forbid it: each of hundreds of processes would compile torch again.
+    Bytecode is cached even if the container image disables it: hundreds of processes would each compile torch again.
     """
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     names = [*extras, *(["gpu"] if HAS_GPU else [])]
@@ -38,23 +38,23 @@ def install(session: nox.Session, *extras: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style: ruff, rules and format."""
+    """Check style with ruff: lint and format."""
     session.install("ruff>=0.9")
     check_style(session)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types: mypy, strict."""
+    """Check types with mypy, strict."""
     install(session, "lint")
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that has to pass: tests that a machine without a GPU can run, then style and types.
+    """Run all required checks: tests without GPUs, then style and types.
 
-    With arguments for pytest after --, the tests that they choose alone, without style and types.
+    With arguments for pytest after --, only the selected tests.
     """
     install(session, "test", "lint")
     session.run(*PYTEST, "-m", "not exhaustive", *(session.posargs or ["--verbose"]))
@@ -65,21 +65,21 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
-    """More cases of what ``tests`` checks: other moments of a crash, other optimizers, other ways to save."""
+    """Run additional cases of the tests: more crash points, optimizers, and ways to save."""
     install(session, "test")
     session.run(*PYTEST, "-m", "exhaustive", *session.posargs)
 
 
 @nox.session
 def campaign(session: nox.Session) -> None:
-    """Faults at random moments, for --minutes M (after --): what was tried, lost, hung, and noticed after."""
+    """Inject faults at random times, for --minutes M (after --); reports losses, hangs and detection times."""
     install(session, "test")
     session.run("python", "-m", "tests.campaigns", *session.posargs)
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Runs on two and three hosts, which are network namespaces: needs root, ip and, in part, SLURM; else says so."""
+    """Test runs on two and three nodes, simulated by network namespaces; needs root, ip and, for some tests, SLURM."""
     install(session, "test")
     session.run("pytest", "-s", "tests/hosts/cases.py", "tests/hosts/slurm.py", *session.posargs, success_codes=[0, 5])
 
@@ -87,7 +87,7 @@ def hosts(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("engine", ["megatron-core==0.16.1", "megatron-core<0.20"], ids=["oldest", "newest"])
 def engines(session: nox.Session, engine: str) -> None:
-    """What touches Megatron-Core, on the oldest and on the newest release that this Python can have."""
+    """Run the tests that use Megatron-Core with its oldest and newest supported releases."""
     install(session, "test")
     session.install("--no-compile", TORCH, engine)
     folders = ("parity", "checkpoint", "golden", "trainer", "families", "generate", "convert", "unit/engine")
@@ -96,7 +96,7 @@ def engines(session: nox.Session, engine: str) -> None:
 
 @nox.session
 def convert_peers(session: nox.Session) -> None:
-    """Legacy Megatron-LM checkpoints against the scripts of old transformers, which have environments of their own."""
+    """Compare conversion of legacy Megatron-LM checkpoints with old transformers' scripts, in separate environments."""
     install(session, "test")
     peers = []
     for version in ("4.30.2", "4.47.1"):
@@ -104,7 +104,7 @@ def convert_peers(session: nox.Session) -> None:
         python = folder / "bin" / "python"
         if not python.exists():
             session.run("python", "-m", "venv", str(folder))
-        # These releases know NumPy 1 only.
+        # These releases support only NumPy 1.
         session.run(str(python), "-m", "pip", "install", TORCH, "numpy<2", f"transformers=={version}", external=True)
         peers.append(f"{version}={python}")
     work = Path(session.create_tmp()) / "peers"
@@ -114,7 +114,7 @@ def convert_peers(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as a site, in site/: the pages of this repository and the reference; warnings are errors."""
+    """Build the documentation site in site/: pages and API reference; warnings are errors."""
     session.install("mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2")
     pages = Path(session.create_tmp()) / "pages"
     shutil.rmtree(pages, ignore_errors=True)
@@ -129,21 +129,21 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The tests that need a GPU."""
+    """Run the tests that need a GPU."""
     install(session, "test")
     session.run("pytest", "-m", "gpu", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Speed: median step time of the Trainer loop; arguments after -- choose the case."""
+    """Run the training benchmark: median step time of the Trainer; arguments after -- select the case."""
     install(session)
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """From text to a trained GPT-2 with tp=2 and pp=2, resumed with tp=1 and pp=2, and texts that it writes."""
+    """Train a GPT-2 on text with tp=2, pp=2, resume it with tp=1, pp=2, and generate text."""
     install(session)
     shutil.rmtree(WORK, ignore_errors=True)
     text, tokenizer = "examples/data/shakespeare.jsonl.gz", "quickstart/tokenizer"
@@ -155,7 +155,7 @@ def quickstart(session: nox.Session) -> None:
         *("lightning-megatron", "train-tokenizer", "--input", text, "--vocab-size", "2048", "--output", tokenizer)
     )
 
-    session.log("2/5 turn the text into an indexed dataset")
+    session.log("2/5 preprocess the text into an indexed dataset")
     session.run(
         *("lightning-megatron", "preprocess", "--input", text, "--output-prefix", "quickstart/shakespeare"),
         *("--tokenizer", tokenizer, "--append-eod"),
@@ -164,13 +164,13 @@ def quickstart(session: nox.Session) -> None:
     session.log("3/5 train a small GPT-2 with tp=2, pp=2 in four processes")
     session.run(*fit)
 
-    session.log("4/5 resume it with tp=1, pp=2 in two processes and go on for 20 steps")
+    session.log("4/5 resume it with tp=1, pp=2 in two processes for 20 more steps")
     session.run(
         *(*fit, "--ckpt_path", first, "--trainer.strategy.tp", "1", "--trainer.devices", "2"),
         *("--trainer.max_steps", "220", "--trainer.val_check_interval", "20"),
     )
 
-    session.log("5/5 let it write")
+    session.log("5/5 generate text")
     session.run(
         *("lightning-megatron", "generate", "--checkpoint", second, "--tokenizer", tokenizer),
         *("--prompt", "ROMEO:", "JULIET:", "KING RICHARD III:"),
@@ -181,7 +181,7 @@ def quickstart(session: nox.Session) -> None:
 
 
 def check_style(session: nox.Session) -> None:
-    """Run ruff, which must be installed in the session."""
+    """Run ruff; it must be installed in the session."""
     present = [name for name in CODE if (ROOT / name).exists()]
     session.run("ruff", "check", *present)
     session.run("ruff", "format", "--check", *present)

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: ``python docs/draw.py``; pipelines are the planner's timelines."""
+"""Draw the pictures of docs/concepts.md: ``python docs/draw.py``. Pipelines are timelines of the planner."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "n
 
 
 def draw_batch() -> Figure:
-    """One batch of a copy of the model, cut into microbatches: one optimizer step."""
+    """Batch of each replica, split into microbatches: one optimizer step."""
     figure = Figure(figsize=(8.4, 2.6), layout="constrained")
     axes = figure.add_subplot(xlim=(0, 8.4), ylim=(0, 2.6))
     axes.axis("off")
-    for copy in range(2):
-        left = 0.1 + copy * 4.2
-        axes.text(left, 2.4, f"copy {copy} (dp rank {copy})", fontsize=10, weight="bold")
+    for replica in range(2):
+        left = 0.1 + replica * 4.2
+        axes.text(left, 2.4, f"replica {replica} (dp rank {replica})", fontsize=10, weight="bold")
         for microbatch in range(4):
             for row in range(2):
-                place = (left + microbatch * 0.95, 1.75 - row * 0.35)
-                axes.add_patch(Rectangle(place, 0.85, 0.3, color=f"C{microbatch}", alpha=0.5))
+                corner = (left + microbatch * 0.95, 1.75 - row * 0.35)
+                axes.add_patch(Rectangle(corner, 0.85, 0.3, color=f"C{microbatch}", alpha=0.5))
                 axes.text(
-                    place[0] + 0.42, place[1] + 0.15, f"row {2 * microbatch + row}", ha="center", va="center", size=7
+                    corner[0] + 0.42, corner[1] + 0.15, f"row {2 * microbatch + row}", ha="center", va="center", size=7
                 )
             axes.text(left + microbatch * 0.95 + 0.42, 1.2, f"microbatch {microbatch}", ha="center", fontsize=7)
         axes.text(left, 0.85, "one batch = micro_batch_size 2 x num_microbatches 4", fontsize=8)
     axes.text(
-        4.2, 0.35, "gradients are summed over microbatches and copies: one optimizer step", ha="center", fontsize=9
+        4.2, 0.35, "gradients are summed over microbatches and replicas: one optimizer step", ha="center", fontsize=9
     )
     return figure
 
 
 def draw_axes() -> Figure:
-    """Who holds what of one layer stack under tp=2, pp=2, dp=2."""
+    """Shard of the model on each GPU with tp=2, pp=2, dp=2."""
     figure = Figure(figsize=(8.4, 3.8), layout="constrained")
     axes = figure.add_subplot(xlim=(0, 8.4), ylim=(0, 3.8))
     axes.axis("off")
@@ -54,14 +54,14 @@ def draw_axes() -> Figure:
                 )
                 text = f"GPU {rank}\nlayers {pp * 16}-{pp * 16 + 15}\n{'left' if tp == 0 else 'right'} half of each"
                 axes.text(left + 0.82, low + 0.65, text, ha="center", va="center", fontsize=8)
-        axes.text(2.3 + dp * 4.0, 3.5, f"copy {dp}: its own rows", ha="center", fontsize=10, weight="bold")
+        axes.text(2.3 + dp * 4.0, 3.5, f"replica {dp}: its own rows", ha="center", fontsize=10, weight="bold")
     axes.text(0.2, 2.55, "stage 0", rotation=90, va="center", fontsize=9)
     axes.text(0.2, 0.95, "stage 1", rotation=90, va="center", fontsize=9)
     return figure
 
 
 def draw_pipelines() -> Figure:
-    """The same eight microbatches on four stages: one chunk a stage, and two (interleaved)."""
+    """Timelines of eight microbatches on four stages, with one chunk per stage and with two (interleaved)."""
     layouts = (ParallelConfig(pp=4, num_microbatches=8), ParallelConfig(pp=4, vpp=2, num_microbatches=8))
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     for axes, parallel in zip(figure.subplots(2, 1, sharex=True), layouts, strict=True):

@@ -1,8 +1,8 @@
-"""Fine-tune a BERT: is a line of Python code, or is it a comment or a part of a docstring?
+"""Fine-tune a BERT to classify lines of Python files: code, or prose (comments and docstrings).
 
     python examples/classify_bert.py --model runs/pretrain_bert/model --output runs/classify_bert
 
-``--model`` is a Hugging Face directory with a tokenizer, such as examples/pretrain_bert.py leaves. Or by configuration:
+``--model`` is a Hugging Face directory with a tokenizer, e.g. from examples/pretrain_bert.py. Or by configuration:
 lightning-megatron fit --config configs/classify_bert.yaml --model.model DIR --data.tokenizer DIR
 """
 
@@ -22,7 +22,7 @@ from lightning_megatron import MegatronModule, MegatronStrategy
 
 
 def labelled_lines(source: str) -> Iterator[tuple[str, int]]:
-    """Lines without the marks that would give them away; 1 for comments and docstrings, 0 for code."""
+    """Yield lines without comment and quotation marks, and their class: 1 for comments and docstrings, 0 for code."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -34,7 +34,7 @@ def labelled_lines(source: str) -> Iterator[tuple[str, int]]:
 
 
 class LabelledLines(LightningDataModule):
-    """As many lines of code as of prose, from the .py files of a folder."""
+    """Lines of the .py files of a directory, as many of code as of prose."""
 
     def __init__(
         self, tokenizer: str, text: str | None = None, seq_length: int = 32, batch_size: int = 16, max_files: int = 40
@@ -44,9 +44,9 @@ class LabelledLines(LightningDataModule):
         self.seq_length, self.batch_size = seq_length, batch_size
 
     def encode(self, text: str, label: int) -> dict[str, torch.Tensor]:
-        """One row; the class is an integer, so that the loss is that of single-label classification."""
-        tokenizer, room = self.tokenizer, self.seq_length - 2
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
+        """Tokenize one row; integer labels select the loss of single-label classification."""
+        tokenizer, max_tokens = self.tokenizer, self.seq_length - 2
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
         tokens = [tokenizer.cls_token_id, *tokens, tokenizer.sep_token_id]
         padding = self.seq_length - len(tokens)
         padded = torch.tensor(tokens + [tokenizer.pad_token_id] * padding)
@@ -73,13 +73,13 @@ class LabelledLines(LightningDataModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory of a Megatron-BERT with its tokenizer")
-    parser.add_argument("--text", help="folder with .py files; Python's library if left out")
+    parser.add_argument("--text", help="directory with .py files (default: Python's standard library)")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/classify_bert", help="folder for the log")
+    parser.add_argument("--output", default="runs/classify_bert", help="directory for the log")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
-    # The classifier is new; all else comes from the directory. Validation logs val_accuracy and val_f1.
+    # The classification head is new; all other weights are loaded. Validation logs val_accuracy and val_f1.
     model = MegatronModule(model=arguments.model, pretrained=True, task="sequence_classification", lr=1e-3)
     trainer = Trainer(
         devices=2,

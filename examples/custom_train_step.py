@@ -1,4 +1,4 @@
-"""An objective of your own: samples that contain key tokens count more.
+"""A custom train step: samples that contain key tokens have a larger weight in the loss.
 
     python examples/custom_train_step.py --data-path corpus_text_document --vocab-size 4096 --key-tokens 17 301
 
@@ -17,11 +17,11 @@ from lightning_megatron.steps.base import Batch, LossTerm
 
 
 class KeyTokenTrainStep(GPTTrainStep):
-    """The mean loss of each sample, times ``1 + alpha * key tokens in it``, averaged over the samples.
+    """Mean loss of each sample, weighted by ``1 + alpha * number of key tokens in it``, averaged over the samples.
 
     Args:
-        key_tokens: Tokens that make a sample worth more.
-        alpha: How much more each of them makes it worth.
+        key_tokens: Token ids that increase a sample's weight.
+        alpha: Increase of the weight per key token.
     """
 
     def __init__(self, key_tokens: Sequence[int], alpha: float = 0.25) -> None:
@@ -30,11 +30,11 @@ class KeyTokenTrainStep(GPTTrainStep):
         self.alpha = alpha
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The loss is a mean over samples, not over tokens; how many is known before the forward pass."""
+        """Return the number of samples: the loss is a mean over samples, not over tokens."""
         return {"lm_loss": (batch["loss_mask"].sum(1) > 0).sum()}
 
     def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
-        """A sum over samples and their number; the engine divides once, over all microbatches and ranks.
+        """Return the sum over samples and their number; the engine divides once, over all microbatches and ranks.
 
         Args:
             batch: ``tokens``, ``loss_mask``: [b, s].
@@ -42,19 +42,19 @@ class KeyTokenTrainStep(GPTTrainStep):
         """
         loss_mask = batch["loss_mask"]
         targets = loss_mask.sum(1)
-        loss_of_sample = (output * loss_mask).sum(1) / targets.clamp(min=1)
+        sample_loss = (output * loss_mask).sum(1) / targets.clamp(min=1)
         is_key_token = torch.isin(batch["tokens"], self.key_tokens.to(batch["tokens"].device))
         weight = 1 + self.alpha * is_key_token.sum(1)
-        return {"lm_loss": LossTerm((loss_of_sample * weight).sum(), (targets > 0).sum())}
+        return {"lm_loss": LossTerm((sample_loss * weight).sum(), (targets > 0).sum())}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-path", required=True, help="indexed dataset, without .bin")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries of the tokenizer")
-    parser.add_argument("--key-tokens", type=int, nargs="+", required=True, help="numbers of tokens that count more")
+    parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer")
+    parser.add_argument("--key-tokens", type=int, nargs="+", required=True, help="token ids with a larger weight")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/custom_train_step", help="folder for the log")
+    parser.add_argument("--output", default="runs/custom_train_step", help="directory for the log")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)

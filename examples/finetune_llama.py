@@ -1,4 +1,4 @@
-"""Fine-tune a Llama on instructions, learning the answers only, and write it back as a Hugging Face model.
+"""Fine-tune a Llama on instructions, with loss on the answers only, and save it as a Hugging Face model.
 
     python examples/finetune_llama.py --model path/to/llama --output runs/finetune_llama
 
@@ -25,7 +25,7 @@ def main() -> None:
         help="JSON lines with prompt and completion, or with messages for the tokenizer's chat template",
     )
     parser.add_argument("--max-steps", type=int, default=30)
-    parser.add_argument("--output", default="runs/finetune_llama", help="folder for the log and the model")
+    parser.add_argument("--output", default="runs/finetune_llama", help="directory for the log and the model")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
@@ -46,12 +46,12 @@ def main() -> None:
         split="80,20,0",
         seq_length=128,
         micro_batch_size=2,
-        packing=True,  # several short answers share a row, without seeing each other
+        packing=True,  # several short samples share a row, without attending to each other
         separator="\n",
     )
     trainer.fit(model, datamodule=data)
     folder = Path(arguments.output) / "model"  # AutoModelForCausalLM.from_pretrained loads it
-    model.save_pretrained(folder)  # on all ranks: each sends its part
+    model.save_pretrained(folder)  # call it on all ranks: each sends its shards
     if trainer.is_global_zero:
         AutoTokenizer.from_pretrained(arguments.model).save_pretrained(folder)
 

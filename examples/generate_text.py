@@ -1,4 +1,4 @@
-"""Continue prompts in the four ways of Accelerate's Megatron-LM guide, with a GPT on four processes.
+"""Generate text from prompts with the four methods of Accelerate's Megatron-LM guide, with a GPT on four processes.
 
     python examples/generate_text.py --model path/to/gpt2 --prompts "Are you human?" "The purpose of life is"
 
@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 from lightning_megatron import MegatronModule, MegatronStrategy
 
 
-class FourWays(MegatronModule):
-    """Continues the prompts of a batch in several ways; ``generate`` may be called in ``fit`` just as well."""
+class SeveralMethods(MegatronModule):
+    """Generates sequences for the prompts of a batch with several methods; ``generate`` works in ``fit``, too."""
 
-    ways: dict[str, dict[str, Any]]
+    methods: dict[str, dict[str, Any]]
 
     def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
         prompts, mask = batch["input_ids"], batch.get("attention_mask")
-        return {name: self.generate(prompts, mask, **options) for name, options in self.ways.items()}
+        return {name: self.generate(prompts, mask, **options) for name, options in self.methods.items()}
 
 
 def main() -> None:
@@ -37,8 +37,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     length = {"max_new_tokens": arguments.max_new_tokens}
-    module = FourWays(model=arguments.model, pretrained=True)
-    module.ways = {
+    module = SeveralMethods(model=arguments.model, pretrained=True)
+    module.methods = {
         "top-p, decaying": {"top_p": 0.8, "top_p_decay": 0.5, "temperature": 0.9, **length},
         "top-k": {"top_k": 50, "temperature": 0.9, **length},
         "top-k, after the first token of texts": {
@@ -55,11 +55,11 @@ def main() -> None:
         for tokens, mask in zip(rows.input_ids, rows.attention_mask, strict=True)
     ]
     trainer = Trainer(devices=4, strategy=MegatronStrategy(tp=2, pp=2), logger=False, enable_checkpointing=False)
-    (texts,) = trainer.predict(module, DataLoader(prompts, batch_size=len(prompts)))
+    (sequences,) = trainer.predict(module, DataLoader(prompts, batch_size=len(prompts)))
     if trainer.is_global_zero:
-        for name, written in texts.items():
+        for name, tokens in sequences.items():
             print(f"---- {name}")
-            print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
+            print("\n\n".join(tokenizer.batch_decode(tokens, skip_special_tokens=True)))
 
 
 if __name__ == "__main__":  # Lightning starts the other processes by running this file again

@@ -1,10 +1,10 @@
-"""Pretrain a small BERT on plain text: masked tokens, and whether two stretches of text are in order.
+"""Pretrain a small BERT on plain text, with masked language modeling and sentence order prediction.
 
     lightning-megatron train-tokenizer --kind bert --input TEXT --vocab-size 4096 --output tokenizer
     lightning-megatron preprocess --input TEXT --tokenizer tokenizer --split-sentences --output-prefix corpus
     python examples/pretrain_bert.py --data-path corpus_text_sentence --tokenizer tokenizer --output runs/pretrain_bert
 
-The model and its tokenizer end up in OUTPUT/model, from which examples/classify_bert.py goes on. By configuration:
+Saves model and tokenizer to OUTPUT/model, which examples/classify_bert.py can fine-tune. By configuration:
 lightning-megatron fit --config configs/pretrain_bert.yaml
 """
 
@@ -20,10 +20,10 @@ from lightning_megatron import IndexedDataModule, MegatronModule, MegatronStrate
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True, help="dataset that preprocess wrote, without .bin")
-    parser.add_argument("--tokenizer", required=True, help="folder that train-tokenizer wrote")
+    parser.add_argument("--data-path", required=True, help="indexed dataset from preprocess, without .bin")
+    parser.add_argument("--tokenizer", required=True, help="directory from train-tokenizer")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/pretrain_bert", help="folder for the log and the model")
+    parser.add_argument("--output", default="runs/pretrain_bert", help="directory for the log and the model")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
@@ -39,7 +39,7 @@ def main() -> None:
             "max_position_embeddings": 64,
             "pad_token_id": tokenizer.pad_token_id,
         },
-        task="pretraining",  # for masked tokens alone: "masked_lm"
+        task="pretraining",  # without sentence order: "masked_lm"
         lr=3e-3,
     )
     data = IndexedDataModule(
@@ -59,7 +59,7 @@ def main() -> None:
     )
     trainer.fit(model, datamodule=data)
     folder = Path(arguments.output) / "model"
-    model.save_pretrained(folder)  # on all ranks: each sends its part
+    model.save_pretrained(folder)  # call it on all ranks: each sends its shards
     if trainer.is_global_zero:
         tokenizer.save_pretrained(folder)
 

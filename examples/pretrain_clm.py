@@ -1,10 +1,10 @@
-"""Train a GPT-2 from scratch on plain text or a Hugging Face dataset: tokenized, cut into blocks, in epochs.
+"""Pretrain a GPT-2 on plain text or a Hugging Face dataset, tokenized and split into blocks, for several epochs.
 
     python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 3 --with-tracking
     python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 5 --resume
 
 ``--dataset`` is a text file, JSON lines with ``text``, or the name of a dataset on the hub. The learning rate warms up
-and then falls linearly to 0 over all epochs. At the end --output has the checkpoints, and a Hugging Face model. Or by
+and then decays linearly to 0 over all epochs. Saves checkpoints and a Hugging Face model to --output. Or by
 configuration: lightning-megatron fit --config configs/pretrain_clm.yaml --data.dataset corpus.txt
 """
 
@@ -31,7 +31,7 @@ LOGGERS = {"csv": CSVLogger, "tensorboard": TensorBoardLogger, "wandb": WandbLog
 
 
 class TextBlocks(DatasetDataModule):
-    """Texts, tokenized, joined, and cut into blocks of equal length; prepared once into a folder."""
+    """Tokenized texts, concatenated and split into blocks of equal length; prepared once, in a directory."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TextBlocks(DatasetDataModule):
         self.seq_length, self.validation_share = seq_length, validation_share
 
     def prepare_data(self) -> None:
-        """Lightning's hook, called on one process of each host before any reads."""
+        """Tokenize the dataset; Lightning calls this hook on one process per node, before any process reads."""
         if (self.folder / "dataset_dict.json").exists():
             return
         if Path(self.dataset).suffix in (".txt", ".json", ".jsonl") and not Path(self.dataset).exists():
@@ -60,22 +60,22 @@ class TextBlocks(DatasetDataModule):
             texts = load_dataset(self.dataset, split="train")
         tokenizer, size = AutoTokenizer.from_pretrained(self.tokenizer), self.seq_length
 
-        def tokenized(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
             return {"input_ids": tokenizer([f"{text}\n" for text in rows["text"]])["input_ids"]}
 
-        def blocks(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        def split(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
             tokens = list(chain.from_iterable(rows["input_ids"]))
-            cut = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
-            return {"input_ids": cut, "labels": cut}
+            blocks = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+            return {"input_ids": blocks, "labels": blocks}
 
         columns = texts.column_names
-        made = texts.map(tokenized, batched=True, remove_columns=columns).map(blocks, batched=True)
-        splits: DatasetDict = made.train_test_split(self.validation_share, seed=1234)
+        blocks = texts.map(tokenize, batched=True, remove_columns=columns).map(split, batched=True)
+        splits: DatasetDict = blocks.train_test_split(self.validation_share, seed=1234)
         splits.with_format("torch").save_to_disk(self.folder)
 
 
 class RunningTraining(pl.Callback):
-    """Says how long training will be, as the scripts of transformers do."""
+    """Prints the size of the training run, as transformers' example scripts do."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data, strategy = trainer.datamodule, trainer.strategy
@@ -85,7 +85,7 @@ class RunningTraining(pl.Callback):
                 "***** Running training *****\n"
                 f"  Examples = {len(data.open('train', None))}\n"
                 f"  Epochs = {trainer.max_epochs}\n"
-                f"  Batch size of each copy of the model = {size} ({strategy.num_microbatches} microbatches)\n"
+                f"  Batch size per replica = {size} ({strategy.num_microbatches} microbatches)\n"
                 f"  Total batch size = {size * strategy.data_parallel_size}\n"
                 f"  Optimization steps = {trainer.estimated_stepping_batches}"
             )
@@ -94,14 +94,14 @@ class RunningTraining(pl.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="text file, .jsonl, or the name of a dataset on the hub")
-    parser.add_argument("--tokenizer", required=True, help="folder or name")
+    parser.add_argument("--tokenizer", required=True, help="directory or name")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
     parser.add_argument("--report-to", default="tensorboard", choices=LOGGERS)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument("--output", default="runs/pretrain_clm", help="folder for data, logs, checkpoints and model")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
+    parser.add_argument("--output", default="runs/pretrain_clm", help="directory for data, logs, checkpoints and model")
     arguments = parser.parse_args()
 
     pl.seed_everything(1234, workers=True)

@@ -1,9 +1,9 @@
-"""Pretrain a small GPT-2 with tensor and pipeline parallelism, from plain Python.
+"""Pretrain a small GPT-2 with tensor and pipeline parallelism, in plain Python.
 
     lightning-megatron preprocess --input TEXT --output-prefix corpus --tokenizer DIR --append-eod
     python examples/pretrain_gpt.py --data-path corpus_text_document --vocab-size 4096
 
-Lightning starts the four processes itself. On a cluster, torchrun or SLURM start them, and nothing here changes.
+Lightning starts the four processes. On a cluster, torchrun or SLURM start them, without changes to this file.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from lightning_megatron import IndexedDataModule, LRSchedule, MegatronModule, Me
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-path", required=True, help="indexed dataset, without .bin")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries of the tokenizer")
+    parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer")
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
-    parser.add_argument("--output", default="runs/pretrain_gpt", help="folder for logs and checkpoints")
+    parser.add_argument("--output", default="runs/pretrain_gpt", help="directory for logs and checkpoints")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)

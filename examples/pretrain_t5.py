@@ -1,4 +1,4 @@
-"""Pretrain a small T5 on plain text: spans of tokens are replaced by sentinels, and the decoder writes them.
+"""Pretrain a small T5 on plain text with span corruption: the decoder predicts spans replaced by sentinels.
 
     lightning-megatron train-tokenizer --kind t5 --input TEXT --vocab-size 4096 --output tokenizer
     lightning-megatron preprocess --input TEXT --tokenizer tokenizer --split-sentences --output-prefix corpus
@@ -19,10 +19,10 @@ from lightning_megatron import IndexedDataModule, MaskingOptions, MegatronModule
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True, help="dataset that preprocess wrote, without .bin")
-    parser.add_argument("--tokenizer", required=True, help="folder that train-tokenizer wrote")
+    parser.add_argument("--data-path", required=True, help="indexed dataset from preprocess, without .bin")
+    parser.add_argument("--tokenizer", required=True, help="directory from train-tokenizer")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/pretrain_t5", help="folder for the log and the model")
+    parser.add_argument("--output", default="runs/pretrain_t5", help="directory for the log and the model")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
@@ -32,15 +32,15 @@ def main() -> None:
     data = IndexedDataModule(
         arguments.data_path,
         split="95,5,0",
-        seq_length=64,  # of the encoder
+        seq_length=64,  # encoder
         seq_length_decoder=32,
         micro_batch_size=4,
         tokenizer=arguments.tokenizer,
-        masking=MaskingOptions(probability=0.15),  # of the tokens of a row
+        masking=MaskingOptions(probability=0.15),  # fraction of masked tokens
     )
     trainer = Trainer(
         devices=4,
-        strategy=MegatronStrategy(tp=2, pp=2, num_microbatches=2),  # encoder and decoder are one pipeline
+        strategy=MegatronStrategy(tp=2, pp=2, num_microbatches=2),  # encoder and decoder form one pipeline
         max_steps=arguments.max_steps,
         gradient_clip_val=1.0,
         log_every_n_steps=5,
@@ -52,7 +52,7 @@ def main() -> None:
     )
     trainer.fit(model, datamodule=data)
     folder = Path(arguments.output) / "model"
-    model.save_pretrained(folder)  # on all ranks: each sends its part
+    model.save_pretrained(folder)  # call it on all ranks: each sends its shards
     if trainer.is_global_zero:
         tokenizer.save_pretrained(folder)
 
