@@ -2,7 +2,7 @@
 
 Only parts of Megatron-Core's ``BertModel`` are used (megatron-core 0.16.1, models/bert/bert_model.py): it looks up the
 first pipeline stage without the virtual stage, gathers the full sequence for one token, has a norm in its head that
-refuses sequence parallelism, and supports no head but that of pretraining.
+refuses sequence parallelism, and supports only the pretraining head.
 
 With sequence parallelism a rank has a shard of the sequence. A head that reads every token runs on the shard, and the
 gradients of its weights are summed over the tp group (``sequence_parallel``); a head that reads the first token gets
@@ -32,7 +32,7 @@ class BertChunk(Chunk):
     stack_name = "encoder"
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
-        """Create this rank's layers; arguments are those of ``Chunk``."""
+        """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
         if self.pre_process and model.pad_token_id >= 0:
             self.embedding.word_embeddings.register_forward_hook(_padding_idx_hook(model.pad_token_id))

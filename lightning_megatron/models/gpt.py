@@ -142,7 +142,7 @@ class GPTChunk(Chunk):
     """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
-        """Create this rank's layers; arguments are those of ``Chunk``."""
+        """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
         self.rotary_length: int | None = None
         """Length of the longest row, for calls with only some rows of a batch; None: take it from the positions."""

@@ -51,8 +51,8 @@ class Adapter(torch.nn.Module):
     """The adapters of one linear.
 
     Attributes:
-        A: [n r, in] for n adapted matrices, or [n r, in/tp] beside a row-parallel linear.
-        B: [out/tp, r], or [out, r] beside a row-parallel linear; zero at first.
+        A: [n r, in] for n adapted matrices, or [n r, in/tp] for a row-parallel linear.
+        B: [out/tp, r], or [out, r] for a row-parallel linear; initially zero.
     """
 
     def __init__(

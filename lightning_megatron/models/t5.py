@@ -87,7 +87,7 @@ class T5Chunk(Chunk):
         self.create_output_layer()
 
     def shared_weights(self) -> SharedWeights:
-        """Return the relative position tables, which every chunk with layers of their stack has a copy of."""
+        """Return the relative position tables; each chunk with layers of a stack has a copy of its table."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
         tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
         return SharedWeights(

@@ -150,7 +150,7 @@ def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> No
 
 
 def _check_expert_fields(model: ModelConfig, overrides: Mapping[str, Any]) -> None:
-    """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, which checkpoints show by its name."""
+    """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, by which checkpoints identify it."""
     for name in overrides:
         if name.startswith("moe_") and model.experts is None:
             raise ConfigError(f"{name}: expected a model with experts, got {model.family} without; leave it out")
