@@ -189,7 +189,7 @@ class Permutation(NamedTuple):
     """[destinations], int32: end of each destination's positions."""
 
 
-def sort_by_destination(destinations: Tensor, count: int, total: int) -> Permutation:
+def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     """Sort rows by their destinations, without host synchronization.
 
     Args:
@@ -293,7 +293,7 @@ class Dispatcher(MoETokenDispatcher):
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort rows by expert; returns the arguments of ``GroupedExperts``."""
         probs, experts = self._select_local(probs)
-        self._to_experts = order = sort_by_destination(experts, self._num_local, self._num_assignments)
+        self._to_experts = order = sort_rows(experts, self._num_local, self._num_assignments)
         is_kept = not recomputes_cheap_outputs(self.config)
         rows = permute(tokens, order) if is_kept else self._permuted.checkpoint(permute, tokens, order)
         return rows, order.ends, probs.flatten().gather(0, order.assignments)
@@ -350,8 +350,7 @@ class AllToAllDispatcher(Dispatcher):
             is_sent: [n, ep], bool: the destination ranks of each row.
             max_rows: Largest n of the group's ranks.
         """
-        destinations = self._ranks.where(is_sent, self.ep_size)
-        self._to_ranks = sort_by_destination(destinations, self.ep_size, sum(self._splits[0]))
+        self._to_ranks = sort_rows(self._ranks.where(is_sent, self.ep_size), self.ep_size, sum(self._splits[0]))
         return permute(rows, self._to_ranks), permute(metadata, self._to_ranks)
 
     def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:

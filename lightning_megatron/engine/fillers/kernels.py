@@ -340,8 +340,7 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
 
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         if bias is None:
-            plain: Tensor = original(ctx, input, weight, bias, *options)
-            return plain
+            return original(ctx, input, weight, bias, *options)
         fuses, reduces, is_sequence_parallel, *others = options
         original(ctx, input[:0], weight, bias, fuses, reduces, False, *others)  # prepares ctx for backward
         ctx.save_for_backward(input, weight)
