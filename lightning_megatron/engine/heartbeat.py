@@ -352,7 +352,7 @@ class Watch:
         self._ticks, self._cpu_time, self._stacks = -1, 0.0, set[int]()
         self._last_step: tuple[int, float | None] = (progress.steps, None)
         self._step_seconds: deque[float] = deque(maxlen=101)
-        """Duration of each."""
+        """Seconds of each of the last steps."""
         self._samples: deque[tuple[int, str]] = deque(maxlen=_MAX_SAMPLES)
         """Of samples within steps: the step, and the location, "" if it waited for other ranks."""
         self._beat = Beat(limit=self._limit("setup"))
