@@ -111,7 +111,7 @@ def fsdp_checkpoint(path: Path) -> None:
     (path / "common.pt").unlink()
 
 
-def sum_up(path: Path) -> None:
+def update_checksums(path: Path) -> None:
     """Write ``checksums.json`` anew, for the files as they are."""
     from lightning_megatron.files import CHECKSUMS, FileChecksums, write_checksums
 

@@ -159,7 +159,7 @@ def train(run: Run, save_as: Path | None = None) -> Trace:
     return trace
 
 
-def train_and_keep(run: Run, folder: Path, options: Mapping[str, Any] | None = None) -> Trace:
+def train_with_checkpoints(run: Run, folder: Path, options: Mapping[str, Any] | None = None) -> Trace:
     """With a stock ``ModelCheckpoint`` that keeps every checkpoint, unless ``options`` say otherwise."""
     return fit(run, checkpoints_at(folder, **(options or {})))[1]
 

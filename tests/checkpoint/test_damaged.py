@@ -91,7 +91,7 @@ def outcomes(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
         shutil.copytree(intact, folder / f"{name}.ckpt")
         spoil(folder / f"{name}.ckpt")
         if name in CASES:  # as somebody would do who means harm
-            damage.sum_up(folder / f"{name}.ckpt")
+            damage.update_checksums(folder / f"{name}.ckpt")
     runs = {name: RUN.but(ckpt_path=str(folder / f"{name}.ckpt")) for name in (*CASES, *FLIPPED)}
     runs |= {name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()}
     runs["intact"] = RUN.but(ckpt_path=str(intact), trainer={"max_steps": 2})
@@ -160,7 +160,7 @@ def _go_on_with_paths_of_others(run: Run, folder: Path, named: Mapping[str, str]
     state = torch.load(meta, weights_only=True)
     state["lightning"]["callbacks"] = {keeper.state_key: {"best_model_score": None, **named}}  # and no dirpath
     torch.save(state, meta)
-    damage.sum_up(meta.parent)
+    damage.update_checksums(meta.parent)
     code = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -25,7 +25,7 @@ from tests.checkpoint.runs import (
     fit,
     rows_dataset,
     train,
-    train_and_keep,
+    train_with_checkpoints,
 )
 from tests.ranks import run_ranks
 
@@ -79,7 +79,7 @@ def test_a_run_resumed_in_mid_epoch_is_exactly_the_same(tmp_path: Path, run: Run
 
     schedule = LRSchedule(style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5)
     run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
-    whole = run_ranks(train_and_keep, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps})
+    whole = run_ranks(train_with_checkpoints, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps})
 
     resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
@@ -124,7 +124,7 @@ def _train_after_an_early_question(run: Run) -> Trace:
 
 def test_a_run_that_max_epochs_ended_and_one_whose_loader_was_asked_for_early_go_on(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
-    whole = run_ranks(train_and_keep, 1, run, tmp_path, {"every_n_train_steps": 3})
+    whole = run_ranks(train_with_checkpoints, 1, run, tmp_path, {"every_n_train_steps": 3})
     run_ranks(train, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
 
     for after, how in ((STEPS_PER_EPOCH, train), (3, _train_after_an_early_question)):
@@ -142,7 +142,7 @@ def test_a_run_that_max_epochs_ended_and_one_whose_loader_was_asked_for_early_go
 )
 def test_a_run_of_max_steps_that_was_saved_at_the_end_of_an_epoch_goes_on(tmp_path: Path, run: Run) -> None:
     run, ends = run.but(trainer={"max_steps": 9}), {"every_n_train_steps": None, "save_on_train_epoch_end": True}
-    whole = run_ranks(train_and_keep, 1, run, tmp_path, {**ends, "every_n_epochs": 1})
+    whole = run_ranks(train_with_checkpoints, 1, run, tmp_path, {**ends, "every_n_epochs": 1})
     resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")))
     _assert_goes_on_as(whole, resumed, STEPS_PER_EPOCH)
 

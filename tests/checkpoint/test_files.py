@@ -16,7 +16,7 @@ from lightning_megatron import files
 from lightning_megatron.checkpoint.files import read_table
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, verify_checksums
-from tests.checkpoint.damage import sum_up
+from tests.checkpoint.damage import update_checksums
 from tests.ranks import run_ranks
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in LENGTHS:
         (path / name).write_bytes(_content(name))
     (path / "meta.pt").write_bytes(b"123456789")
-    sum_up(path)
+    update_checksums(path)
     return path
 
 

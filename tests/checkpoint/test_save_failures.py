@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Run, callback, checkpoints_at, engine_run, fit, save, train_and_keep
+from tests.checkpoint.runs import Run, callback, checkpoints_at, engine_run, fit, save, train_with_checkpoints
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -79,7 +79,7 @@ def _train_with_state_that_is_no_data(run: Run, folder: Path) -> None:
 
 def _train_below_a_file(run: Run, folder: Path) -> None:
     (folder / "file").touch()
-    train_and_keep(run, folder / "file" / "below")
+    train_with_checkpoints(run, folder / "file" / "below")
 
 
 @pytest.mark.parametrize(

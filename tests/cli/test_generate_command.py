@@ -156,13 +156,13 @@ def test_characters_that_the_output_lacks_are_escaped_for_programs(
 def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:
     import torch
 
-    from tests.checkpoint.damage import sum_up
+    from tests.checkpoint.damage import update_checksums
 
     shutil.copytree(checkpoints / "run.ckpt", tmp_path / "own.ckpt")
     meta = torch.load(tmp_path / "own.ckpt/meta.pt", weights_only=True)
     # As a run of a model_provider leaves it.
     torch.save({**meta, "hugging_face_config": None}, tmp_path / "own.ckpt/meta.pt")
-    sum_up(tmp_path / "own.ckpt")
+    update_checksums(tmp_path / "own.ckpt")
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
     code, _, err = run_cli(".", "generate", *common, "--prompt", *PROMPTS)
     assert code == 2

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.errors import CheckpointError
-from tests.checkpoint.damage import sum_up
+from tests.checkpoint.damage import update_checksums
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 from tests.convert.weights import assert_same_weights, weights_of
 
@@ -156,7 +156,7 @@ def _change_meta(path: Path, **changes: Any) -> None:
     merged = {name: {**meta[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
     torch.save({**meta, **merged}, path / "meta.pt")
     (path / "checksums.json").unlink()
-    sum_up(path)
+    update_checksums(path)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.checkpoint.runs import (
     fit,
     make_corpus,
     train,
-    train_and_keep,
+    train_with_checkpoints,
 )
 from tests.cli.command import run_cli
 from tests.cli.corpus import configuration
@@ -89,7 +89,7 @@ def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
     stopped = run_ranks(_stopped, 2, run.but(strategy={"async_save": True}), tmp_path, keep, sent)
 
     assert stopped == [(143, left)] * 2
-    _goes_on_exactly(expected, run_ranks(train_and_keep, 2, run.but(ckpt_path="last"), tmp_path, keep), *firsts)
+    _goes_on_exactly(expected, run_ranks(train_with_checkpoints, 2, run.but(ckpt_path="last"), tmp_path, keep), *firsts)
 
 
 def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:

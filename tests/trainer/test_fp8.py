@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_and_keep
+from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_with_checkpoints
 from tests.parity.comparison import relative_error
 from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, outcome, train_module, trainer_of
 from tests.ranks import run_ranks
@@ -128,7 +128,7 @@ FP8 = Run(strategy={"fp8": "tensorwise"}, trainer={"precision": "bf16-mixed", "m
 def test_a_run_is_resumed_exactly_and_checkpoints_are_those_of_bf16(tmp_path: Path) -> None:
     fp8 = FP8.but(strategy={"tp": 2, "sequence_parallel": True}, model=LLAMA)
     runs = {"fp8": fp8, "bf16": fp8.but(strategy={"fp8": None})}
-    whole = {name: run_ranks(train_and_keep, 2, run, tmp_path / name, EVERY_TWO) for name, run in runs.items()}
+    whole = {name: run_ranks(train_with_checkpoints, 2, run, tmp_path / name, EVERY_TWO) for name, run in runs.items()}
     kept = [read_tensors(tmp_path / name / "step=2.ckpt") for name in runs]
     shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in kept]
     assert shapes[0] == shapes[1]
