@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
-from tests.parity.training import told
+from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
 PROTOCOL = "shared"
@@ -183,4 +183,4 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_gone_are_told(s3_bucket
 
 
 def _refused(address: str) -> str:
-    return told(fit, Run(trainer={"max_steps": 1}), checkpoints_at(address))  # type: ignore[arg-type]
+    return refusal(fit, Run(trainer={"max_steps": 1}), checkpoints_at(address))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_within_rounding
-from tests.parity.training import Case, Layout, Outcome, joined_outcome, module_of, train_module
+from tests.parity.training import Case, Layout, Outcome, join_outcomes, module_of, train_module
 from tests.ranks import run_ranks
 
 _LONG, _EOD = 2048, 3
@@ -37,7 +37,7 @@ def test_long_rows_train_on_gpus_as_on_one(how: Any, sliding: bool) -> None:
     alone = replace(exact, precision="bf16-mixed")
 
     def outcome(case: Case) -> Outcome:
-        return joined_outcome(run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02)
+        return join_outcomes(run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02)
 
     split = replace(alone, layout=Layout(cp=2, cp_comm_type=how))
     assert_same_within_rounding(outcome(split), outcome(alone), outcome(exact))

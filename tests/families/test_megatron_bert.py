@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, tiny_model
-from tests.parity.sharding import whole
+from tests.parity.sharding import full_tensors
 from tests.parity.training import Case, Layout, Outcome, train_module, trainer_of
 from tests.ranks import run_ranks
 
@@ -143,7 +143,7 @@ def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:
         assert terms["train_loss"] == pytest.approx(terms["train_lm_loss"] + terms["train_sop_loss"])
         assert outcome.losses == [pytest.approx(terms["train_lm_loss"])]
         assert "train_sop_loss" not in alone
-    gradients = whole([outcome.gradients for outcome, _ in tokens])
+    gradients = full_tensors([outcome.gradients for outcome, _ in tokens])
     unused = [name for name, gradient in gradients.items() if (gradient == 0).all()]
     assert sorted(unused) == ["binary_head.bias", "binary_head.weight", "pooler.dense.bias", "pooler.dense.weight"]
 

@@ -23,7 +23,7 @@ from tests.generate.models import (
     run_with_models,
     set_up,
 )
-from tests.parity.training import Case, Layout, told
+from tests.parity.training import Case, Layout, refusal
 
 START = 2
 
@@ -115,8 +115,8 @@ def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
     call = asked("t5", prompts(lengths=(7, 3)), max_new_tokens=4, **NO_END)
     ((reads, refusals),) = run_with_models(_read_and_refused, Layout(), [call])
     assert reads == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
-    for refusal, (_, _, says) in zip(refusals, REFUSED, strict=True):
-        assert says in refusal
+    for message, (_, _, says) in zip(refusals, REFUSED, strict=True):
+        assert says in message
 
 
 def _read_and_refused(directory: str, case: Case, calls: list[Call]) -> tuple[dict[str, list[int]], list[str]]:
@@ -128,5 +128,5 @@ def _read_and_refused(directory: str, case: Case, calls: list[Call]) -> tuple[di
     for name, part in parts.items():
         part.register_forward_pre_hook(lambda _, inputs, name=name: reads[name].append(len(inputs[0])))
     module.generate(call.input_ids, call.attention_mask, **call.options)
-    refusals = [told(getattr(module, method), call.input_ids, **arguments) for method, arguments, _ in REFUSED]
+    refusals = [refusal(getattr(module, method), call.input_ids, **arguments) for method, arguments, _ in REFUSED]
     return reads, refusals

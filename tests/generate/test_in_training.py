@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.generate.models import NO_END, asked, continued
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, told, train_module, trainer_of
+from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, refusal, train_module, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import byte_level_tokenizer
 
@@ -121,7 +121,7 @@ def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was() ->
 
 def _refused(case: Case) -> list[str]:
     module, trainer, said = module_of(case), trainer_of(case), []
-    assert "there is no model before" in told(module.generate, torch.tensor([[1]]))
+    assert "there is no model before" in refusal(module.generate, torch.tensor([[1]]))
     trainer.validate(module, loader_of(case), verbose=False)
     module.model_chunks.train()
     switches = _switches(module)
@@ -129,7 +129,7 @@ def _refused(case: Case) -> list[str]:
     for calls, _ in REFUSED:
         call = dict(calls[min(trainer.global_rank, len(calls) - 1)])
         ids = torch.tensor(call.pop("tokens", [[1]]))
-        said.append(told(module.generate, ids, max_new_tokens=4, **call))
+        said.append(refusal(module.generate, ids, max_new_tokens=4, **call))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a layer fails")

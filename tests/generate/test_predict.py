@@ -21,7 +21,7 @@ from tests.generate.models import (
     prompts,
     run_with_models,
 )
-from tests.parity.training import Case, Layout, told, trainer_of
+from tests.parity.training import Case, Layout, refusal, trainer_of
 
 Batch = dict[str, torch.Tensor]
 
@@ -228,7 +228,7 @@ def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
         lambda: gather_predictions(trainer, [trainer.predict(module, rows)[0][:1]]),
         lambda: gather_across_data_parallel_groups(torch.zeros(2, 3 + trainer.strategy.topology.dp_rank)),
     )
-    return [told(each) for each in tries]
+    return [refusal(each) for each in tries]
 
 
 def test_what_cannot_be_predicted_or_gathered_is_refused_on_all_ranks() -> None:

@@ -21,7 +21,7 @@ from tests.generate.models import (
     written,
 )
 from tests.generate.tape import TapeRecorder
-from tests.parity.training import Case, Layout, told
+from tests.parity.training import Case, Layout, refusal
 
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
 EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi", "gemma2")
@@ -157,7 +157,7 @@ def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
         return original(self, *args)
 
     TokenStep.additive_mask = asking  # type: ignore[method-assign]
-    return before, told(write, True), write(False)
+    return before, refusal(write, True), write(False)
 
 
 def _writer(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:

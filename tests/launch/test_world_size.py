@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from tests.checkpoint.runs import callback
 from tests.cli.command import leave_torchrun
-from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, told, trainer_of
+from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, refusal, trainer_of
 from tests.ranks import RankError, run_ranks
 
 
@@ -28,7 +28,7 @@ def test_as_many_processes_as_the_run_has(started: int, devices: int) -> None:
 
 
 def _refusal(devices: int) -> str:
-    return told(trainer_of, Case(layout=Layout(tp=2)), devices=devices)
+    return refusal(trainer_of, Case(layout=Layout(tp=2)), devices=devices)
 
 
 def _waiting_alone() -> tuple[str, float]:
@@ -41,8 +41,8 @@ def _waiting_alone() -> tuple[str, float]:
     alone = {"num_nodes": 2, "strategy": MegatronStrategy(timeout=4), "plugins": [LightningEnvironment()]}
     trainer = trainer_of(Case(), **alone)
     begin = time.monotonic()
-    refusal = told(trainer.fit, module_of(Case()), loader_of(Case()))
-    return "\n".join([*lines, refusal]), time.monotonic() - begin
+    message = refusal(trainer.fit, module_of(Case()), loader_of(Case()))
+    return "\n".join([*lines, message]), time.monotonic() - begin
 
 
 def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_timeout() -> None:

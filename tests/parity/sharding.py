@@ -27,7 +27,7 @@ class Shard:
     data: torch.Tensor
 
 
-def whole(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -> Tensors:
+def full_tensors(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -> Tensors:
     """Put the tensors together, without the rows past the vocabulary, whose number depends on the layout.
 
     Args:

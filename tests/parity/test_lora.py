@@ -11,7 +11,7 @@ import torch
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
-from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, joined_outcome, loader_of, module_of, train_module
+from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, join_outcomes, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
 OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
@@ -139,8 +139,8 @@ def _drop(case: Case, dropout: float) -> Outcome:
 def test_ranks_drop_the_same_where_they_read_the_same(layout: Layout) -> None:
     case = replace(LLAMA, layout=layout, steps=3)
     # Copies of A and B that ranks hold are compared bit by bit: they would part if ranks dropped differently.
-    with_dropout, again = (joined_outcome(run_ranks(_drop, 2, case, 0.5)) for _ in range(2))
-    without = joined_outcome(run_ranks(_drop, 2, case, 0.0))
+    with_dropout, again = (join_outcomes(run_ranks(_drop, 2, case, 0.5)) for _ in range(2))
+    without = join_outcomes(run_ranks(_drop, 2, case, 0.0))
     assert with_dropout.losses == again.losses
     assert with_dropout.losses[0] == without.losses[0], "B is zero at first"
     assert with_dropout.losses[-1] != without.losses[-1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import Case, Layout, Outcome, joined_outcome, outcome, train
+from tests.parity.training import Case, Layout, Outcome, join_outcomes, outcome, train
 from tests.ranks import run_ranks
 
 
@@ -44,7 +44,7 @@ def test_replays_are_the_steps_that_megatron_runs(model: str) -> None:
     layout = replace(case.layout, cuda_graphs=True)
     replayed = run_ranks(_train_with_stand_ins, 2, replace(case, layout=layout))
     assert [replays for _, replays in replayed] == [[3 * 3]] * 2
-    assert_same_run(joined_outcome([run for run, _ in replayed]), outcome(case))
+    assert_same_run(join_outcomes([run for run, _ in replayed]), outcome(case))
 
 
 @pytest.mark.gpu(1)

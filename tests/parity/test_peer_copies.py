@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import Case, Layout, Outcome, joined_outcome, loader_of, module_of, outcome, train_module
+from tests.parity.training import Case, Layout, Outcome, join_outcomes, loader_of, module_of, outcome, train_module
 from tests.ranks import run_ranks
 
 
@@ -86,7 +86,7 @@ def test_copies_are_what_collectives_give(model: str, layout: Layout, exchanges:
     met = [met for *_, met in ranks]
     assert min(met) == max(met) > 0
     assert exchanges is None or met[0] == 3 * 3 * exchanges
-    assert_same_run(joined_outcome([run for run, *_ in ranks]), outcome(case.on_one_process))
+    assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(case.on_one_process))
     if ranks[0][1] is not None:
         [(_, logits)] = run_ranks(_train, 1, case.on_one_process)
         torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)  # fp32 sums in another order, trained
@@ -97,7 +97,7 @@ def test_copies_in_fp8_are_what_collectives_give() -> None:
     case = Case(steps=3, precision="bf16-mixed", layout=replace(layout, transformer_config_overrides=_FORCED))
     ranks = run_ranks(_train_with_mail, 2, case)
     assert {met for *_, met in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
-    assert_same_run(joined_outcome([run for run, *_ in ranks]), outcome(replace(case, layout=layout)))
+    assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(replace(case, layout=layout)))
 
 
 @pytest.mark.gpu(2)
@@ -121,7 +121,7 @@ def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
         accelerator="gpu",
     )
     plain = run_ranks(_train_without_copies, layout.world_size, case)
-    assert_same_run(outcome(case), joined_outcome([run for run, _ in plain]))
+    assert_same_run(outcome(case), join_outcomes([run for run, _ in plain]))
 
 
 def _train_without_copies(case: Case) -> tuple[Outcome, torch.Tensor | None]:

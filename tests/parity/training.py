@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
 from tests.models import GPT2, LLAMA, NO_DROPOUT, QUIET, T5, VOCAB_SIZE
-from tests.parity.sharding import gradients_in_place_of_weights, shards, whole
+from tests.parity.sharding import full_tensors, gradients_in_place_of_weights, shards
 from tests.ranks import run_ranks
 
 SEED = 11
@@ -131,10 +131,10 @@ def outcome(case: Case) -> Outcome:
     """Run ``case`` on as many ranks as it needs; once per session."""
     # Some CUDA kernels add in a different order each time, in bf16.
     copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
-    return joined_outcome(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
+    return join_outcomes(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
 
 
-def joined_outcome(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
+def join_outcomes(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
     """The whole of what the ranks hold; what they all see must be the same on all."""
     for rank in ranks[1:]:
         assert rank.losses == ranks[0].losses
@@ -143,14 +143,14 @@ def joined_outcome(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
     return Outcome(
         losses=ranks[0].losses,
         grad_norms=ranks[0].grad_norms,
-        initial_weights=whole([rank.initial_weights for rank in ranks], copies_rtol),
-        gradients=whole([rank.gradients for rank in ranks], copies_rtol),
-        weights=whole([rank.weights for rank in ranks], copies_rtol),
+        initial_weights=full_tensors([rank.initial_weights for rank in ranks], copies_rtol),
+        gradients=full_tensors([rank.gradients for rank in ranks], copies_rtol),
+        weights=full_tensors([rank.weights for rank in ranks], copies_rtol),
     )
 
 
-def same_on_all(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
-    """What ``fn(case, *args)`` returns on the ranks of the case's layout: on each the same."""
+def common_result(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
+    """Run ``fn(case, *args)`` on the ranks of the layout, assert that all return the same, and return it."""
     first, *others = run_ranks(fn, case.layout.world_size, case, *args, timeout=240)
     assert all(other == first for other in others)
     return first
@@ -159,8 +159,8 @@ def same_on_all(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def told(call: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The line with which a call is refused."""
+def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Message of the ConfigError that a call raises; asserts that it is one line."""
     import pytest
 
     from lightning_megatron.errors import ConfigError

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train
-from tests.parity.training import told
+from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
 MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.1}
@@ -102,4 +102,4 @@ def test_biases_are_not_left_out_silently(tmp_path: Path) -> None:
         ("expert_bias", fit, biased.but(ckpt_path=str(plain))),
         ("experts.num_experts=4 there and 8 here", fit, RUN.but(model={"num_local_experts": 8}, ckpt_path=str(plain))),
     ):
-        assert says in run_ranks(told, 1, call, *arguments)[0]
+        assert says in run_ranks(refusal, 1, call, *arguments)[0]

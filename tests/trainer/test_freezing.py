@@ -12,7 +12,7 @@ from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, told, train_module, trainer_of
+from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, refusal, train_module, trainer_of
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer"]
@@ -89,7 +89,7 @@ def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Outcome, 
     saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
     through, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
     resumed = [train_frozen(each, "lower half", ckpt_path=path)[0] for each in (case, other)]
-    return through, resumed, told(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
+    return through, resumed, refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
 
 
 def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def _refused(case: Case) -> list[str]:
     frozen = module_of(case)
     frozen.freeze()
     runs = ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, []))
-    return [told(trainer_of(case, callbacks=given).fit, module, loader_of(case)) for module, given in runs]
+    return [refusal(trainer_of(case, callbacks=given).fit, module, loader_of(case)) for module, given in runs]
 
 
 def _frozen_between_fits(case: Case) -> list[bool]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, callback, checkpoints_at, differences, fit, rows_dataset
-from tests.parity.training import told
+from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
 STEPS, SPIKE = 12, 6
@@ -62,9 +62,9 @@ def _guarded(strategy: dict[str, Any], folder: Path) -> tuple[tuple[Trace, ...],
         whole = fit(run, guards[0], checkpoints_at(folder, **keeper))[1]
     never = fit(run.but(loader=_loader_without(LEFT_OUT, tp), trainer={"max_steps": STEPS - len(LEFT_OUT)}))[1]
     resumed = fit(run.but(ckpt_path=str(folder / "step=8.ckpt")), guards[1], checkpoints_at(folder / "b", **keeper))[1]
-    refusal = told(fit, run, guards[2], checkpoints_at(folder / "c", **keeper))
+    message = refusal(fit, run, guards[2], checkpoints_at(folder / "c", **keeper))
     warned = [str(each.message) for each in caught if "SpikeGuard" in str(each.message)]
-    return (whole, never, resumed), [guard.state_dict() for guard in guards[:2]], warned, refusal
+    return (whole, never, resumed), [guard.state_dict() for guard in guards[:2]], warned, message
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_run_behind_a_spike_equals_one_that_had_left_its_samples_out(
     tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
     ranks = 2 * strategy.get("tp", 1) * strategy.get("pp", 1)
-    for rank, (traces, states, warned, refusal) in enumerate(run_ranks(_guarded, ranks, strategy, tmp_path)):
+    for rank, (traces, states, warned, message) in enumerate(run_ranks(_guarded, ranks, strategy, tmp_path)):
         whole, never, resumed = traces
         assert differences({**whole.state, "global_step": 0}, {**never.state, "global_step": 0}) == []
         for step in range(8, STEPS + 1):
@@ -90,8 +90,8 @@ def test_the_run_behind_a_spike_equals_one_that_had_left_its_samples_out(
         assert states[0] == states[1]
         assert states[0]["rollbacks"] == 1
         assert states[0]["last"] == [STEPS, whole.steps[STEPS]["loss"]]
-        assert refusal.startswith("SpikeGuard: the loss of step 6 is ")
-        assert "after max_rollbacks=0 rollbacks" in refusal
+        assert message.startswith("SpikeGuard: the loss of step 6 is ")
+        assert "after max_rollbacks=0 rollbacks" in message
         if rank == 0:
             (line,) = warned
             assert "restored from step 4, and the samples of steps 5 to 7 are skipped; rollback 1 of 1" in line
@@ -111,7 +111,7 @@ def _with_a_bit_flipped(strategy: dict[str, Any], flips: list[tuple[int, str]]) 
                 if trainer.global_step == 2 and int(os.environ["RANK"]) == rank and name.endswith(end):
                     weight.data.view(torch.int32).view(-1)[5] ^= 1
 
-        said.append(told(fit, run, callback(on_train_batch_end=flip), ReplicaCheck(every_n_steps=2)))
+        said.append(refusal(fit, run, callback(on_train_batch_end=flip), ReplicaCheck(every_n_steps=2)))
     return said
 
 

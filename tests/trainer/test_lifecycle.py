@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.runs import callback
 from tests.leaks import Baseline
-from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, trainer_of
+from tests.parity.training import Case, Layout, common_result, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
@@ -40,11 +40,11 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
 )
 def test_phases_may_come_in_any_order(layout: Layout, precision: str, accelerator: Any) -> None:
     case = replace(CASE, layout=layout, precision=precision, accelerator=accelerator)
-    untrained, fitted, trained, tested = same_on_all(_run, case, ("validate", "fit", "validate", "test"))
+    untrained, fitted, trained, tested = common_result(_run, case, ("validate", "fit", "validate", "test"))
     assert trained == tested != untrained
     # On GPUs some kernels add in another order each time.
     expected = pytest.approx([untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0)
-    assert same_on_all(_run, case, ("test", "fit", "test")) == expected
+    assert common_result(_run, case, ("test", "fit", "test")) == expected
 
 
 def _two_fits_of_one_module(case: Case) -> tuple[float, float]:
@@ -59,7 +59,7 @@ def _two_fits_of_one_module(case: Case) -> tuple[float, float]:
 
 
 def test_a_second_fit_of_a_module_goes_on_from_its_weights() -> None:
-    validated, trained = same_on_all(_two_fits_of_one_module, replace(CASE, layout=Layout(dp=2)))
+    validated, trained = common_result(_two_fits_of_one_module, replace(CASE, layout=Layout(dp=2)))
     assert trained == pytest.approx(validated, rel=1.5e-6)
 
 
@@ -99,7 +99,7 @@ def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
 
 
 def test_the_hooks_of_a_step_are_called_in_lightnings_order_and_may_clip() -> None:
-    called, (by_hand, told, once, unclipped) = same_on_all(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
+    called, (by_hand, told, once, unclipped) = common_result(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
     backward = ["on_before_backward", "on_after_backward"]
     assert called == ["on_before_zero_grad", *backward, "on_before_optimizer_step"] * CASE.steps
     assert by_hand == told
@@ -134,4 +134,4 @@ def _left_behind(case: Case, fails: bool) -> list[str]:
 
 @pytest.mark.parametrize(("fails", "precision"), [(False, "32-true"), (True, "bf16-mixed")])
 def test_torch_megatron_and_the_environment_are_as_before(fails: bool, precision: str) -> None:
-    assert same_on_all(_left_behind, replace(CASE, layout=Layout(tp=2), precision=precision), fails) == []
+    assert common_result(_left_behind, replace(CASE, layout=Layout(tp=2), precision=precision), fails) == []

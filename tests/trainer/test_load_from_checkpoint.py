@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import MODELS, Case, Layout, loader_of, same_on_all, told, trainer_of
+from tests.parity.training import MODELS, Case, Layout, common_result, loader_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
 CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2)
@@ -73,7 +73,7 @@ def _asked(folder: str) -> dict[str, Any]:
 
     module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
     text = module.generate(TOKENS)
-    assert "expected 2 ranks for the run, got 1" in told(check_world_size, LightningEnvironment(), 2, 1)
+    assert "expected 2 ranks for the run, got 1" in refusal(check_world_size, LightningEnvironment(), 2, 1)
     return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
 
 
@@ -114,7 +114,7 @@ def test_a_loaded_module_trains_on_at_another_layout_with_other_hyper_parameters
     folder: Path, saved: dict[str, Any]
 ) -> None:
     case, overrides = Case(layout=Layout(tp=2), steps=2), {"lr": 5e-3, "lr_schedule": {}}
-    val_loss, lr, last_lr = same_on_all(_trained_on, case, str(folder), overrides)
+    val_loss, lr, last_lr = common_result(_trained_on, case, str(folder), overrides)
     assert val_loss == pytest.approx(saved["val_loss"], rel=1.5e-6)
     assert (lr, last_lr) == (5e-3, pytest.approx(5e-3))
 
@@ -127,12 +127,12 @@ def _refused(folder: str) -> list[str]:
 
     path = f"{folder}/run.ckpt"
     mistakes: tuple[dict[str, Any], ...] = ({"lr": "3e-4"}, {"optimizer": {"beta3": 1}})
-    said = [told(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes]
+    said = [refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes]
     meta = torch.load(f"{path}/meta.pt", weights_only=True)
     meta["lightning"]["hyper_parameters"] = _module(train_step=Weighted()).hparams | {}
     torch.save(meta, f"{path}/meta.pt")
     MegatronModule.load_from_checkpoint(path, train_step=Weighted())
-    return [*said, told(MegatronModule.load_from_checkpoint, path)]
+    return [*said, refusal(MegatronModule.load_from_checkpoint, path)]
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line(folder: Path, saved: dict[str, Any]) -> None:

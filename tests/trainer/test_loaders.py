@@ -18,10 +18,10 @@ from tests.parity.training import (
     Layout,
     Outcome,
     Sentences,
-    joined_outcome,
+    common_result,
+    join_outcomes,
     loader_of,
     module_of,
-    same_on_all,
     train_module,
     trainer_of,
 )
@@ -126,7 +126,7 @@ def _on_batches_of_several_lengths(case: Case) -> Outcome:
 )
 def test_every_layout_trains_on_them_as_one_process(train: Any, case: Case) -> None:
     alone, split = (
-        joined_outcome(run_ranks(train, each.layout.world_size, each)) for each in (case.on_one_process, case)
+        join_outcomes(run_ranks(train, each.layout.world_size, each)) for each in (case.on_one_process, case)
     )
     assert_same_run(split, alone)
 
@@ -145,7 +145,7 @@ def _without_targets(case: Case) -> Outcome:
 def test_a_step_without_a_target_is_told_has_the_loss_zero_and_leaves_the_weights() -> None:
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
-    run = joined_outcome(run_ranks(_without_targets, 4, case))
+    run = join_outcomes(run_ranks(_without_targets, 4, case))
     assert (run.losses, run.grad_norms) == ([0.0], [0.0])
     assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
 
@@ -188,8 +188,8 @@ def test_validation_is_the_mean_over_all_targets_of_all_rows(
     layout: Layout, batch_size: int, rows: tuple[Rows, Rows]
 ) -> None:
     given, in_one_batch = rows
-    expected = same_on_all(_val_loss, Case(), in_one_batch, len(in_one_batch))
-    assert same_on_all(_val_loss, Case(layout=layout), given, batch_size) == pytest.approx(expected, rel=1e-6)
+    expected = common_result(_val_loss, Case(), in_one_batch, len(in_one_batch))
+    assert common_result(_val_loss, Case(layout=layout), given, batch_size) == pytest.approx(expected, rel=1e-6)
 
 
 def _validate_on_two(case: Case) -> dict[str, float]:
@@ -202,13 +202,13 @@ def _validate_on_two(case: Case) -> dict[str, float]:
 
 def test_each_of_several_validation_loaders_has_a_loss_and_metrics_of_its_own() -> None:
     case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
-    alone = same_on_all(_validate_on_two, case.on_one_process)
+    alone = common_result(_validate_on_two, case.on_one_process)
     assert len(alone) == 4
     for index in (0, 1):
         loss = alone[f"val_loss/dataloader_idx_{index}"]
         assert alone[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
     # The exponential of a mean near 4 has four times its relative error.
-    assert same_on_all(_validate_on_two, case) == pytest.approx(alone, rel=6e-6)
+    assert common_result(_validate_on_two, case) == pytest.approx(alone, rel=6e-6)
 
 
 # ---- batches with wrong numbers are refused on every rank that waits for them ---------------------------------------

@@ -13,8 +13,8 @@ import torch
 from tests.checkpoint.runs import callback, read_tensors
 from tests.cli.command import run_all
 from tests.convert.directories import tiny_llama
-from tests.parity.sharding import shards, whole
-from tests.parity.training import Case, Layout, loader_of, told, trainer_of
+from tests.parity.sharding import full_tensors, shards
+from tests.parity.training import Case, Layout, loader_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
@@ -96,7 +96,7 @@ def test_only_adapters_have_optimizer_states_and_they_begin_alike_at_every_layou
     (tmp_path / "base").symlink_to(folder / "base")
     (alone,) = run_ranks(_train, 1, tmp_path, Case(model="llama", steps=1))
     adapters = [[shard for shard in rank["begun"] if "_lora." in shard.key] for rank in (alone, *ranks)]
-    expected, begun = whole(adapters[:1]), whole(adapters[1:])
+    expected, begun = full_tensors(adapters[:1]), full_tensors(adapters[1:])
     assert begun.keys() == expected.keys()
     for name, tensor in begun.items():
         assert tensor.equal(expected[name])
@@ -164,7 +164,7 @@ def _refused(folder: Path, adapter: Path) -> list[tuple[str, str]]:
         ("is of another model: lora=", begin, {"ckpt_path": full, "lora": None}),
         ("expected a complete model, got the adapters of", begin, {"ckpt_path": adapters, "pretrained": False}),
     )
-    return [(expected, told(mistake, **arguments)) for expected, mistake, arguments in mistakes]
+    return [(expected, refusal(mistake, **arguments)) for expected, mistake, arguments in mistakes]
 
 
 def _begin(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
-from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, same_on_all, trainer_of
+from tests.parity.training import Case, Layout, Sentences, common_result, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 ROWS = 13  # more than divide by dp or microbatches: the last batches are filled up with rows that must not count
@@ -56,8 +56,8 @@ def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
 
 
 def test_metrics_are_the_same_on_any_layout_every_rank_and_every_epoch() -> None:
-    alone = same_on_all(_validate_twice, Case(), True)
-    split = same_on_all(_validate_twice, Case(layout=Layout(pp=2, dp=2, num_microbatches=2)), False)
+    alone = common_result(_validate_twice, Case(), True)
+    split = common_result(_validate_twice, Case(layout=Layout(pp=2, dp=2, num_microbatches=2)), False)
     expected, again, tested = alone
     assert expected["val_rows"] == tested["test_rows"] == ROWS
     assert tested["test_first_loss"] == expected["val_first_loss"]
@@ -126,7 +126,7 @@ def _metrics_on_the_way(case: Case) -> list[Metrics]:
 )
 def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
     case = Case(layout=layout, labels="uneven", steps=STEPS, clip=1.0)
-    split, alone = same_on_all(_metrics_on_the_way, case), same_on_all(_metrics_on_the_way, case.on_one_process)
+    split, alone = common_result(_metrics_on_the_way, case), common_result(_metrics_on_the_way, case.on_one_process)
     logged = {"train_loss", "train_lm_loss", "val_loss", "val_lm_loss", "val_perplexity", "lr", "grad_norm"}
     assert set(split[-1]) == logged
     # A loss of 5 has a last place of 5e-7; norms differ more after some steps (comparison.py).
@@ -137,7 +137,7 @@ def test_all_ranks_see_the_same_metrics_as_one_process(layout: Layout) -> None:
 def test_all_gpus_see_the_same_metrics() -> None:
     layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
     case = Case(layout=layout, labels="uneven", steps=STEPS, precision="bf16-mixed", accelerator="gpu")
-    assert same_on_all(_metrics_on_the_way, case)
+    assert common_result(_metrics_on_the_way, case)
 
 
 # ---- callbacks and loggers ------------------------------------------------------------------------------------------

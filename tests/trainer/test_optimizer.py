@@ -14,10 +14,10 @@ from tests.parity.training import (
     Case,
     Layout,
     Outcome,
-    joined_outcome,
+    common_result,
+    join_outcomes,
     loader_of,
     module_of,
-    same_on_all,
     train,
     train_module,
     trainer_of,
@@ -44,7 +44,7 @@ def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name() ->
     """One step of plain gradient descent, by hand."""
     optimizer = (("name", "sgd"), ("weight_decay", WEIGHT_DECAY))
     case = Case(layout=TWO_COPIES, steps=1, lr=LR, optimizer=optimizer)
-    run = joined_outcome(run_ranks(_train_with_multipliers, 4, case))
+    run = join_outcomes(run_ranks(_train_with_multipliers, 4, case))
     expected = {}
     for name, weight in run.initial_weights.items():
         # Layers are stacked along the first axis.
@@ -143,9 +143,9 @@ def test_torchs_schedulers_do_what_they_do_to_torchs_optimizers() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    rates, _ = same_on_all(_rates, Case(layout=TWO_STAGES, steps=4, lr=LR), "one_cycle", 1)
+    rates, _ = common_result(_rates, Case(layout=TWO_STAGES, steps=4, lr=LR), "one_cycle", 1)
     assert rates == pytest.approx(expected)
-    rates, _ = same_on_all(_rates, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4)
+    rates, _ = common_result(_rates, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4)
     assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 
@@ -153,7 +153,7 @@ def test_torchs_schedulers_do_what_they_do_to_torchs_optimizers() -> None:
 def test_the_schedule_of_the_module_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that are left of 6; the last value is for a step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
-    used, logged = same_on_all(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
+    used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
     assert [*used, logged] == pytest.approx(expected)
 
 
@@ -170,6 +170,6 @@ def _found_rates(case: Case, folder: Path) -> tuple[list[float], float]:
 
 
 def test_the_rate_that_lightning_finds_is_used(tmp_path: Path) -> None:
-    rates, found = same_on_all(_found_rates, Case(layout=TWO_STAGES, lr=LR), tmp_path)
+    rates, found = common_result(_found_rates, Case(layout=TWO_STAGES, lr=LR), tmp_path)
     assert rates == pytest.approx([found] * 3)
     assert found != LR

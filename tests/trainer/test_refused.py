@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_megatron import MegatronModule, SpikeGuard
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit, make_module, make_trainer, rows_dataset, shuffled_loader
-from tests.parity.training import told
+from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
 MIXTRAL = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
@@ -81,7 +81,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
 
 
 def _refusals(runs: list[Run]) -> list[str]:
-    return [told(fit, run) for run in runs]
+    return [refusal(fit, run) for run in runs]
 
 
 @pytest.mark.parametrize("ranks", REFUSED)
@@ -115,12 +115,14 @@ def _refused_parts() -> None:
     run = Run(trainer={"max_steps": 1})
     assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
     for pattern, each in CALLBACKS.items():
-        assert re.search(pattern, told(fit, run, each))
-    assert "automatic_optimization=False does not work" in told(fit, run, module_class=ByHand)
+        assert re.search(pattern, refusal(fit, run, each))
+    assert "automatic_optimization=False does not work" in refusal(fit, run, module_class=ByHand)
     for hook in ("backward", "transfer_batch_to_device", "on_after_batch_transfer"):
         own = type("Own", (MegatronModule,), {hook: lambda *_: None})
-        assert f"Own.{hook} would not be called" in told(fit, run, module_class=own)
-    assert "pass the module itself" in told(make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1))
+        assert f"Own.{hook} would not be called" in refusal(fit, run, module_class=own)
+    assert "pass the module itself" in refusal(
+        make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1)
+    )
 
 
 def test_callbacks_and_modules_that_cannot_take_effect_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.custom_train_step import KeyTokenTrainStep
-from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, train_module
+from tests.parity.training import Case, Layout, common_result, loader_of, module_of, train_module
 from tests.ranks import RankError
 
 CASE = Case(layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven")
@@ -56,8 +56,8 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
 
 def test_the_loss_the_batch_the_forward_pass_or_the_model_alone() -> None:
     replaced = ("loss_func", "get_batch", "forward_step")
-    original, *split, with_relu, of_relu = same_on_all(_losses, CASE, ("nothing", *replaced, "model", "config"))
-    for ours, alone in zip(split, same_on_all(_losses, CASE.on_one_process, replaced), strict=True):
+    original, *split, with_relu, of_relu = common_result(_losses, CASE, ("nothing", *replaced, "model", "config"))
+    for ours, alone in zip(split, common_result(_losses, CASE.on_one_process, replaced), strict=True):
         assert ours == pytest.approx(alone, rel=1.5e-6)
         assert ours[0] != pytest.approx(original[0], rel=1e-3)
     assert with_relu == of_relu != original
@@ -67,7 +67,7 @@ def test_targets_that_are_counted_otherwise_are_refused() -> None:
     with pytest.raises(
         RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns, got"
     ):
-        same_on_all(_losses, CASE, ("targets",))
+        common_result(_losses, CASE, ("targets",))
 
 
 def test_the_loss_of_the_example_is_what_one_gets_by_hand() -> None:

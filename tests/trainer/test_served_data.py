@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit, make_corpus
-from tests.parity.training import told
+from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
 TP2, PP2 = {"tp": 2}, {"pp": 2}
@@ -65,7 +65,7 @@ def test_a_batch_that_grows_equals_one_rank_and_goes_on_after_an_interruption(tm
 
 
 def _fit_with_data_of_its_own(data_paths: list[str]) -> str:
-    return told(fit, Run(indexed=data_paths[int(os.environ["RANK"])], trainer={"max_steps": 1}))
+    return refusal(fit, Run(indexed=data_paths[int(os.environ["RANK"])], trainer={"max_steps": 1}))
 
 
 def test_data_that_one_rank_does_not_see_are_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.families.parity import pretrained_module, tiny_model
-from tests.parity.training import Case, Layout, told, trainer_of
+from tests.parity.training import Case, Layout, refusal, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import make_tokenizer
 
@@ -130,7 +130,7 @@ def _refusals(folder: str) -> list[str]:
     ):
         module = MegatronModule(model={**sizes, "vocab_size": vocab_size}, train_step="gpt")
         data = TextEvaluationDataModule(f"{folder}/texts.jsonl", folder, task=task, seq_length=12)  # type: ignore[arg-type]
-        said.append(told(getattr(trainer_of(Case()), phase), module, datamodule=data))
+        said.append(refusal(getattr(trainer_of(Case()), phase), module, datamodule=data))
     return said
 
 

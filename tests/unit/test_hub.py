@@ -17,7 +17,7 @@ from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
-from tests.parity.training import Case, Layout, loader_of, module_of, same_on_all, told, trainer_of
+from tests.parity.training import Case, Layout, common_result, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import make_tokenizer
 
@@ -81,23 +81,23 @@ def test_models_tokenizers_and_checkpoints_are_found_at_home(tmp_path: Path, mon
     (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 311}))
     assert MegatronModule(model="~/model").model_config.vocab_size == 311
     assert load_tokenizer("~/model").encode("yes")
-    assert f"{tmp_path}/a.ckpt" in told(find_newest, Path("~/a.ckpt"))
+    assert f"{tmp_path}/a.ckpt" in refusal(find_newest, Path("~/a.ckpt"))
 
 
 def test_what_is_not_there_is_named_with_the_way_to_get_it(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    missing = told(MegatronModule, model="org/gpt")
+    missing = refusal(MegatronModule, model="org/gpt")
     assert missing.startswith("org/gpt: expected a path ")
     assert "its config.json is not in the cache" in missing
     assert "hub (HF_HUB_OFFLINE is set)" in missing
-    assert "hf download org/gpt --revision v1`" in told(local_folder, "org/gpt@v1", "config")
-    assert "its tokenizer.json is not in the cache" in told(load_tokenizer, "org/gpt")
+    assert "hf download org/gpt --revision v1`" in refusal(local_folder, "org/gpt@v1", "config")
+    assert "its tokenizer.json is not in the cache" in refusal(load_tokenizer, "org/gpt")
     save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
     *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
     last.unlink()
     _put(cache, "org/gpt", tmp_path / "model")
-    assert f"its {last.name} is not in the cache" in told(MegatronModule, model="org/gpt", pretrained=True)
+    assert f"its {last.name} is not in the cache" in refusal(MegatronModule, model="org/gpt", pretrained=True)
     assert MegatronModule(model="org/gpt").model_config.num_layers
     for name in ("runs/last.ckpt", "../model", "a/b/c", "model", "/a/b"):
         assert local_folder(name, "model") == Path(name)  # whoever reads it says that it does not exist
@@ -157,18 +157,18 @@ def _pushed(case: Case, log: str, fails: bool) -> str:
 
     huggingface_hub.HfApi = Api  # type: ignore[assignment, misc]
     module = module_of(case)
-    assert "no model to save" in told(module.push_to_hub, "org/new")
+    assert "no model to save" in refusal(module.push_to_hub, "org/new")
     trainer_of(case).fit(module, loader_of(case))
     options: dict[str, Any] = {"token": "secret", "revision": "dev", "private": True, "commit_message": "One step"}
     push = partial(module.push_to_hub, "org/new", **options)
-    return told(push) if fails else str(push())
+    return refusal(push) if fails else str(push())
 
 
 def test_a_model_is_pushed_by_rank_0_and_a_push_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     case = Case(layout=Layout(tp=2), steps=1)
-    assert same_on_all(_pushed, case, str(tmp_path), False) == "https://hub/commit/1"
+    assert common_result(_pushed, case, str(tmp_path), False) == "https://hub/commit/1"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "uploaded")
     assert model.config.n_layer == 4
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
