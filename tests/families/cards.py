@@ -18,7 +18,7 @@ from tests.families.test_gpts import FAMILIES, gpt_model
 from tests.families.test_megatron_bert import CASES as BERTS
 from tests.families.test_megatron_bert import bert_model
 from tests.families.test_t5 import CASES as T5S
-from tests.generate.models import ENCODER_DECODERS, MODELS, NO_END, asked, compare
+from tests.generate.models import ENCODER_DECODERS, MODELS, NO_END, compare, make_call
 from tests.parity.training import Layout
 from tests.ranks import ROOT
 
@@ -95,7 +95,7 @@ def _texts(family: str) -> str:
     names = [name for name, (model_type, _) in MODELS.items() if model_type == family]
     names += [name for name in ENCODER_DECODERS if name == family]
     for name in names:
-        compare([asked(name, max_new_tokens=12, **NO_END)], LAYOUTS["tp2 pp2 sp"])
+        compare([make_call(name, max_new_tokens=12, **NO_END)], LAYOUTS["tp2 pp2 sp"])
     return "equal" if names else "none"
 
 

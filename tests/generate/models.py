@@ -1,6 +1,6 @@
 """Models that the tests of generation ask, on the ranks of a layout.
 
-``continued(calls, layout)`` starts the ranks of a layout, which load each model from a directory that Hugging Face has
+``generate(calls, layout)`` starts the ranks of a layout, which load each model from a directory that Hugging Face has
 written and continue the prompts; what every rank got comes back, in the order of the calls.
 """
 
@@ -63,7 +63,7 @@ class Call:
 
 
 @functools.cache
-def hugging_face(name: str) -> Any:
+def hf_model(name: str) -> Any:
     """The model by transformers, with random weights."""
     # Between threads on shared cores a tiny model takes ten times as long.
     torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def hugging_face(name: str) -> Any:
 
 def model_of(name: str) -> ModelConfig:
     """What a model computes."""
-    return model_config(hugging_face(name).config)
+    return model_config(hf_model(name).config)
 
 
 def _bert(head: str) -> Any:
@@ -121,35 +121,33 @@ def on_gpus(*layouts: Layout) -> list[Any]:
     return [pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout)) for layout in layouts]
 
 
-def asked(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
+def make_call(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
     """A call with these rows of tokens and mask, else with those of ``prompts``."""
     ids, mask = rows or prompts("right" if model in ENCODER_DECODERS else "left")
     return Call(model=model, input_ids=ids, attention_mask=mask, options=options)
 
 
 @functools.cache
-def by_hugging_face(call: Call) -> torch.Tensor:
+def hf_output(call: Call) -> torch.Tensor:
     """What transformers writes, without a cache for T5s: 5.23 makes one of as many layers as the encoder has."""
     options = {"do_sample": False, "use_cache": call.model not in ENCODER_DECODERS, **call.options}
     options.pop("static_cache", None)
     eos = options.pop("eos_token_id", None)
     if eos is not None:
         options |= {"eos_token_id": list(eos)} if eos else {"pad_token_id": 0, **options, "eos_token_id": -1}
-    written: torch.Tensor = hugging_face(call.model).generate(
-        call.input_ids, attention_mask=call.attention_mask, **options
-    )
+    written: torch.Tensor = hf_model(call.model).generate(call.input_ids, attention_mask=call.attention_mask, **options)
     return written
 
 
 def compare(calls: Sequence[Call], layout: Layout, **case: Any) -> None:
     """Every rank must get from each call what Hugging Face writes."""
-    for call, actual in zip(calls, continued(calls, layout, **case), strict=True):
-        assert actual.tolist() == by_hugging_face(call).tolist(), (call.model, call.options)
+    for call, actual in zip(calls, generate(calls, layout, **case), strict=True):
+        assert actual.tolist() == hf_output(call).tolist(), (call.model, call.options)
 
 
-def continued(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
+def generate(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
     """What rank 0 got from each call; every rank must have got the same."""
-    first, *answers = run_with_models(written, layout, calls, **case)
+    first, *answers = run_with_models(generate_on_ranks, layout, calls, **case)
     for others in answers:
         assert all(torch.equal(mine, other) for mine, other in zip(first, others, strict=True))
     return first  # type: ignore[no-any-return]
@@ -162,7 +160,7 @@ def run_with_models(
     directory = Path(tempfile.mkdtemp(prefix="generate_"))
     try:
         for name in {call if isinstance(call, str) else call.model for call in calls}:
-            hugging_face(name).save_pretrained(directory / name)
+            hf_model(name).save_pretrained(directory / name)
         of_case = Case(layout=layout, steps=1, **case)
         return run_ranks(function, layout.world_size, str(directory), of_case, list(calls), *more)
     finally:
@@ -182,7 +180,7 @@ def set_up(directory: str, case: Case, name: str) -> Any:
     return module
 
 
-def written(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
+def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
     modules = {}
     answers = []
     for call in calls:

@@ -13,11 +13,11 @@ from tests.generate.models import (
     ENCODER_DECODERS,
     NO_END,
     Call,
-    asked,
-    by_hugging_face,
     compare,
-    continued,
-    hugging_face,
+    generate,
+    hf_model,
+    hf_output,
+    make_call,
     model_of,
     prompts,
     run_with_models,
@@ -49,9 +49,9 @@ def calls_of_every_t5() -> list[Call]:
     calls = []
     for name, side in zip(ENCODER_DECODERS, ("right", "left", "right"), strict=True):
         rows = prompts(side)
-        endless = asked(name, rows, max_new_tokens=12, **NO_END)
-        ends = tuple(by_hugging_face(endless)[:2, 5].tolist())
-        early = asked(name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends)
+        endless = make_call(name, rows, max_new_tokens=12, **NO_END)
+        ends = tuple(hf_output(endless)[:2, 5].tolist())
+        early = make_call(name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends)
         calls += [endless, early, *(_other_ways(name, rows, ends[:1]) if name in ONE else ())]
     return calls
 
@@ -66,10 +66,10 @@ def _other_ways(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...])
     several: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8, "pad_token_id": 1}
     begun = {"decoder_input_ids": rows[0][:, :2] + 1, "max_length": 9, "no_repeat_ngram_size": 2}
     return [
-        asked(name, rows, **several, eos_token_id=end),
-        asked(name, rows, repetition_penalty=1.7, max_new_tokens=8, **NO_END),
-        asked(name, rows, **begun, **NO_END),
-        asked(name, rows, **ragged, eos_token_id=end),
+        make_call(name, rows, **several, eos_token_id=end),
+        make_call(name, rows, repetition_penalty=1.7, max_new_tokens=8, **NO_END),
+        make_call(name, rows, **begun, **NO_END),
+        make_call(name, rows, **ragged, eos_token_id=end),
     ]
 
 
@@ -84,8 +84,8 @@ def test_every_model_writes_what_hugging_face_writes(layout: Layout, models: tup
 
 def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
     ways: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
-    calls = [asked("mt5", prompts(), max_new_tokens=8, seed=5, **way, **NO_END) for way in ways]
-    for call, actual in zip(calls, continued(calls, Layout(tp=2, pp=2)), strict=True):
+    calls = [make_call("mt5", prompts(), max_new_tokens=8, seed=5, **way, **NO_END) for way in ways]
+    for call, actual in zip(calls, generate(calls, Layout(tp=2, pp=2)), strict=True):
         assert actual.tolist() == _drawn_by_hand(call).tolist()
 
 
@@ -94,7 +94,7 @@ def _drawn_by_hand(call: Call) -> torch.Tensor:
     text = torch.full((len(call.input_ids), 1), START)
     request = build_request({"input_ids": call.input_ids}, call.options, model_of(call.model))
     for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(text)):
-        model = hugging_face(call.model)
+        model = hf_model(call.model)
         logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=text).logits[:, -1]
         for processor in logits_processors(request):
             logits = processor(text, logits)
@@ -112,7 +112,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
-    call = asked("t5", prompts(lengths=(7, 3)), max_new_tokens=4, **NO_END)
+    call = make_call("t5", prompts(lengths=(7, 3)), max_new_tokens=4, **NO_END)
     ((reads, refusals),) = run_with_models(_read_and_refused, Layout(), [call])
     assert reads == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
     for message, (_, _, says) in zip(refusals, REFUSED, strict=True):

@@ -14,11 +14,11 @@ from tests.generate.models import (
     MODELS,
     NO_END,
     Call,
-    asked,
-    by_hugging_face,
     compare,
-    continued,
-    hugging_face,
+    generate,
+    hf_model,
+    hf_output,
+    make_call,
     on_gpus,
     prompts,
     run_with_models,
@@ -60,12 +60,12 @@ def calls_of(names: tuple[str, ...], *, ends: bool = True) -> list[Call]:
     """Each model thrice: rows that never end, rows of which some end early, and the best of several beams."""
     calls = []
     for name in names:
-        calls.append(asked(name, max_new_tokens=12, **NO_END))
+        calls.append(make_call(name, max_new_tokens=12, **NO_END))
         if ends:
-            some = tuple(by_hugging_face(calls[-1])[:2, 11].tolist())
+            some = tuple(hf_output(calls[-1])[:2, 11].tolist())
             early = {"max_new_tokens": 12, "min_new_tokens": 3, "pad_token_id": 1, "eos_token_id": some}
             beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, "pad_token_id": 1}
-            calls += [asked(name, **early), asked(name, **beams, eos_token_id=some[:1])]
+            calls += [make_call(name, **early), make_call(name, **beams, eos_token_id=some[:1])]
     return calls
 
 
@@ -93,65 +93,65 @@ def test_padding_on_either_side_says_nothing_and_a_first_token_stands_before_pro
     # Padding is nothing that is repeated.
     ways = ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}, {"bos_token_id": first})
     calls = [
-        asked(name, prompts(side), max_new_tokens=8, **way, **NO_END)
+        make_call(name, prompts(side), max_new_tokens=8, **way, **NO_END)
         for name, way in (("gpt2", ways[0]), ("mistral", ways[0]), ("bloom", ways[0]), ("gpt2", ways[1]))
         for side in ("left", "right")
     ]
-    for call, actual in zip(calls, continued(calls, Layout(pp=2)), strict=True):
+    for call, actual in zip(calls, generate(calls, Layout(pp=2)), strict=True):
         alone = {key: value for key, value in call.options.items() if key != "bos_token_id"}
         for row, mask, text in zip(*prompts(), actual, strict=True):
             prompt = row[mask == 1]
             if "bos_token_id" in call.options and prompt[0] != first:
                 prompt = torch.cat((torch.tensor([first]), prompt))
-            expected = by_hugging_face(Call(model=call.model, input_ids=prompt[None], options=alone))
+            expected = hf_output(Call(model=call.model, input_ids=prompt[None], options=alone))
             assert text[-8:].tolist() == expected[0, -8:].tolist(), call.options
 
 
 def test_repetition_penalty_runs_lengths_stop_sequences_and_the_models_own_end() -> None:
     rows = prompts(lengths=(7, 7, 7))
-    plain = asked("llama", rows, max_new_tokens=12, **NO_END)
-    whole = by_hugging_face(plain)
+    plain = make_call("llama", rows, max_new_tokens=12, **NO_END)
+    whole = hf_output(plain)
     new = whole[0, 7:].tolist()
     # Lengths with the prompt; the end that is held back is likely early.
     lengths: dict[str, Any] = {"max_length": 17, "min_length": 13, "no_repeat_ngram_size": 2, "pad_token_id": 1}
     lengths["eos_token_id"] = (new[1], new[2])
     calls = [
-        asked("llama", rows, max_new_tokens=12, repetition_penalty=1.7, **NO_END),
-        asked("llama", rows, max_new_tokens=30),
-        asked("llama", rows, **lengths),
-        asked("llama", rows, **lengths, num_beams=3, num_return_sequences=3),
+        make_call("llama", rows, max_new_tokens=12, repetition_penalty=1.7, **NO_END),
+        make_call("llama", rows, max_new_tokens=30),
+        make_call("llama", rows, **lengths),
+        make_call("llama", rows, **lengths, num_beams=3, num_return_sequences=3),
     ]
     compare(calls, Layout(tp=2))
     stop = tuple(new[3:5])
     end = next(n for n in range(2, 13) if tuple(new[n - 2 : n]) == stop)
     stopping = replace(plain, options={**plain.options, "stop_sequences": (stop,), "pad_token_id": 1})
     one = replace(stopping, input_ids=rows[0][:1], attention_mask=None)
-    answers = continued([stopping, one], Layout(tp=2))
+    answers = generate([stopping, one], Layout(tp=2))
     assert answers[0].tolist() == [whole[0, : 7 + end].tolist() + [1] * (12 - end), *whole[1:].tolist()]
     assert answers[1].tolist() == whole[:1, : 7 + end].tolist()
 
 
 def test_there_may_be_fewer_prompts_than_copies_and_stages() -> None:
-    call = asked("qwen2", prompts(lengths=(5,), width=5), max_new_tokens=5, num_beams=2, **NO_END)
+    call = make_call("qwen2", prompts(lengths=(5,), width=5), max_new_tokens=5, num_beams=2, **NO_END)
     for layout in (Layout(dp=3), Layout(pp=4)):
         compare([call], layout)
 
 
 def test_sixteen_bits_write_what_hugging_face_writes_in_them() -> None:
-    call = asked("llama", prompts(lengths=(7,)), max_new_tokens=6, **NO_END)
-    model = copy.deepcopy(hugging_face("llama")).to(torch.bfloat16)
+    call = make_call("llama", prompts(lengths=(7,)), max_new_tokens=6, **NO_END)
+    model = copy.deepcopy(hf_model("llama")).to(torch.bfloat16)
     expected = model.generate(call.input_ids, do_sample=False, max_new_tokens=6, eos_token_id=-1)
-    (actual,) = continued([call], Layout(pp=2), precision="bf16-mixed")
+    (actual,) = generate([call], Layout(pp=2), precision="bf16-mixed")
     assert actual.tolist() == expected.tolist()
 
 
 def test_each_token_is_shown_once_and_nothing_of_rows_that_ended() -> None:
     layout = Layout(pp=2, dp=2)
-    expected = by_hugging_face(asked("gpt2", max_new_tokens=12, **NO_END))[:, 7:]
+    expected = hf_output(make_call("gpt2", max_new_tokens=12, **NO_END))[:, 7:]
     end = int(expected[0, 2])
     rows = [row[: row.index(end) + 1] if end in row else row for row in expected.tolist()]
     assert len({len(row) for row in rows}) > 1
-    call = asked("gpt2", max_new_tokens=12, eos_token_id=end)
+    call = make_call("gpt2", max_new_tokens=12, eos_token_id=end)
     for dp_rank, seen in run_with_models(_seen, layout, [call]):
         own = rows[dp_rank * len(rows) // layout.dp : (dp_rank + 1) * len(rows) // layout.dp]
         assert seen == [text + [-1] * (len(seen[0]) - len(text)) for text in own]
@@ -188,29 +188,29 @@ _ATOL = 1e-4
 def test_each_kind_of_search_finds_what_hugging_face_finds() -> None:
     rows = prompts(lengths=(7, 3, 5))
     # Tokens that are likely somewhere, so that some beams end and some do not.
-    likely = by_hugging_face(asked("llama", rows, max_new_tokens=12, **NO_END))
+    likely = hf_output(make_call("llama", rows, max_new_tokens=12, **NO_END))
     ends = (int(likely[0, 9]), int(likely[1, 12]), int(likely[2, 10]))
     common = {"max_new_tokens": 11, "pad_token_id": 1}
-    calls = [asked("llama", rows, **o, **common, eos_token_id=eos) for o in SEARCHES for eos in (ends[:1], ends)]
-    assert len({by_hugging_face(call).shape[1] for call in calls}) > 1, "no search ended before the others"
+    calls = [make_call("llama", rows, **o, **common, eos_token_id=eos) for o in SEARCHES for eos in (ends[:1], ends)]
+    assert len({hf_output(call).shape[1] for call in calls}) > 1, "no search ended before the others"
     compare(calls, Layout(pp=2))
 
 
 def test_scores_equal_hugging_face() -> None:
     rows = prompts(lengths=(7, 4, 6))
     common: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 1}
-    end = int(by_hugging_face(asked("llama", rows, **common, **NO_END))[0, 9])
+    end = int(hf_output(make_call("llama", rows, **common, **NO_END))[0, 9])
     options, beams = {**common, "eos_token_id": (end,)}, {"num_beams": 3, "num_return_sequences": 2}
     told = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    one: Any = by_hugging_face(asked("llama", rows, **options, **told))
-    several: Any = by_hugging_face(asked("llama", rows, **options, **beams, **told))
-    of_beams = hugging_face("llama").compute_transition_scores(several.sequences, several.scores, several.beam_indices)
+    one: Any = hf_output(make_call("llama", rows, **options, **told))
+    several: Any = hf_output(make_call("llama", rows, **options, **beams, **told))
+    of_beams = hf_model("llama").compute_transition_scores(several.sequences, several.scores, several.beam_indices)
     assert of_beams[:, -1].eq(0.0).any(), "no text ended before the others"
     new = one.sequences[:, 7:]
     is_behind = ((new == end).cumsum(-1) - (new == end).long()) > 0
     alone = torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(is_behind, 0)
     expected = ((one.sequences, alone, alone.sum(-1)), (several.sequences, of_beams, several.sequences_scores))
-    calls = [asked("llama", rows, **options), asked("llama", rows, **options, **beams)]
+    calls = [make_call("llama", rows, **options), make_call("llama", rows, **options, **beams)]
     for answers in run_with_models(_scored, Layout(tp=2, dp=2), calls):
         for actual, (sequences, log_probabilities, scores) in zip(answers, expected, strict=True):
             assert torch.equal(actual.sequences, sequences)
@@ -234,7 +234,7 @@ def _tokenizer(said: dict[int, bytes]) -> Any:
 def test_texts_end_where_hugging_faces_do() -> None:
     ids, mask = prompts(lengths=(7, 4, 6, 5))
     plain: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 1} | NO_END
-    new = by_hugging_face(asked("mistral", (ids, mask), **plain))[:, 7:].tolist()
+    new = hf_output(make_call("mistral", (ids, mask), **plain))[:, 7:].tolist()
     # A character of two tokens; inside of one; half in the prompt; over three, and the last says more.
     said = {new[0][4]: b"x\xc3", new[0][5]: b"\xa9", new[1][3]: b"abcd", int(ids[2, -1]): b"st", new[2][0]: b"opera"}
     said |= {new[3][1]: b" 0.", new[3][2]: b"1.", new[3][3]: b"2.3"}
@@ -243,20 +243,20 @@ def test_texts_end_where_hugging_faces_do() -> None:
     ending = {**plain, "eos_token_id": (new[0][2],)}
     beams = {**plain, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
     # A token that ends texts, too, and a length that only holds back the latter.
-    calls = [asked("mistral", (ids, mask), **o) for o in (plain, ending, {**ending, "min_new_tokens": 5}, beams)]
-    alone = by_hugging_face(calls[0])[:, 7:].tolist()
+    calls = [make_call("mistral", (ids, mask), **o) for o in (plain, ending, {**ending, "min_new_tokens": 5}, beams)]
+    alone = hf_output(calls[0])[:, 7:].tolist()
     assert [row.index(1) if 1 in row else len(row) for row in alone] == [6, 4, 1, 4]
-    assert by_hugging_face(calls[1])[0, 7:].tolist().index(1) == 3
-    assert set(by_hugging_face(calls[2])[2, 8:].tolist()) == {1}
-    assert by_hugging_face(calls[3])[:, -1].eq(1).any()
+    assert hf_output(calls[1])[0, 7:].tolist().index(1) == 3
+    assert set(hf_output(calls[2])[2, 8:].tolist()) == {1}
+    assert hf_output(calls[3])[:, -1].eq(1).any()
     compare([*calls, _stopped_t5()], Layout(pp=2))
 
 
 def _stopped_t5() -> Call:
     rows = prompts("right", lengths=(7, 4))
     begun = {"decoder_input_ids": torch.tensor([[2, 5], [2, 6]]), "max_new_tokens": 8, "pad_token_id": 3} | NO_END
-    plain = by_hugging_face(asked("t5_1_1", rows, **begun)).tolist()
+    plain = hf_output(make_call("t5_1_1", rows, **begun)).tolist()
     tokenizer = _tokenizer({5: b"sto", plain[0][2]: b"p", plain[1][4]: b"stop"})
-    call = asked("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
-    assert by_hugging_face(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
+    call = make_call("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
+    assert hf_output(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
     return call

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generate.models import NO_END, asked, continued
+from tests.generate.models import NO_END, generate, make_call
 from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, refusal, train_module, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import byte_level_tokenizer
@@ -18,14 +18,14 @@ def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
         {"top_k": 20, "temperature": 0.9, "seed": 2},
         {"do_sample": True, "num_return_sequences": 3},
     )
-    calls = [asked("gpt2", max_new_tokens=8, **way, **NO_END) for way in ways]
-    alone = continued(calls, Layout())
+    calls = [make_call("gpt2", max_new_tokens=8, **way, **NO_END) for way in ways]
+    alone = generate(calls, Layout())
     assert not torch.equal(alone[1], alone[2])
     # Several texts of each prompt, which none of them shares with another.
     assert torch.equal(alone[3][:, :7], calls[3].input_ids.repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in alone[3][:, 7:].tolist()}) == len(alone[3])
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)):
-        for mine, other in zip(alone, continued(calls, layout), strict=True):
+        for mine, other in zip(alone, generate(calls, layout), strict=True):
             assert torch.equal(mine, other), layout
 
 

@@ -14,9 +14,9 @@ from tests.generate.models import (
     MODELS,
     NO_END,
     Call,
-    asked,
-    by_hugging_face,
-    hugging_face,
+    hf_model,
+    hf_output,
+    make_call,
     on_gpus,
     prompts,
     run_with_models,
@@ -51,8 +51,8 @@ def _loader(batch: Batch) -> DataLoader[Any]:
 def test_every_prompt_is_continued_once(model: str, layout: Layout) -> None:
     is_gpt = model == "llama"  # with static steps, which Lightning runs in inference mode
     rows = prompts("left" if is_gpt else "right", LENGTHS)
-    call = asked(model, rows, max_new_tokens=5, static_cache=is_gpt, **NO_END)
-    expected = by_hugging_face(call)
+    call = make_call(model, rows, max_new_tokens=5, static_cache=is_gpt, **NO_END)
+    expected = hf_output(call)
     # A distributed sampler deals samples in turn.
     for dp_rank, texts in run_with_models(_continued, layout, [call]):
         assert texts == expected[dp_rank :: layout.dp].tolist()
@@ -92,7 +92,7 @@ def rows_of(name: str) -> Batch:
 @functools.cache
 @torch.no_grad()
 def expected_logits(name: str) -> torch.Tensor:
-    output = hugging_face(name)(**rows_of(name))
+    output = hf_model(name)(**rows_of(name))
     if name == "ForQuestionAnswering":
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
     logits: torch.Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits

@@ -13,12 +13,12 @@ from tests.generate.models import (
     MODELS,
     NO_END,
     Call,
-    asked,
-    by_hugging_face,
+    generate_on_ranks,
+    hf_output,
+    make_call,
     model_of,
     run_with_models,
     set_up,
-    written,
 )
 from tests.generate.tape import TapeRecorder
 from tests.parity.training import Case, Layout, refusal
@@ -39,17 +39,17 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences":
     ids=str,
 )
 def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
-    calls = [asked(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
+    calls = [make_call(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
     for answers, counts in run_with_models(_recorded, layout, calls, 1024):
         for call, actual in zip(calls, answers, strict=True):
-            assert actual.tolist() == by_hugging_face(call).tolist(), call.model
+            assert actual.tolist() == hf_output(call).tolist(), call.model
         # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
         works = layout.vpp or layout.pp
         assert counts == [(works, works, 8 * works)] * len(calls)
 
 
 def test_texts_outgrow_what_steps_look_at() -> None:
-    plain = [asked(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in WAYS]
+    plain = [make_call(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in WAYS]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
     ((answers, counts),) = run_with_models(_recorded, Layout(), plain + static, 8)
     for call, growing, fixed in zip(plain, answers[: len(plain)], answers[len(plain) :], strict=True):
@@ -87,7 +87,7 @@ def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_t
     ids=str,
 )
 def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str, ...], precision: str) -> None:
-    calls = [asked(name, max_new_tokens=12, **way, **NO_END) for name in models for way in WAYS]
+    calls = [make_call(name, max_new_tokens=12, **way, **NO_END) for name in models for way in WAYS]
     for found in run_with_models(_three_ways, layout, calls, precision=precision, accelerator="gpu"):
         for call, (growing, kernels, graphs, (before, after)) in zip(calls, found, strict=True):
             assert after == before, call.model
@@ -99,7 +99,7 @@ def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str
 
 @pytest.mark.gpu(1)
 def test_a_step_that_cannot_be_recorded_is_refused_and_runs_kernel_by_kernel() -> None:
-    call = asked("llama", max_new_tokens=8, **NO_END)
+    call = make_call("llama", max_new_tokens=8, **NO_END)
     ((before, refusal, after),) = run_with_models(_steps_that_ask, Layout(), [call], accelerator="gpu")
     assert "static_cache: expected steps that CUDA can capture as a graph, got: " in refusal
     assert "set static_cache=False" in refusal
@@ -120,7 +120,7 @@ def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any
         return recorders[-1]
 
     pipeline.MIN_WINDOW, pipeline.graph_recorder = window, graph_recorder  # type: ignore[assignment]
-    return written(directory, case, calls), [recorder.counts for recorder in recorders]
+    return generate_on_ranks(directory, case, calls), [recorder.counts for recorder in recorders]
 
 
 def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
