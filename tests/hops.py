@@ -1,14 +1,14 @@
-"""Count how often control enters another file of the package on its way through a batch, a save and a token.
+"""Count how often control enters another file of the package during a batch, a save and a generated token.
 
-    python -m tests.hops           # three numbers
+    python -m tests.hops           # the counts
     python -m tests.hops --list    # and each hop
 
-A hop is a pair of files of ours: a function of the second was called while the first was the last of ours on the stack,
-be it directly or through Lightning, torch or Megatron. A pair counts once, however many layers or microbatches take it.
-``engine/cpu.py`` is left out: it stands in for CUDA on machines without it, at every operation of torch.
+A hop is a pair of package files: the first called a function of the second, directly or through Lightning, torch or
+Megatron. A pair counts once, whatever the number of layers and microbatches. ``engine/cpu.py`` is not counted: it
+replaces CUDA on machines without it, in every torch operation.
 
-At 25d5a27: 53 from a batch to its loss, its reading included, 48 in a save, and 14 for each token after the first; at
-most today: tests/test_hops.py, with context parallelism, adapters, experts and heartbeats.
+At 25d5a27: 53 from reading a batch to its loss, 48 in a save, 14 for each token after the first. Present limits, with
+context parallelism, adapters, experts and heartbeats: tests/test_hops.py.
 """
 
 import sys
@@ -30,46 +30,46 @@ from tests.models import QUIET
 Hop = tuple[str, str]
 
 _OURS = f"{Path(lightning_megatron.__file__).parent}/"
-_LEFT_OUT = ("engine/cpu.py",)
+_EXCLUDED = ("engine/cpu.py",)
 _FILES = Path(__file__).parent / "golden" / "files"
 
 
 class Trace:
-    """The hops of this thread, and of those that it starts, while it runs."""
+    """Records hops of this thread and of threads that it starts, between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self.hops: set[Hop] = set()
 
     def start(self) -> None:
-        """Begin to look at every call."""
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
+        """Trace every call."""
+        threading.setprofile(self._record)
+        sys.setprofile(self._record)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop tracing."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
-    def _see(self, frame: FrameType, event: str, argument: object) -> None:
+    def _record(self, frame: FrameType, event: str, argument: object) -> None:
         if event != "call" or (entered := _file_of(frame)) is None:
             return
         caller = frame.f_back
         while caller is not None and _file_of(caller) is None:
             caller = caller.f_back
-        left = "" if caller is None else _file_of(caller)
-        if left != entered:
-            self.hops.add((str(left), entered))
+        calling = "" if caller is None else _file_of(caller)
+        if calling != entered:
+            self.hops.add((str(calling), entered))
 
 
 def _file_of(frame: FrameType) -> str | None:
-    """The file of a frame below the package; None if it is not ours."""
+    """The frame's file relative to the package; None if it is outside or excluded."""
     path = frame.f_code.co_filename
     name = path[len(_OURS) :] if path.startswith(_OURS) else None
-    return None if name in _LEFT_OUT else name
+    return None if name in _EXCLUDED else name
 
 
 def hops() -> dict[str, set[Hop]]:
-    """What there is to count, in one process with a tiny GPT-2; the second time of each, when everything is warm."""
+    """Hops by activity, in one process with a tiny GPT-2; each is traced at its second run, after warm-up."""
     batch, save, first, token = Trace(), Trace(), Trace(), Trace()
 
     class Step(GPTTrainStep):
@@ -97,7 +97,7 @@ def hops() -> dict[str, set[Hop]]:
         trainer.fit(module, datamodule=data)
 
     def on_tokens(*_: object) -> None:
-        is_first = sys.getprofile() == first._see
+        is_first = sys.getprofile() == first._record
         (first if is_first else token).stop()
         if is_first:
             token.start()
@@ -117,7 +117,7 @@ def hops() -> dict[str, set[Hop]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    for what, found in hops().items():
-        print(f"{len(found):3} hops {what}, through {len({file for hop in found for file in hop})} files")
-        for left, entered in sorted(found) if "--list" in sys.argv else ():
-            print(f"      {left or 'outside'} -> {entered}")
+    for activity, pairs in hops().items():
+        print(f"{len(pairs):3} hops {activity}, through {len({file for pair in pairs for file in pair})} files")
+        for calling, entered in sorted(pairs) if "--list" in sys.argv else ():
+            print(f"      {calling or 'outside'} -> {entered}")

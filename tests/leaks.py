@@ -1,7 +1,7 @@
-"""Detection of what a test leaves behind in its process.
+"""Detection of global state that a test leaks: patches, torch settings, process groups.
 
-Shared by the guard of the pytest process (conftest.py) and by the ranks (ranks.py). Nothing heavy is imported here: a
-library that the test did not load cannot have been changed by it.
+Used for the pytest process (conftest.py) and for ranks (ranks.py). Imports nothing heavy: a test cannot have changed a
+library that it did not load.
 """
 
 import functools
@@ -12,47 +12,47 @@ _MISSING = object()
 
 
 class Baseline:
-    """The state of torch, Lightning and Megatron at one moment, as far as they are loaded."""
+    """Snapshot of the patchable attributes and settings of torch, Lightning and Megatron, as far as they are loaded."""
 
     def __init__(self) -> None:
-        self._places, self._switches = _places(), _switches()
+        self._attributes, self._settings = _attributes(), _settings()
 
     def leaks(self) -> list[str]:
-        """What has been changed and not restored since then."""
-        now, switches = _places(), _switches()
-        found = [f"{owner.__name__}.{name} is patched" for owner, name in self._changed(now)]
-        return found + [
-            f"torch's {name} is {switches[name]}" for name in self._switches if self._switches[name] != switches[name]
-        ]
+        """Changes since the snapshot."""
+        settings = _settings()
+        patched = [f"{owner.__name__}.{name} is patched" for owner, name in self._changed()]
+        changed = [name for name in self._settings if self._settings[name] != settings[name]]
+        return patched + [f"torch's {name} is {settings[name]}" for name in changed]
 
     def restore(self) -> None:
-        """Put back what is patched, and the default dtype, so that one bad test does not fail the next."""
-        for owner, name in self._changed(_places()):
-            if self._places[owner, name] is _MISSING:
+        """Undo patches and restore the default dtype, so that one bad test does not fail the next."""
+        for owner, name in self._changed():
+            if self._attributes[owner, name] is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, self._places[owner, name])
-        if self._switches:
-            sys.modules["torch"].set_default_dtype(self._switches["default dtype"])
+                setattr(owner, name, self._attributes[owner, name])
+        if self._settings:
+            sys.modules["torch"].set_default_dtype(self._settings["default dtype"])
 
-    def _changed(self, now: dict[tuple[Any, str], Any]) -> list[tuple[Any, str]]:
-        return [place for place, value in self._places.items() if now.get(place, _MISSING) is not value]
+    def _changed(self) -> list[tuple[Any, str]]:
+        now = _attributes()
+        return [key for key, value in self._attributes.items() if now.get(key, _MISSING) is not value]
 
 
-def _places() -> dict[tuple[Any, str], Any]:
-    """Every place that the strategy patches in a run, and all functions of torch.cuda, as they are now."""
+def _attributes() -> dict[tuple[Any, str], Any]:
+    """Current values of all attributes that the strategy patches in a run, and of all functions of torch.cuda."""
     torch = sys.modules.get("torch")
     table = sys.modules.get("lightning_megatron.engine.patches")
-    found = {(torch.cuda, name): each for name, each in vars(torch.cuda).items() if callable(each)} if torch else {}
+    values = {(torch.cuda, name): each for name, each in vars(torch.cuda).items() if callable(each)} if torch else {}
     for patch in (*table.patches("cpu"), *table.CPU) if table else ():
         if (module := sys.modules.get(patch.module)) is not None:
             *path, name = patch.attribute.split(".")
             owner = functools.reduce(getattr, path, module)
-            found[owner, name] = vars(owner).get(name, _MISSING)
-    return found
+            values[owner, name] = vars(owner).get(name, _MISSING)
+    return values
 
 
-def _switches() -> dict[str, Any]:
+def _settings() -> dict[str, Any]:
     if (torch := sys.modules.get("torch")) is None:
         return {}
     return {
@@ -64,14 +64,14 @@ def _switches() -> dict[str, Any]:
 
 
 def process_group_leaks() -> list[str]:
-    """Process groups that exist in this process, which are destroyed: fine in a rank, a leak in the pytest process."""
-    found = []
+    """Destroy and report process groups of the pytest process, where they are leaks; in a rank they are fine."""
+    leaks = []
     distributed: Any = sys.modules.get("torch.distributed")
     parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        found.append("megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process")
+        leaks.append("megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process")
         parallel_state.destroy_model_parallel()
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        found.append("torch.distributed is initialised; use run_ranks() instead of the pytest process")
+        leaks.append("torch.distributed is initialised; use run_ranks() instead of the pytest process")
         distributed.destroy_process_group()
-    return found
+    return leaks

@@ -1,4 +1,4 @@
-"""Blocks of code on the pages of the documentation, run as a reader would run them."""
+"""Extract and run the code blocks of documentation pages."""
 
 import os
 import re
@@ -9,24 +9,23 @@ from tests.ranks import ROOT
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The blocks of ``page``, a path in the repository."""
+    """Code blocks of ``page``, a path in the repository."""
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of every shell line, without its comment."""
+    """Words of every shell line, without comments."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def execute(page: str, number: int, folder: str, changes: dict[str, str], **given: Any) -> dict[str, Any]:
-    """Run a block of Python in ``folder``, made smaller by ``changes``, with the variables ``given``; all variables."""
+def execute(page: str, number: int, folder: str, changes: dict[str, str], **variables: Any) -> dict[str, Any]:
+    """Run a Python block in ``folder`` with text replaced by ``changes``; returns ``variables`` and the block's own."""
     os.chdir(folder)
     code = blocks(page, "python")[number]
     for shown, smaller in changes.items():
         assert code.count(shown) == 1, f"{page} no longer shows {shown} once"
         code = code.replace(shown, smaller)
-    variables = dict(given)
     exec(compile(code, page, "exec"), variables)
     return variables
 

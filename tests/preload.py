@@ -1,6 +1,6 @@
-"""Imported by the process that ranks are forked from, and by nothing else: what most rank functions need is ready.
+"""Imports for the process that ranks are forked from: modules that most rank functions need.
 
-A module that is broken is passed over here: the rank's own import shows the error.
+A broken module is skipped here: the rank's own import shows the error.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ for name in PRELOADED:
         importlib.import_module(name)
 with contextlib.suppress(Exception):
     importlib.import_module("lightning_megatron.convert.registry").known_families()  # imports each family
-# A collection would visit every imported object again in each rank (0.3 s); saving a checkpoint collects.
+# Otherwise garbage collection visits every imported object in each rank (0.3 s); saving a checkpoint collects.
 gc.freeze()
-# A fork must find no thread that may hold a lock, and no CUDA, which a forked rank could not use.
+# Forking is unsafe with other threads, which may hold locks, and with CUDA, which a forked rank could not use.
 torch = sys.modules.get("torch")
 if threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
-    raise SystemExit("an import has started a thread or initialised CUDA: preload less")
+    raise SystemExit("an import started a thread or initialised CUDA: preload fewer modules")

@@ -1,4 +1,4 @@
-"""Ranks for tests: run a function on several ranks without eight seconds of imports for each.
+"""Run a test function on several ranks without eight seconds of imports for each.
 
 ``run_ranks(fn, world_size, *args)`` runs ``fn(*args)`` on every rank and returns the results in rank order. The ranks
 are processes of multiprocessing's fork server, which has imported torch, Lightning, Megatron and this package once
@@ -36,7 +36,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 _GRACE_SECONDS = 1.0
-"""How long the other ranks may take to report once one has failed; usually they hang in a collective."""
+"""Time for other ranks to report after a first failure; usually they hang in a collective."""
 _LOG_TAIL_CHARACTERS = 6000
 PRELOADED = (
     "pytest",
@@ -44,7 +44,7 @@ PRELOADED = (
     "torch._dynamo",  # torch.optim imports it at the first step
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
-    "megatron.core.fusions.fused_bias_dropout",  # asks Dynamo for its rules, which takes as long as a step
+    "megatron.core.fusions.fused_bias_dropout",  # reads Dynamo's rules, which takes as long as a step
     "megatron.core.models.gpt",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
@@ -59,7 +59,7 @@ PRELOADED = (
     "tests.checkpoint.runs",
     "tests.families.parity",
 )
-"""What most rank functions need, and what it imports."""
+"""Modules that most rank functions need, and slow imports of these."""
 _SERVER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     # One thread a process: the server must have none when it forks, and ranks share few cores.
@@ -70,14 +70,14 @@ _SERVER_ENVIRONMENT = {
 
 
 class RankError(AssertionError):
-    """A rank failed, died or did not end in time."""
+    """A rank raised, died or timed out."""
 
     def __init__(self, message: str, rank: int | None = None, error_type: str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
-        """The rank that failed first; None if all were too slow."""
+        """The rank that failed first; None after a timeout."""
         self.error_type = error_type
-        """Name of the exception's class, e.g. ``ConfigError``; None if the process died or was too slow."""
+        """Class name of the exception, e.g. ``ConfigError``; None if the process died or timed out."""
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0) -> list[Any]:
@@ -87,10 +87,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         fn: A function at the top level of an importable module.
         world_size: Number of processes.
         args: Picklable arguments, the same for every rank.
-        timeout: Seconds until every rank is killed, its stack shown.
+        timeout: Seconds until all ranks are killed and their stacks shown.
 
     Raises:
-        RankError: If a rank raises, dies or does not end in time; the text holds the tracebacks and the output.
+        RankError: If a rank raises, dies or times out; the message holds tracebacks and output.
     """
     job = Job(fn, world_size, *args)
     try:
@@ -100,7 +100,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 class Job:
-    """The ranks of one call of ``run_ranks``, and a folder with what each prints."""
+    """The processes of one call of ``run_ranks``, and a directory with their output."""
 
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -111,35 +111,35 @@ class Job:
         self._fn, self._folder = fn, Path(tempfile.mkdtemp(prefix="ranks_"))
         self._pipes: list[Connection] = []
         self._ended: dict[int, dict[str, Any]] = {}
-        """Of the ranks that have ended: ``value``, or ``traceback`` and ``error_type``, in this order."""
+        """Results of finished ranks, in order of finishing: ``value``, or ``traceback`` and ``error_type``."""
         environment = {**os.environ, **_torchrun_environment(world_size)}
-        call = pickle.dumps((fn, args))  # as plain data: a tensor in a process's arguments would be shared
+        call = pickle.dumps((fn, args))  # as bytes: tensors in a process's arguments would be shared memory
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            receiving, sending = context.Pipe(duplex=False)
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_run_rank, args=(ranked, call, self._log(rank), theirs))
+            process = context.Process(target=_run_rank, args=(ranked, call, self._log(rank), sending))
             process.start()
-            theirs.close()
+            sending.close()
             self.processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(receiving)
 
     def results(self, timeout: float) -> list[Any]:
-        """What the ranks return; after a first failure the others have a moment to report theirs."""
+        """Results in rank order; after a first failure the other ranks have ``_GRACE_SECONDS`` to report theirs."""
         deadline = time.monotonic() + timeout
-        while (left := self._left()) and (seconds := deadline - time.monotonic()) > 0:
+        while (running := self._running()) and (seconds := deadline - time.monotonic()) > 0:
             had_failed = self._failed()
-            wait([each for rank in left for each in (self._pipes[rank], self.processes[rank].sentinel)], seconds)
+            wait([each for rank in running for each in (self._pipes[rank], self.processes[rank].sentinel)], seconds)
             self._collect()
             if self._failed() and not had_failed:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failed := self._failed():
             raise self._failure(failed)
-        if self._left():
+        if self._running():
             raise RankError(self._timeout(timeout))
         return [self._ended[rank]["value"] for rank in range(len(self.processes))]
 
     def close(self) -> None:
-        """End every rank and what it started, each being the leader of a process group; forget what they printed."""
+        """Kill every rank with the processes that it started (its process group); delete the logs."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ class Job:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def logs(self) -> str:
-        """The end of what each rank printed."""
+        """The end of each rank's output."""
         paths = [self._log(rank) for rank in range(len(self.processes))]
         texts = [path.read_text(errors="replace").strip() if path.exists() else "" for path in paths]
         ends = [text[-_LOG_TAIL_CHARACTERS:] for text in texts]
@@ -159,8 +159,8 @@ class Job:
         return self._folder / f"log_{rank}.txt"
 
     def _collect(self) -> None:
-        for rank in self._left():
-            code = self.processes[rank].exitcode  # asked before its result: a rank that sends one lives on
+        for rank in self._running():
+            code = self.processes[rank].exitcode  # read before the pipe: a rank stays alive after sending its result
             died = {"traceback": f"rank {rank} died without a result (exit code {code})\n"}
             if self._pipes[rank].poll():
                 try:
@@ -170,7 +170,7 @@ class Job:
             elif code is not None:
                 self._ended[rank] = died
 
-    def _left(self) -> list[int]:
+    def _running(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank not in self._ended]
 
     def _failed(self) -> list[int]:
@@ -180,17 +180,17 @@ class Job:
         first = failed[0]
         lines = [f"{self._fn.__name__} failed on rank {first} of {len(self.processes)}\n"]
         lines += [f"---- rank {rank} ----\n{self._ended[rank]['traceback']}" for rank in failed]
-        if self._left():
-            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._left()))} ----\n")
-        told = "".join([*lines, self.logs()])
-        return RankError(told, rank=first, error_type=self._ended[first].get("error_type"))
+        if self._running():
+            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._running()))} ----\n")
+        message = "".join([*lines, self.logs()])
+        return RankError(message, rank=first, error_type=self._ended[first].get("error_type"))
 
     def _timeout(self, seconds: float) -> str:
-        for rank in self._left():
+        for rank in self._running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
         time.sleep(0.5)
-        names = ", ".join(map(str, self._left()))
+        names = ", ".join(map(str, self._running()))
         return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self.logs()}"
 
 
@@ -198,11 +198,11 @@ class Job:
 
 
 def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Connection) -> None:
-    """Do one rank's part of a job, send how it ended, and wait to be killed.
+    """Call the function on one rank, send its result, and wait to be killed.
 
-    Were it to end by itself, the store that rank 0 hosts would vanish under ranks that still need it.
+    A rank that exits by itself would close the store that rank 0 hosts, which other ranks may still need.
     """
-    os.setsid()  # a process group of its own, so that whatever it starts can be killed with it
+    os.setsid()  # own process group, so that child processes can be killed with it
     die_with_parent(os.getppid())
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -213,7 +213,7 @@ def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Conn
     sys.argv = [__file__]
     try:
         payload = pickle.dumps({"value": _call(call)})
-    except BaseException as error:  # SystemExit too: a rank that exits has not returned a result
+    except BaseException as error:  # including SystemExit: a rank that exits has returned no result
         payload = pickle.dumps({"traceback": traceback.format_exc(), "error_type": type(error).__name__})
     sys.stdout.flush()
     sys.stderr.flush()
@@ -223,7 +223,7 @@ def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Conn
 
 
 def _call(pickled: bytes) -> Any:
-    """Call the function with the same random state whatever ran before, and refuse patches that it leaves behind."""
+    """Call the function with a fixed random state, and raise if it leaks patches or settings."""
     import numpy
     import torch
     from lightning_utilities.core.rank_zero import rank_zero_only
@@ -231,7 +231,7 @@ def _call(pickled: bytes) -> Any:
     from tests.leaks import Baseline
 
     torch.set_num_threads(1)
-    rank_zero_only.rank = int(os.environ["RANK"])  # Lightning read it at import, in the server, where there was no rank
+    rank_zero_only.rank = int(os.environ["RANK"])  # Lightning set it on import in the fork server, which has no rank
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -239,12 +239,12 @@ def _call(pickled: bytes) -> Any:
     baseline = Baseline()
     value = fn(*args)
     if leaks := baseline.leaks():
-        raise AssertionError("the rank function left behind: " + "; ".join(leaks))
+        raise AssertionError("the rank function leaked: " + "; ".join(leaks))
     return value
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux only)."""
+    """Have the kernel kill this process when its parent exits for any reason (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
@@ -256,9 +256,9 @@ def die_with_parent(parent: int) -> None:
 
 @functools.cache
 def ports() -> tuple[range, socket.socket]:
-    """Ports for the ranks of this process alone, and the guard that says so to others while this process lives.
+    """Ports reserved for this process, and the bound socket that reserves them while the process lives.
 
-    They are below those that the kernel gives to outgoing connections, one of which could take them meanwhile.
+    Below the ephemeral ports, so that no outgoing connection can take them.
     """
     for first in range(10_000, 30_000, 400):
         guard = socket.socket()
@@ -266,7 +266,7 @@ def ports() -> tuple[range, socket.socket]:
             guard.bind(("127.0.0.1", first))
             return range(first + 1, first + 400), guard
         guard.close()
-    raise RuntimeError("no ports are left: end other runs of the tests")
+    raise RuntimeError("no ports are left: stop other test runs")
 
 
 def _free_port() -> int:
@@ -278,7 +278,7 @@ def _free_port() -> int:
 
 
 def _torchrun_environment(world_size: int) -> dict[str, str]:
-    """What torchrun exports, apart from the ranks, which are set in each process."""
+    """The environment of torchrun, without the ranks, which are set in each process."""
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

@@ -1,6 +1,6 @@
-"""What all ranks need is imported once, and no two runs share ports.
+"""Preloaded modules exist, and no two runs share ports.
 
-That a rank which fails or dies is noticed: tests/checkpoint, tests/convert.
+tests/checkpoint and tests/convert show that failed and killed ranks are detected.
 """
 
 import importlib.util
@@ -8,11 +8,11 @@ import importlib.util
 from tests.ranks import PRELOADED, ports
 
 
-def test_what_is_imported_once_for_all_ranks_exists() -> None:
-    """A module that is missing is passed over, and each rank would import in vain what the warm process could."""
+def test_preloaded_modules_exist() -> None:
+    """Missing ones are skipped silently, which would make every rank slow."""
     assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
-def test_processes_have_ports_of_their_own() -> None:
+def test_processes_reserve_different_ports() -> None:
     ours, theirs = ports(), ports.__wrapped__()
     assert set(ours[0]).isdisjoint(theirs[0])

@@ -1,13 +1,13 @@
-"""Tokenizers that tests make: of bytes, of words, and with and without chat templates."""
+"""Tokenizers for tests: byte-level and word-level, with and without chat templates."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 END = "<|end|>"
-"""Ends a text, a turn, and is the tokenizer's end of sequence."""
+"""End-of-sequence token, which also ends a turn."""
 
-# Marks the answers for transformers.
+# The ``generation`` block marks answers for transformers.
 _TURN = (
     "{{ '<|' + message['role'] + '|>\\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -23,7 +23,7 @@ STRICT = (
 )
 FORGETFUL = "{% for message in messages %}{% if message['role'] in ['user', 'assistant'] %}" + _TURN + "{% endif %}"
 FORGETFUL += "{% endfor %}" + _ASK
-# As templates do that keep the reasoning of the last turn only: the beginning of a conversation is written otherwise.
+# Like templates that keep the reasoning of the last turn only: earlier turns render differently than as the last.
 REASONING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
@@ -33,7 +33,7 @@ REASONING = (
 
 
 def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: bool = False, bos: bool = False) -> str:
-    """Byte-level BPE with a few merges; returns its folder."""
+    """Save a byte-level BPE tokenizer with a few merges; returns its directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,17 +58,17 @@ def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: b
 
 
 def byte_level_tokenizer(pieces: Mapping[int, bytes]) -> Any:
-    """A transformers tokenizer whose tokens stand for these bytes, as those of GPT-2 and Llama 3 do."""
+    """A transformers tokenizer that decodes each token to the given bytes, like those of GPT-2 and Llama 3."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on.
+    # GPT-2's alphabet: printable bytes map to themselves, all other bytes to letters from 256 on.
     printable = [b for b in range(256) if chr(b) in letters]
     others = iter(chr(256 + n) for n in range(256 - len(printable)))
     letter_of = {b: chr(b) if b in printable else next(others) for b in range(256)}
     vocabulary = {"".join(letter_of[b] for b in piece): token for token, piece in pieces.items()}
-    assert len(vocabulary) == len(pieces), "two tokens read alike"
+    assert len(vocabulary) == len(pieces), "two tokens have the same bytes"
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def byte_level_tokenizer(pieces: Mapping[int, bytes]) -> Any:
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Each word w0, w1, ... is a token."""
+    """Save a tokenizer whose tokens are the words w0, w1, ...."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Model directories that the tests of conversion read: tiny models, saved in every format there is."""
+"""Tiny models, and model directories of them in every Hugging Face file format."""
 
 import copy
 import json
@@ -18,12 +18,12 @@ FORMATS: tuple[Format, ...] = ("safetensors", "sharded_safetensors", "bin", "sha
 
 
 def tiny_llama(**fields: Any) -> Any:
-    """A Llama of four layers, whose query, key and value projections and output layer are tensors of their own."""
+    """A Llama of four layers: separate query, key and value projections, untied output layer."""
     return gpt_model("llama", {"max_position_embeddings": 24, **fields})
 
 
 def tiny_gpt2(vocab_size: int = VOCAB_SIZE) -> Any:
-    """A GPT-2 of two layers, whose output layer is the embedding."""
+    """A GPT-2 of two layers with tied embeddings."""
     return gpt_model("gpt2", {"vocab_size": vocab_size, "n_layer": 2, "n_inner": None, "n_positions": 1024})
 
 
@@ -33,12 +33,12 @@ def tiny_bert(head: str, num_labels: int = 2) -> Any:
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    """What a model directory's safetensors hold."""
-    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
+    """All tensors in the safetensors files of a model directory, by name."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor]:
-    """Save ``model``; returns the tensors that the files hold."""
+    """Save ``model``; returns the saved tensors by name."""
     if kind in ("safetensors", "sharded_safetensors"):
         model.save_pretrained(directory, max_shard_size="20KB" if kind == "sharded_safetensors" else "1GB")
         return tensors_in(directory)
@@ -49,7 +49,7 @@ def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor
 
 
 def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format) -> dict[str, torch.Tensor]:
-    """Save tensors as transformers did before safetensors."""
+    """Save tensors as ``pytorch_model*.bin``, as transformers did before safetensors."""
     if kind != "sharded_bin":
         torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
         return tensors
@@ -70,11 +70,11 @@ _GPTS = (
 _BERT_HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 _T5S = {"t5": t5, "t5 untied": t5_1_1, "mt5": mt5}
 MODELS = (*_GPTS, *_T5S, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
-"""Families whose weights are laid out in different ways, with variants and heads, for ``tiny``."""
+"""Names for ``tiny``: families with different weight layouts, variants and heads."""
 
 
 def tiny(name: str) -> Any:
-    """One of ``MODELS``."""
+    """Build one of ``MODELS``."""
     if name.startswith("megatron-bert-"):
         return tiny_bert(name.removeprefix("megatron-bert-"), 3 if name.endswith("Classification") else 2)
     if name in _T5S:

@@ -13,7 +13,7 @@ from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
-from tests.checkpoint.runs import LLAMA, Run, Trace, fit, read_tensors
+from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors, train
 from tests.convert.directories import FORMATS, MODELS, save_as, tensors_in, tiny, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
@@ -39,18 +39,18 @@ def _outputs(model: Any) -> torch.Tensor:
 
 
 _IN_EVERY_RUN = {"gpt2", "llama", "bloom", "falcon 40b", "glm4", "t5 untied", "megatron-bert-PreTraining"}
-"""Each with files of its own, or laid out in a way of its own."""
+"""Models with distinct files or weight layouts; the others run with the exhaustive tests."""
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive) for name in MODELS],
 )
-def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None:
+def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> None:
     model = tiny(name)
     save_as(model, tmp_path / "hf", FORMATS[MODELS.index(name) % len(FORMATS)])
     expected = save_as(model, tmp_path / "expected", "safetensors")
-    layers = 5 if "t5" in name else 3  # which other numbers of layers do not divide
+    layers = 5 if "t5" in name else 3  # does not divide the number of layers
     steps: list[dict[str, Any]] = [
         {"to": "megatron-legacy", "tp": 4, "pp": layers, "make_vocab_size_divisible_by": 8},
         {"to": "megatron", "tp": 2, "pp": 2},
@@ -76,9 +76,7 @@ def test_a_model_comes_back_from_every_format(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     ("family", "fields"), [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]})], ids=["stacked", "numbered layers"]
 )
-def test_experts_come_back_from_a_checkpoint_and_have_no_legacy_names(
-    tmp_path: Path, family: str, fields: dict[str, Any]
-) -> None:
+def test_experts_round_trip_and_legacy_format_is_refused(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     mixture(family, **fields).save_pretrained(tmp_path / "hf")
     _convert(tmp_path / "hf", tmp_path / "ckpt", to="megatron")
     assert_same(tensors_in(_convert(tmp_path / "ckpt", tmp_path / "back")), tensors_in(tmp_path / "hf"))
@@ -91,21 +89,21 @@ def test_experts_come_back_from_a_checkpoint_and_have_no_legacy_names(
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_tensor_keeps_its_dtype_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_each_tensor_keeps_its_dtype_unless_dtype_is_set(tmp_path: Path) -> None:
     expected = save_as(tiny("qwen3"), tmp_path / "source", "safetensors")
-    kinds = {".weight": torch.bfloat16, "norm.weight": torch.float32, "embed_tokens.weight": torch.float16}
+    dtypes = {".weight": torch.bfloat16, "norm.weight": torch.float32, "embed_tokens.weight": torch.float16}
     mixed = {
-        name: tensor.to(next(dtype for end, dtype in reversed(kinds.items()) if name.endswith(end)))
+        name: tensor.to(next(dtype for suffix, dtype in reversed(dtypes.items()) if name.endswith(suffix)))
         for name, tensor in expected.items()
     }
     save_file(mixed, tmp_path / "source" / "model.safetensors")
-    for dtype, said in ((None, "bfloat16"), ("float16", "float16")):
+    for dtype, expected_dtype in ((None, "bfloat16"), ("float16", "float16")):
         target = _convert(tmp_path / "source", tmp_path / f"to {dtype}", dtype=dtype)
         assert_same(tensors_in(target), {n: t.half() for n, t in mixed.items()} if dtype else mixed)
-        assert json.loads((target / "config.json").read_text())["dtype"] == said
+        assert json.loads((target / "config.json").read_text())["dtype"] == expected_dtype
 
 
-def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_values_that_overflow_float16_are_refused(tmp_path: Path) -> None:
     tensors = save_as(tiny_llama(), tmp_path / "source", "safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = -70000.0
     save_file(tensors, tmp_path / "source" / "model.safetensors")
@@ -120,7 +118,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 # ---- heads ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_its_head_stays_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_headless_model_stays_headless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_bert("PreTraining")
     model.bert.save_pretrained(tmp_path / "source")
     _convert(tmp_path / "source", tmp_path / "target")
@@ -130,15 +128,15 @@ def test_a_model_without_its_head_stays_without(tmp_path: Path, caplog: pytest.L
     loaded, report = type(model.bert).from_pretrained(tmp_path / "target", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.config.architectures == ["MegatronBertModel"]
-    for to in ("megatron", "megatron-legacy"):  # from which training goes on
+    for to in ("megatron", "megatron-legacy"):  # formats that training resumes from
         with pytest.raises(CheckpointError, match=r"lacks tensors of its head \(cls\.predictions.*to=hf"):
             _convert(tmp_path / "source", tmp_path / to, to=to)
 
 
-# ---- companions -----------------------------------------------------------------------------------------------------
+# ---- tokenizer and configs ------------------------------------------------------------------------------------------
 
 
-def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
+def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save_as(tiny_llama(), source, "safetensors")
     save_word_tokenizer(source, 83)
@@ -165,8 +163,8 @@ def test_tokenizer_and_generation_config_travel_along(tmp_path: Path) -> None:
 # ---- several processes ----------------------------------------------------------------------------------------------
 
 
-def converted_together(folder: str, layout: dict[str, int]) -> str:
-    """Convert to every format and back, each process with its part of the model; an error that all must raise."""
+def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
+    """Convert to every format and back, each rank its shard; returns the error of a layout with another world size."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -184,23 +182,23 @@ def converted_together(folder: str, layout: dict[str, int]) -> str:
     return ""
 
 
-def test_processes_convert_together_what_one_does_alone(tmp_path: Path) -> None:
+def test_four_processes_convert_like_one(tmp_path: Path) -> None:
     layout = {"tp": 2, "pp": 2, "vpp": 2}
     expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
     _convert(tmp_path / "hf", tmp_path / "alone", to="megatron-legacy", make_vocab_size_divisible_by=8, **layout)
-    for said in run_ranks(converted_together, 4, str(tmp_path), layout):
-        assert "expected the 4 processes of torchrun, got 1" in said
+    for error in run_ranks(_convert_on_ranks, 4, str(tmp_path), layout):
+        assert "expected the 4 processes of torchrun, got 1" in error
     assert_same(tensors_in(tmp_path / "back"), expected)
     for file in (tmp_path / "alone").rglob("*.pt"):
-        theirs, ours = (load(each) for each in (file, tmp_path / "legacy" / file.relative_to(tmp_path / "alone")))
-        assert vars(theirs["args"]) == vars(ours["args"])
-        for name in theirs.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
-            assert list(flat(ours[name])) == list(flat(theirs[name]))
-            assert_same(flat(ours[name]), flat(theirs[name]))
+        alone, sharded = load(file), load(tmp_path / "legacy" / file.relative_to(tmp_path / "alone"))
+        assert vars(alone["args"]) == vars(sharded["args"])
+        for name in alone.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
+            assert list(flat(sharded[name])) == list(flat(alone[name]))
+            assert_same(flat(sharded[name]), flat(alone[name]))
 
 
-def test_the_mean_of_several_checkpoints_is_written(tmp_path: Path) -> None:
-    """Each in another format; bf16 weights are summed in fp32."""
+def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
+    """bf16 weights are summed in fp32."""
     models = []
     for number in range(3):
         model = tiny("llama")
@@ -226,23 +224,18 @@ def test_the_mean_of_several_checkpoints_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "mixture").exists()
 
 
-# ---- who loads a checkpoint -----------------------------------------------------------------------------------------
+# ---- checkpoints of runs, and loading by Megatron-Core --------------------------------------------------------------
 
 
-def trained_and_saved(run: Run, folder: str) -> None:
-    """Train, and save as a checkpoint and as a Hugging Face directory."""
+def _train_and_save(run: Run, folder: str) -> None:
+    """Train, then save a checkpoint and a Hugging Face directory."""
     trainer, _ = fit(run)
     trainer.save_checkpoint(Path(folder) / "run.ckpt")
     trainer.lightning_module.save_pretrained(Path(folder) / "expected")
 
 
-def trained(run: Run) -> Trace:
-    """Train."""
-    return fit(run)[1]
-
-
-def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
-    """This rank's weights of Megatron-Core's own GPT at tp=2, with nothing of ours but the groups."""
+def _load_with_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
+    """Load a checkpoint into Megatron-Core's own GPT at tp=2, with only our process groups; this rank's weights."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -284,12 +277,12 @@ def loaded_by_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
     [pytest.param(LLAMA, "32-true", marks=pytest.mark.exhaustive), ({}, "bf16-mixed")],
     ids=["llama", "gpt2-bf16"],
 )
-def test_a_trained_checkpoint_becomes_what_the_module_saves(
+def test_converted_checkpoint_of_a_run_equals_save_pretrained(
     tmp_path: Path, model: dict[str, Any], precision: str
 ) -> None:
     strategy = {"tp": 2, "pp": 2, "sequence_parallel": True}
     run = Run(model=model, strategy=strategy, trainer={"max_steps": 2, "precision": precision})
-    run_ranks(trained_and_saved, 4, run, str(tmp_path))
+    run_ranks(_train_and_save, 4, run, str(tmp_path))
 
     _convert(tmp_path / "run.ckpt", tmp_path / "back")
     _convert(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
@@ -302,27 +295,24 @@ def test_a_trained_checkpoint_becomes_what_the_module_saves(
     assert open_source(tmp_path / "run.ckpt").iteration == 2
     assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
     assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))
-    begun = [
-        Run(model=model, strategy={"load_from": str(tmp_path / name)}, trainer={"max_steps": 1, "precision": precision})
-        for name in ("run.ckpt", "weights.ckpt")
-    ]
-    of_run, of_weights = (run_ranks(trained, 1, each)[0].steps for each in begun)
-    assert of_run[1]["loss"] == of_weights[1]["loss"]
+    losses = []
+    for name in ("run.ckpt", "weights.ckpt"):
+        start = run.but(strategy={"tp": 1, "pp": 1, "sequence_parallel": False, "load_from": str(tmp_path / name)})
+        losses.append(run_ranks(train, 1, start.but(trainer={"max_steps": 1}))[0].steps[1]["loss"])
+    assert losses[0] == losses[1]
 
 
-def test_megatron_core_loads_it_at_its_own_layout(tmp_path: Path) -> None:
+def test_megatron_core_loads_a_converted_checkpoint(tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
     _convert(tmp_path / "source", tmp_path / "model.ckpt", to="megatron", pp=2)
     tensors = weights_of(tmp_path / "source").tensors
 
-    for rank, found in enumerate(run_ranks(loaded_by_megatron_core, 2, str(tmp_path / "model.ckpt"))):
-        words = tensors[Key("embedding.word_embeddings.weight")]
-        here = words[64 * rank : 64 * (rank + 1)]
-        assert torch.equal(found["embedding.word_embeddings.weight"][: len(here)], here)
+    for rank, weights in enumerate(run_ranks(_load_with_megatron_core, 2, str(tmp_path / "model.ckpt"))):
+        embedding = tensors[Key("embedding.word_embeddings.weight")][64 * rank : 64 * (rank + 1)]
+        assert torch.equal(weights["embedding.word_embeddings.weight"][: len(embedding)], embedding)
         qkv = tensors[Key("decoder.layers.self_attention.linear_qkv.weight", 1)][48 * rank : 48 * (rank + 1)]
-        assert torch.equal(found["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
+        assert torch.equal(weights["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
         norm = tensors[Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0)]
-        assert torch.equal(found["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
-        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)]
-        here = proj[:, 16 * rank : 16 * (rank + 1)]
-        assert torch.equal(found["decoder.layers.1.self_attention.linear_proj.weight"], here)
+        assert torch.equal(weights["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
+        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)][:, 16 * rank : 16 * (rank + 1)]
+        assert torch.equal(weights["decoder.layers.1.self_attention.linear_proj.weight"], proj)

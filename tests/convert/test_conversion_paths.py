@@ -1,4 +1,4 @@
-"""Mistakes are found before a weight is read, and nothing half-written is found under the final name."""
+"""Mistakes in options and paths are refused before reading weights; failed conversions leave no files."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.convert.test_hugging_face import full_disk
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A Llama of four heads in two groups and four layers."""
+    """Directory of a Llama with four layers, four heads and two query groups."""
     save_as(tiny_llama(), tmp_path / "source", "safetensors")
     return tmp_path / "source"
 
@@ -24,7 +24,7 @@ def _options(source: Path, **options: Any) -> ConvertOptions:
     return ConvertOptions(**{"load_path": source, "save_path": source.with_name("target"), "to": "hf", **options})
 
 
-def _nothing_but_the_source(source: Path) -> bool:
+def _only_source_exists(source: Path) -> bool:
     return [path.name for path in source.parent.iterdir()] == ["source"]
 
 
@@ -32,7 +32,7 @@ def _nothing_but_the_source(source: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"to": "onnx"}, "to='onnx' is unknown; choose from hf, megatron, megatron-legacy"),
         ({"dtype": "fp8"}, "dtype='fp8' is unknown"),
@@ -50,30 +50,30 @@ def _nothing_but_the_source(source: Path) -> bool:
     ],
     ids=str,
 )
-def test_mistakes_in_options(source: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_wrong_options_are_refused(source: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         convert(_options(source, **options))
-    assert _nothing_but_the_source(source)
+    assert _only_source_exists(source)
 
 
-def test_mistakes_in_paths(source: Path) -> None:
+def test_wrong_paths_are_refused(source: Path) -> None:
     full = source.with_name("full")
     full.mkdir()
     (full / "file").write_text("")
-    for save_path, says in (
+    for save_path, message in (
         (full, "full is not empty; give a new name, or remove it"),
         (full / "file", "is a file"),
         (full / "file" / "below", "below cannot be written .*Not a directory"),
         (source.parent, "is not empty"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             convert(_options(source, save_path=save_path))
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         convert(_options(source, load_path=source.with_name("nowhere")))
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         (None, "source: expected .* got a file"),
         ({}, "expected a Hugging Face model directory .* got an empty directory"),
@@ -84,7 +84,7 @@ def test_mistakes_in_paths(source: Path) -> None:
     ],
     ids=str,
 )
-def test_other_things(tmp_path: Path, files: dict[str, str] | None, says: str) -> None:
+def test_sources_that_are_no_checkpoint_are_refused(tmp_path: Path, files: dict[str, str] | None, message: str) -> None:
     folder = tmp_path / "source"
     if files is None:
         folder.touch()
@@ -93,11 +93,11 @@ def test_other_things(tmp_path: Path, files: dict[str, str] | None, says: str) -
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         convert(_options(folder))
 
 
-def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None:
+def test_weights_without_config_need_the_config_option(source: Path, tmp_path: Path) -> None:
     (source / "config.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(CheckpointError, match=r"has no config\.json.*--config"):
         convert(_options(source))
@@ -105,7 +105,7 @@ def test_weights_without_a_config_need_one(source: Path, tmp_path: Path) -> None
     assert (source.with_name("target") / "config.json").is_file()
 
 
-def test_a_file_of_a_model_or_checkpoint_means_the_whole(source: Path, tmp_path: Path) -> None:
+def test_file_of_a_model_or_checkpoint_opens_its_directory(source: Path, tmp_path: Path) -> None:
     assert open_source(source / "model.safetensors").path == source
     (source / "adapter_model.safetensors").write_bytes(b"other weights than the model's")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: expected .* got a file"):
@@ -118,14 +118,14 @@ def test_a_file_of_a_model_or_checkpoint_means_the_whole(source: Path, tmp_path:
         open_source(path)
 
 
-# ---- what is left behind --------------------------------------------------------------------------------------------
+# ---- failures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
-def test_what_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+def test_failed_conversion_leaves_no_files(source: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"), full_disk():
         convert(_options(source, to=to))
-    assert _nothing_but_the_source(source)
+    assert _only_source_exists(source)
 
     def read(*_: object) -> None:
         raise KeyboardInterrupt
@@ -133,4 +133,4 @@ def test_what_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HuggingFaceSource, "read", read)
     with pytest.raises(KeyboardInterrupt):
         convert(_options(source, to=to))
-    assert _nothing_but_the_source(source)
+    assert _only_source_exists(source)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of other programs are read, and what is wrong with one is said."""
+"""Reading distributed checkpoints of other programs, and errors for damaged or hostile ones."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ _LOCAL = {
 
 
 def _write(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Path:
-    """A checkpoint by torch's own writer, in its own chunks: each tensor is one."""
+    """Write a checkpoint with torch's own writer; each tensor is one chunk."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -39,7 +39,7 @@ def _write(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] |
 
 
 def _stacked(source: Path) -> dict[str, torch.Tensor]:
-    """What Megatron-Core would name and stack, from a directory of Hugging Face."""
+    """The weights of a Hugging Face directory under Megatron-Core's names, with layers stacked."""
     layers: dict[str, list[torch.Tensor]] = {}
     tensors = {}
     for key, tensor in weights_of(source).tensors.items():
@@ -47,11 +47,11 @@ def _stacked(source: Path) -> dict[str, torch.Tensor]:
             tensors[key.name] = tensor
         else:
             layers.setdefault(key.name, []).append(tensor)
-    return {**tensors, **{name: torch.stack(each) for name, each in layers.items()}}
+    return {**tensors, **{name: torch.stack(tensors_of_layers) for name, tensors_of_layers in layers.items()}}
 
 
 def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each layer by itself, with norms of their own, inside a wrapper."""
+    """One tensor per layer, unfused norms, and the prefix of a wrapper module."""
     named = {}
     for name, tensor in tensors.items():
         for fused, own in _LOCAL.items():
@@ -64,8 +64,9 @@ def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _padded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    word = "embedding.word_embeddings.weight"
-    return {**tensors, word: torch.cat([tensors[word], torch.full((13, 32), 7.0)])}
+    """With 13 rows of vocabulary padding."""
+    name = "embedding.word_embeddings.weight"
+    return {**tensors, name: torch.cat([tensors[name], torch.full((13, 32), 7.0)])}
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +78,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("change", [dict, _numbered, _padded], ids=["stacked", "numbered", "padded"])
-def test_checkpoints_of_any_program_are_read(tmp_path: Path, source: Path, change: Callable[..., Any]) -> None:
+def test_layer_and_padding_conventions_are_read(tmp_path: Path, source: Path, change: Callable[..., Any]) -> None:
     path = _write(tmp_path / "core", {**change(_stacked(source)), "decoder._extra_state": torch.zeros(3)})
-    found = weights_of(path, source / "config.json")
-    assert_same_weights(found, weights_of(source))
-    assert found.source.iteration == 0
+    weights = weights_of(path, source / "config.json")
+    assert_same_weights(weights, weights_of(source))
+    assert weights.source.iteration == 0
 
 
 def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping[str, Any]) -> Path:
-    """As megatron-core 0.17 to 0.19 write it: what is not sharded is one more object among the shards."""
+    """As megatron-core 0.17 to 0.19 write it: the unsharded state is one more object among the shards."""
     shutil.rmtree(path)
     _write(path, {**tensors, "common_state/shard_0_1": [dict(common)]})
     (path / "common.pt").unlink()
@@ -93,7 +94,7 @@ def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping
     return path
 
 
-def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
+def test_megatron_lm_arguments_describe_the_model(tmp_path: Path) -> None:
     save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     arguments = argparse.Namespace(
@@ -104,23 +105,23 @@ def test_megatron_lms_arguments_describe_the_model(tmp_path: Path) -> None:
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
     path, tensors = tmp_path / "core", _stacked(tmp_path / "source")
     for write in (_write, _without_common_file):
-        found = weights_of(write(path, tensors, common))
-        assert (found.source.model.family, found.source.iteration) == ("qwen2", 12)
-        assert_same_weights(found, weights_of(tmp_path / "source"))
+        weights = weights_of(write(path, tensors, common))
+        assert (weights.source.model.family, weights.source.iteration) == ("qwen2", 12)
+        assert_same_weights(weights, weights_of(tmp_path / "source"))
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def _point_outside(folder: Path) -> None:
     shutil.copy(_file(folder), folder.parent / "other.distcp")
     table = pickle.loads((folder / ".metadata").read_bytes())
-    for place in table.storage_data.values():
-        place.relative_path = "../other.distcp"
+    for storage in table.storage_data.values():
+        storage.relative_path = "../other.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(table))
 
 
-class _Hostile:
+class _RunsCode:
     def __reduce__(self) -> Any:
         return (print, ("run",))
 
@@ -129,23 +130,23 @@ def _file(folder: Path) -> Path:
     return next(folder.glob("*.distcp"))
 
 
-HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: _file(f).write_bytes(_file(f).read_bytes()[:-100]), r"expected \d+ bytes in .*, got \d+;"),
     "missing": (lambda f: _file(f).unlink(), "is damaged: .* got no such file"),
     "shifted": (lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]), "is damaged"),
     "outside": (_point_outside, "outside itself"),
-    "hostile table": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Hostile())), "would run builtins.print"),
-    "hostile common": (lambda f: torch.save({"args": _Hostile()}, f / "common.pt"), r"it holds more than data .print"),
+    "hostile table": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(_RunsCode())), "would run builtins.print"),
+    "hostile common": (lambda f: torch.save({"args": _RunsCode()}, f / "common.pt"), r"it holds more than data .print"),
 }
 
 
-@pytest.mark.parametrize("kind", HARM)
-def test_what_is_damaged_or_hostile_is_refused(
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_or_hostile_checkpoint_is_refused(
     tmp_path: Path, source: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, (harm, says) = _write(tmp_path / "core", _stacked(source)), HARM[kind]
-    harm(path)
-    with pytest.raises(CheckpointError, match=says):
+    path, (damage, message) = _write(tmp_path / "core", _stacked(source)), DAMAGE[kind]
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
         convert(ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"))
     assert "run" not in capsys.readouterr().out
     assert not (tmp_path / "hf").exists()
@@ -153,24 +154,22 @@ def test_what_is_damaged_or_hostile_is_refused(
 
 def _change_meta(path: Path, **changes: Any) -> None:
     meta: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
-    merged = {name: {**meta[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
+    merged = {key: {**meta[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
     torch.save({**meta, **merged}, path / "meta.pt")
-    (path / "checksums.json").unlink()
     update_checksums(path)
 
 
 @pytest.fixture
 def own(tmp_path: Path, source: Path) -> Path:
-    """A checkpoint of ours."""
+    """A checkpoint of this package, in fp16."""
     convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron", dtype="fp16"))
     return tmp_path / "run.ckpt"
 
 
-def test_a_flipped_bit_is_found(own: Path) -> None:
-    file = next(own.glob("*.distcp"))
-    content = bytearray(file.read_bytes())
+def test_flipped_bit_and_missing_checksums_are_refused(own: Path) -> None:
+    content = bytearray(_file(own).read_bytes())
     content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+    _file(own).write_bytes(content)
     with pytest.raises(CheckpointError, match="distcp differs from its checksum"):
         open_source(own)
     (own / "checksums.json").unlink()
@@ -179,23 +178,23 @@ def test_a_flipped_bit_is_found(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"model_description": {"activation": "relu"}}, "activation=relu .the config says gelu_tanh"),
         ({"format_version": 99}, "format version"),
     ],
     ids=str,
 )
-def test_what_no_config_describes_or_no_reader_knows_is_refused(own: Path, changes: dict[str, Any], says: str) -> None:
+def test_undescribed_model_or_unknown_version_is_refused(own: Path, changes: dict[str, Any], message: str) -> None:
     _change_meta(own, **changes)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         open_source(own)
 
 
-def test_a_checkpoint_without_a_config_needs_one(own: Path, source: Path) -> None:
+def test_checkpoint_without_config_needs_the_config_option(own: Path, source: Path) -> None:
     _change_meta(own, hugging_face_config=None)
     with pytest.raises(CheckpointError, match="--config"):
         open_source(own)
-    found = weights_of(own, source / "config.json")
-    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float16}
-    assert_same_weights(found, weights_of(source))
+    weights = weights_of(own, source / "config.json")
+    assert {tensor.dtype for tensor in weights.tensors.values()} == {torch.float16}
+    assert_same_weights(weights, weights_of(source))

@@ -1,4 +1,4 @@
-"""Model directories of Hugging Face: which files are read, what of them becomes the model, and what is written."""
+"""Hugging Face model directories: reading weight files, loading into the model, saving."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ TWO_RANKS = Layout(tp=2)
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-class _Malicious:
+class _RunsCode:
     def __init__(self, file: Path) -> None:
         self.file = file
 
@@ -58,7 +58,7 @@ def _header(content: bytes) -> Change:
     return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-def _pickled(content: Any, is_new: bool = True) -> Change:
+def _pickle(content: Any, is_new: bool = True) -> Change:
     return lambda folder: torch.save(
         content(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_new
     )
@@ -66,7 +66,7 @@ def _pickled(content: Any, is_new: bool = True) -> Change:
 
 _HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
 _DAMAGED = ("model.safetensors.index.json", "fetch it again")
-_RUNS_CODE = ("pytorch_model.bin", "is not loaded: it holds more than data")
+_CODE_ERROR = ("pytorch_model.bin", "is not loaded: it holds more than data")
 DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
     "no folder": (None, lambda folder: folder.rmdir(), ("got none",)),
     "nothing": (None, lambda _: None, ("model.safetensors", "pytorch_model.bin", "pretrained=False")),
@@ -78,15 +78,15 @@ DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
        for kept in (0, 100, -1)},
     **{f"pickle of {kept}": ("bin", _cut("pytorch_model.bin", kept), ("use another copy",)) for kept in (0, 100, -1)},
     "header of another file": (None, _header(len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(8)), ("fetch it",)),
-    **{f"code, {is_new}": (None, _pickled(lambda folder: {"x": _Malicious(folder / "it_ran")}, is_new), _RUNS_CODE)
+    **{f"code, {is_new}": (None, _pickle(lambda folder: {"x": _RunsCode(folder / "it_ran")}, is_new), _CODE_ERROR)
        for is_new in (True, False)},
-    "a nested dict": (None, _pickled(lambda _: {"state_dict": {"x": torch.ones(2)}}), ("state_dict()",)),
+    "a nested dict": (None, _pickle(lambda _: {"state_dict": {"x": torch.ones(2)}}), ("state_dict()",)),
 }  # fmt: skip
-"""Format that is written, what is changed then, and what the error says."""
+"""Saved format, damage done to it, and parts of the error message."""
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_what_is_wrong_with_files_is_named(tmp_path: Path, case: str) -> None:
+def test_damaged_weight_files_are_refused(tmp_path: Path, case: str) -> None:
     kind, change, words = DAMAGE[case]
     folder = tmp_path / "model"
     if kind is None:
@@ -100,10 +100,10 @@ def test_what_is_wrong_with_files_is_named(tmp_path: Path, case: str) -> None:
     assert not (folder / "it_ran").exists()
 
 
-# ---- weights of another model, another head or an earlier release ---------------------------------------------------
+# ---- weights of another model, head or release ----------------------------------------------------------------------
 
 
-def _change(directory: Path, change: Callable[[Tensors], object]) -> None:
+def _rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -118,32 +118,32 @@ def _with_a_buffer(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("change", [None, _only_the_output_layer, _with_a_buffer, "headless"])
-def test_files_of_other_days_are_the_same_model(tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A tied output layer twice, alone, buffers, and the model without its head."""
+def test_tensor_names_of_other_releases_are_read(tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Both names of a tied output layer, only its own, saved buffers, and the model without its head."""
     model = tiny_gpt2()
-    save_as(model, tmp_path / "today", "safetensors")
+    save_as(model, tmp_path / "current", "safetensors")
     if change == "headless":
         model.transformer.save_pretrained(tmp_path / "model")
     else:
         save_as(model, tmp_path / "model", "bin" if change is None else "safetensors")
     if callable(change):
-        _change(tmp_path / "model", change)
-    assert_same_weights(weights_of(tmp_path / "model"), weights_of(tmp_path / "today"))
+        _rewrite(tmp_path / "model", change)
+    assert_same_weights(weights_of(tmp_path / "model"), weights_of(tmp_path / "current"))
     assert "left out" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("model", "lost"), [(tiny_bert, "classifier.bias"), (tiny_llama, "lm_head.weight")], ids=["half a head", "a head"]
 )
-def test_a_lost_part_of_a_head_is_an_error(tmp_path: Path, model: Any, lost: str) -> None:
+def test_missing_head_tensor_is_an_error(tmp_path: Path, model: Any, lost: str) -> None:
     arguments = ["SequenceClassification"] if model is tiny_bert else []
     save_as(model(*arguments), tmp_path / "model", "safetensors")
-    _change(tmp_path / "model", lambda tensors: tensors.pop(lost))
+    _rewrite(tmp_path / "model", lambda tensors: tensors.pop(lost))
     with pytest.raises(CheckpointError, match=f"1 problem: '{lost}' is missing"):
         weights_of(tmp_path / "model")
 
 
-def _spoil(tensors: Tensors) -> None:
+def _damage_six_tensors(tensors: Tensors) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight"]
     tensors["foreign.weight"] = torch.ones(3)
     tensors["model.embed_tokens.weight"] = torch.ones(88, 32)
@@ -152,14 +152,14 @@ def _spoil(tensors: Tensors) -> None:
     tensors["model.norm.weight"] = torch.ones(32, dtype=torch.float8_e4m3fn)
 
 
-def test_all_problems_are_named_at_once_on_all_ranks(tmp_path: Path) -> None:
+def test_all_problems_are_listed_on_every_rank(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "model", "safetensors")
-    _change(tmp_path / "model", _spoil)
+    _rewrite(tmp_path / "model", _damage_six_tensors)
     with pytest.raises(RankError) as caught:
-        run_ranks(kept, 4, str(tmp_path / "model"), str(tmp_path / "saved"), FOUR_RANKS)
+        run_ranks(load_and_save, 4, str(tmp_path / "model"), str(tmp_path / "saved"), FOUR_RANKS)
     assert caught.value.error_type == "CheckpointError"
     lines = [line for line in str(caught.value).splitlines() if "Error: " in line]
-    assert all("CheckpointError: " in line for line in lines), "a rank failed otherwise"
+    assert all("CheckpointError: " in line for line in lines), "a rank raised another error"
     for problem in (
         "6 problems",
         "'model.layers.0.mlp.up_proj.weight' is missing",
@@ -172,7 +172,7 @@ def test_all_problems_are_named_at_once_on_all_ranks(tmp_path: Path) -> None:
         assert problem in lines[-1]
 
 
-def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
+def test_different_tied_tensors_are_an_error(tmp_path: Path) -> None:
     tensors = save_as(tiny_gpt2(), tmp_path / "model", "bin")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     tensors["lm_head.weight"][50] += 1
@@ -186,7 +186,7 @@ def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow past 20 kB."""
+    """Limit files to 20 kB, as a full disk would."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -199,42 +199,41 @@ def full_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _killed() -> Iterator[None]:
-    """Rank 0 ends without a word when a part of the files is written."""
+    """Kill rank 0 after it has written some of the files."""
     from unittest.mock import patch
 
     write = hugging_face.write_weight_file
 
     def write_and_die(folder: Path, name: str, tensors: Tensors) -> None:
         write(folder, name, tensors)
-        if any(each.endswith("layers.1.mlp.down_proj.weight") for each in tensors):
+        if any(key.endswith("layers.1.mlp.down_proj.weight") for key in tensors):
             os._exit(9)
 
     with patch.object(hugging_face, "write_weight_file", write_and_die):
         yield
 
 
-_HARM: dict[str, Any] = {"": contextlib.nullcontext, "full disk": full_disk, "killed": _killed}
+_FAILURES: dict[str, Any] = {"": contextlib.nullcontext, "full disk": full_disk, "killed": _killed}
 
 
-def kept(
+def load_and_save(
     source: str,
     target: str,
     layout: Layout,
     precision: str = "32-true",
     task: str | None = None,
     size: str | int = "5GB",
-    harm: str = "",
+    failure: str = "",
     accelerator: str = "cpu",
 ) -> dict[str, Any]:
-    """Load ``source``, train a step at a rate of 0, and save it as ``target``; what this rank said and saw."""
+    """Load ``source``, train a step with learning rate 0, save it as ``target``; this rank's log messages and error."""
     import logging
 
     from torch.utils.data import DataLoader
 
-    seen: dict[str, Any] = {"messages": [], "error": ""}
-
+    result: dict[str, Any] = {"messages": [], "error": ""}
     handler = logging.Handler()
-    handler.emit = lambda record: seen["messages"].append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: result["messages"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_megatron.convert.hugging_face").addHandler(handler)
     module, rows = pretrained_module(source, task=task, lr=0.0), [Sentences(4)[i] for i in range(4)]
     if module.model_config.architecture == "bert":
@@ -242,16 +241,18 @@ def kept(
     case: Any = Case(layout=layout, precision=precision, steps=1, accelerator=accelerator)  # type: ignore[arg-type]
     trainer_of(case).fit(module, DataLoader(rows, batch_size=4 // layout.dp))  # type: ignore[arg-type]
     try:
-        with _HARM[harm]():
+        with _FAILURES[failure]():
             module.save_pretrained(target, max_shard_size=size)
     except CheckpointError as error:
-        seen["error"] = str(error)
-    return {**seen, "is_on_gpu": all(each.is_cuda for each in module.parameters())}
+        result["error"] = str(error)
+    return {**result, "is_on_gpu": all(parameter.is_cuda for parameter in module.parameters())}
 
 
-def _kept(folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target") -> Any:
-    """``kept``: what rank 0 saw; the others say nothing, and meet the same error."""
-    first, *others = run_ranks(kept, layout.world_size, str(folder / source), str(folder / target), layout, *options)
+def _save_on_ranks(folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target") -> Any:
+    """Run ``load_and_save``; rank 0's result. Other ranks must log nothing and raise if rank 0 does."""
+    first, *others = run_ranks(
+        load_and_save, layout.world_size, str(folder / source), str(folder / target), layout, *options
+    )
     assert not any(other["messages"] for other in others)
     assert all(bool(other["error"]) == bool(first["error"]) for other in others)
     return first
@@ -265,13 +266,13 @@ def _kept(folder: Path, layout: Layout, *options: Any, source: str = "source", t
         ("safetensors", torch.bfloat16, "bf16-mixed", Layout(dp=2, distributed_optimizer=False)),
     ],
 )
-def test_files_of_any_precision_are_rounded_and_are_no_larger_than_asked_for(
+def test_saved_files_have_the_run_dtype_and_shard_size(
     tmp_path: Path, kind: Format, dtype: torch.dtype, precision: str, layout: Layout
 ) -> None:
-    """And master weights are the same numbers: the step has written them into the weights."""
+    """Master weights have the same values: the optimizer step has copied them into the weights."""
     expected = save_as(tiny_llama().to(dtype), tmp_path / "source", kind)
     (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
-    _kept(tmp_path, layout, precision, None, "20KB")
+    _save_on_ranks(tmp_path, layout, precision, None, "20KB")
     rounded, target = torch.float32 if precision == "32-true" else torch.bfloat16, tmp_path / "target"
     assert_same(tensors_in(target), {name: tensor.to(rounded) for name, tensor in expected.items()})
     assert json.loads((target / "config.json").read_text())["dtype"] == str(rounded)[6:]
@@ -282,16 +283,9 @@ def test_files_of_any_precision_are_rounded_and_are_no_larger_than_asked_for(
     assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.7
 
 
-def test_an_output_layer_that_a_headless_model_lacks_is_new(tmp_path: Path) -> None:
-    tiny_llama().model.save_pretrained(tmp_path / "source")
-    (message,) = _kept(tmp_path, TWO_RANKS)["messages"]
-    assert "newly initialised: lm_head.weight" in message
-    assert tensors_in(tmp_path / "target")["lm_head.weight"].std() > 0
-
-
-def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path) -> None:
+def test_classifier_of_a_pretrained_bert_is_newly_initialised(tmp_path: Path) -> None:
     expected = save_as(tiny_bert("PreTraining"), tmp_path / "source", "safetensors")
-    ignored, new = _kept(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")["messages"]
+    ignored, new = _save_on_ranks(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")["messages"]
     assert new.endswith("newly initialised: classifier.weight, classifier.bias")
     assert "cls.predictions.transform.dense.weight" in ignored
     assert "cls.seq_relationship.weight" in ignored
@@ -302,24 +296,24 @@ def test_a_classifier_on_a_pretrained_bert_is_new_and_said_so(tmp_path: Path) ->
     assert_same(saved, {name: tensor for name, tensor in expected.items() if name.startswith("bert.")})
 
 
-def test_a_directory_that_exists_gets_the_new_model_and_keeps_other_files(tmp_path: Path) -> None:
+def test_saving_into_a_directory_keeps_unrelated_files(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
-    # As old configs have it; transformers loads such ones, and refuses to save them.
+    # Found in old configs: transformers loads this field, but refuses to save it.
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "max_length": 30}))
     save_as(tiny_llama(hidden_size=64), tmp_path / "target", "sharded_safetensors")
     (tmp_path / "target" / "tokenizer.json").write_text("{}")
     for size in ("30KB", 10**6):
-        _kept(tmp_path, Layout(), "32-true", None, size)
+        _save_on_ranks(tmp_path, Layout(), "32-true", None, size)
     names = {file.name for file in (tmp_path / "target").iterdir()}
     assert names == {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"}
     assert load_file(tmp_path / "target" / "model.safetensors")["model.norm.weight"].shape == (32,)
 
 
-def test_afull_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_keeps_the_old_model(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "source", "safetensors")
     expected = save_as(tiny_llama(hidden_size=64), tmp_path / "target", "safetensors")
-    error = _kept(tmp_path, FOUR_RANKS, "32-true", None, "5GB", "full disk")["error"]
+    error = _save_on_ranks(tmp_path, FOUR_RANKS, "32-true", None, "5GB", "full disk")["error"]
     assert "is not written" in error
     assert "File too large" in error
     names = {file.name for file in (tmp_path / "target").iterdir()}
@@ -327,23 +321,23 @@ def test_afull_disk_is_an_error_on_all_ranks_and_the_old_model_stays(tmp_path: P
     assert_same(tensors_in(tmp_path / "target"), expected)
 
 
-def test_a_killed_save_leaves_nothing_of_its_own_under_a_final_name(tmp_path: Path) -> None:
+def test_killed_save_changes_no_final_file(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "source", "safetensors")
     save_as(tiny_llama(hidden_size=64), tmp_path / "old", "sharded_safetensors")
     before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
     for target in ("old", "new"):
         with pytest.raises(RankError, match="died without a result"):
-            _kept(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
+            _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
     assert not (tmp_path / "new").exists()
     assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()} == before
-    _kept(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
+    _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, num_microbatches=2), Layout(dp=2)], ids=str)
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
-def test_weights_get_onto_gpus_and_back(tmp_path: Path, make: Any, layout: Layout) -> None:
+def test_weights_round_trip_through_gpus(tmp_path: Path, make: Any, layout: Layout) -> None:
     expected = save_as(make().to(torch.bfloat16), tmp_path / "source", "safetensors")
-    assert _kept(tmp_path, layout, "bf16-mixed", None, "20KB", "", "gpu")["is_on_gpu"]
+    assert _save_on_ranks(tmp_path, layout, "bf16-mixed", None, "20KB", "", "gpu")["is_on_gpu"]
     assert_same(tensors_in(tmp_path / "target"), expected)

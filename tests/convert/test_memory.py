@@ -1,4 +1,4 @@
-"""Loading takes the host memory that the rank keeps, and not much more."""
+"""Host memory: loading needs little more than the rank's shard, converting little more than the model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 _SLACK_BYTES = 32 << 20
-"""For what Python, torch and gloo allocate on the way and keep, 10 to 20 MB by what is imported already, whatever
-the model's size."""
+"""Allowance for what Python, torch and gloo allocate and keep: 10 to 20 MB, depending on what is already imported,
+whatever the model's size."""
 _LAYERS, _HIDDEN, _FFN, _VOCAB = 24, 512, 4096, 4096
 
 
 def _write_model(directory: Path) -> tuple[int, int]:
-    """About 340 MB of bf16 Llama; returns the size of all tensors in fp32, as loaded, and of the largest in bf16."""
+    """Write a bf16 Llama of about 340 MB; returns the bytes of all tensors in fp32 and of the largest in bf16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -43,8 +43,8 @@ def _write_model(directory: Path) -> tuple[int, int]:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
-    """Bytes of this rank's parameters, and by how much the resident memory's peak rose while they were loaded."""
+def _measure_loading(directory: str, layout: Layout) -> tuple[int, int]:
+    """Bytes of this rank's parameters, and the rise of peak resident memory during loading."""
     from unittest.mock import patch
 
     from torch.utils.data import DataLoader
@@ -54,8 +54,8 @@ def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
 
     real, measured = module_file.load_hugging_face, {}
 
-    def measuring(chunks: Any, *args: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    def measure(chunks: Any, *args: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to current resident memory
         before = _status("VmRSS")
         result = real(chunks, *args)
         measured["rise"] = _status("VmHWM") - before
@@ -63,13 +63,13 @@ def memory_of_loading(directory: str, layout: Layout) -> tuple[int, int]:
         return result
 
     module = pretrained_module(directory)
-    with patch.object(module_file, "load_hugging_face", measuring):
+    with patch.object(module_file, "load_hugging_face", measure):
         trainer_of(Case(layout=layout)).validate(module, DataLoader(Sentences(2), batch_size=2), verbose=False)
     return measured["own"], measured["rise"]
 
 
 def _status(field: str) -> int:
-    """Bytes."""
+    """A field of /proc/self/status in bytes."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return 1024 * int(line.split()[1])
 
@@ -77,16 +77,16 @@ def _status(field: str) -> int:
 # ---- tests ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_holds_its_shard_and_little_more(tmp_path: Path) -> None:
-    whole, largest = _write_model(tmp_path)
-    for own, rise in run_ranks(memory_of_loading, 2, str(tmp_path), Layout(tp=2)):
-        # Memory of new parameters becomes resident when it is written first, so the shard is part of the rise.
-        assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * whole
+def test_loading_needs_little_more_than_the_shard(tmp_path: Path) -> None:
+    total, largest = _write_model(tmp_path)
+    for own, rise in run_ranks(_measure_loading, 2, str(tmp_path), Layout(tp=2)):
+        # New parameters become resident when first written, so the rise includes the shard.
+        assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * total
         assert rise > 0.9 * own, "the parameters were resident before: this measures nothing"
 
 
-def memory_of_converting(directory: str, target: str) -> int:
-    """By how much the resident memory's peak rises while a model is converted."""
+def _measure_converting(directory: str, target: str) -> int:
+    """The rise of peak resident memory during a conversion."""
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
     Path("/proc/self/clear_refs").write_text("5")
@@ -96,11 +96,10 @@ def memory_of_converting(directory: str, target: str) -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_conversion_holds_one_copy_of_the_model(tmp_path: Path) -> None:
-    whole, largest = _write_model(tmp_path / "source")
-    (rise,) = run_ranks(memory_of_converting, 1, str(tmp_path / "source"), str(tmp_path / "a.ckpt"))
-    # The files are in bf16. Of a gated layer's matrix, which is stored as two tensors, both are copied to be written.
+def test_conversion_holds_one_copy_of_the_model(tmp_path: Path) -> None:
+    total, largest = _write_model(tmp_path / "source")
+    (rise,) = run_ranks(_measure_converting, 1, str(tmp_path / "source"), str(tmp_path / "a.ckpt"))
+    # Files are in bf16. The two stored tensors of a gated layer's matrix are both copied for writing.
     gates = _LAYERS * 2 * _FFN * _HIDDEN * 2
-    # Libraries that are imported on the way and arenas of the threads that write take 30 to 75 MB; a second copy of the
-    # model would take 360.
-    assert 0.9 * whole / 2 < rise < whole / 2 + gates + 2 * largest + 6 * _SLACK_BYTES
+    # Imports and the arenas of writer threads take 30 to 75 MB; a second copy of the model would take 360.
+    assert 0.9 * total / 2 < rise < total / 2 + gates + 2 * largest + 6 * _SLACK_BYTES

@@ -1,4 +1,4 @@
-"""The whole tensors of a checkpoint of any format, by Megatron-Core's names, as the live model holds them."""
+"""Full tensors of a checkpoint of any format under Megatron-Core's names, read through a live model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,15 @@ from lightning_megatron.engine.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A checkpoint that was opened and loaded."""
+    """An opened checkpoint and its tensors."""
 
     source: Source
     tensors: dict[Key, torch.Tensor]
-    """In the dtypes that they are stored in, without rows that pad the vocabulary."""
+    """In their stored dtypes, without vocabulary padding."""
 
 
 def weights_of(path: Path, config: Path | None = None) -> Weights:
-    """Load the checkpoint at ``path`` into a live model of one process."""
+    """Load the checkpoint at ``path`` into a model on one process."""
     source = open_source(path, config)
     with live_engine(ParallelConfig()):
         chunks = build_on_cpu(source.model, ParallelConfig())
@@ -31,11 +31,11 @@ def weights_of(path: Path, config: Path | None = None) -> Weights:
         for shard in shards_of(chunks, source.model):
             if shard.region.key not in loading.missing:
                 parts.setdefault(shard.region.key, []).append(shard.data[: shard.region.shape[0]])
-    return Weights(source=source, tensors={key: torch.cat(each) for key, each in parts.items()})
+    return Weights(source=source, tensors={key: torch.cat(shards) for key, shards in parts.items()})
 
 
-def assert_same_weights(found: Weights, expected: Weights) -> None:
-    """All tensors of the same names, shapes and numbers."""
-    assert found.tensors.keys() == expected.tensors.keys()
+def assert_same_weights(actual: Weights, expected: Weights) -> None:
+    """Assert equal tensor names, shapes and values; values are compared in the dtype of ``actual``."""
+    assert actual.tensors.keys() == expected.tensors.keys()
     for key, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[key], tensor.to(found.tensors[key].dtype)), key
+        assert torch.equal(actual.tensors[key], tensor.to(actual.tensors[key].dtype)), key

@@ -1,6 +1,6 @@
-"""Megatron-LM's layouts, written by hand from Hugging Face's weights, shard by shard.
+"""Write Megatron-LM checkpoints of any layout from Hugging Face weights, shard by shard.
 
-Nothing of the package is used: names, row orders, folders and pickles are spelled out once more.
+An independent implementation that uses nothing of the package: names, row orders, directories and pickles.
 """
 
 from argparse import Namespace
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
-"""Of each stage, of each of its chunks, the numbers of its layers in the whole model."""
+"""Global layer numbers per pipeline stage and model chunk."""
 
 FIRST_RELEASES = {".encoder.": ".transformer.", "self_attention.": "attention."}
-"""What in names was something else in some releases."""
+"""Parts of tensor names that the first releases spelled differently; likewise below for other writers."""
 LAST_RELEASES = {"layernorm.": "norm."}
 TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.layernorm_qkv.layer_norm_",
@@ -40,23 +40,23 @@ MEGATRON_CORE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a test's checkpoint is written."""
+    """Layout and format of a checkpoint."""
 
     stages: Stages
     version: float | None = 3.0
-    """None leaves it out, as the first releases did."""
+    """``checkpoint_version``; None omits it, as the first releases did."""
     tp: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
-    """What of the usual names is something else."""
+    """Replacements in the usual tensor names."""
     padding: int = 3
-    """Rows that the vocabulary has more, on the last rank."""
+    """Rows of vocabulary padding, on the last rank."""
     padding_is_zero: bool = False
-    """Else it is its last row again, where nothing belongs."""
+    """Otherwise padding repeats the last row, which a reader must drop."""
     dtype: torch.dtype = torch.float32
     is_zip: bool = True
     """Torch's format since 1.6."""
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
-    """Besides those that all have; None leaves out all of them."""
+    """Additional arguments; None omits all arguments."""
 
 
 def even(layers: int, pp: int = 1) -> Stages:
@@ -66,7 +66,7 @@ def even(layers: int, pp: int = 1) -> Stages:
 
 
 Entry = tuple[str, str, list[torch.Tensor]]
-"""Name, how tensor parallelism cuts it, and what of Hugging Face's it is made of."""
+"""Megatron-LM's name, how tensor parallelism shards it, and the Hugging Face tensors it is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +74,20 @@ class Model:
     """A model under Megatron-LM's names."""
 
     first: list[Entry]
-    """Before the layers."""
+    """Entries before the layers."""
     layer: Callable[[int], Iterable[Entry]]
-    """Of a layer of the whole model, by its number."""
+    """Entries of a layer, by its global number."""
     last: list[Entry]
-    """Behind the layers."""
+    """Entries after the layers."""
     words: torch.Tensor
     is_tied: bool
     width: int
-    """Of a head."""
+    """Size of an attention head."""
     arguments: dict[str, Any]
 
 
 def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path:
-    """Write the tree: tracker file, folder of the iteration, a folder and a file for each rank."""
+    """Write the tracker file, and the iteration's directory with a directory and file per rank; returns the latter."""
     folder, pp, num_chunks = root / f"iter_{iteration:07d}", len(layout.stages), len(layout.stages[0])
     for stage, chunks in enumerate(layout.stages):
         for rank in range(layout.tp):
@@ -126,7 +126,7 @@ def _entries(model: Model, layers: tuple[int, ...], is_first: bool, is_last: boo
 
 
 def _nested(entries: Iterator[Entry], layout: Layout, rank: int, width: int) -> dict[str, Any]:
-    """As Megatron-LM nests it: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"]."""
+    """One rank's shards, nested as in Megatron-LM: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"]."""
     model: dict[str, Any] = {}
     for name, how, tensors in entries:
         for usual, other in layout.names.items():
@@ -135,19 +135,19 @@ def _nested(entries: Iterator[Entry], layout: Layout, rank: int, width: int) -> 
         inner = model
         for each in outer:
             inner = inner.setdefault(each, {})
-        inner[last] = _cut(how, tensors, layout, rank, width).to(layout.dtype).clone()
+        inner[last] = _shard(how, tensors, layout, rank, width).to(layout.dtype).clone()
     return model
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The pickle of one rank, by torch's own loader, which takes tensors and plain data."""
+    """Load one rank's file with torch's loader for tensors and plain data."""
     with torch.serialization.safe_globals([Namespace]):
         state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
 
 
 def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of nested dictionaries under the joined names."""
+    """Flatten nested dictionaries of tensors; names are joined with dots."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in nested.items():
         tensors |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
@@ -158,32 +158,32 @@ def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]
 
 
 def _block(tensor: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
-    """An equal part."""
+    """The rank's equal part along an axis."""
     size = tensor.shape[axis] // tp
     return tensor.narrow(axis, rank * size, size)
 
 
-def _cut(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int) -> torch.Tensor:
+def _shard(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int) -> torch.Tensor:
     """A rank's shard of a tensor."""
     first, tp = tensors[0], layout.tp
     if how == "whole":
         return first
     if how == "columns":
         return _block(first, 1, rank, tp)
-    if how == "rows":  # also of the two branches of a gated layer
-        return torch.cat([_block(each, 0, rank, tp) for each in tensors])
+    if how == "rows":  # also the two matrices of a gated layer
+        return torch.cat([_block(tensor, 0, rank, tp) for tensor in tensors])
     if how == "vocabulary":
         rows = len(first) + layout.padding
         rows += -rows % tp
         padding = first[-1:].expand(rows - len(first), *first.shape[1:])
         return _block(torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]), 0, rank, tp)
-    if how == "groups":  # of each of a rank's query groups: its queries, its key, its value
-        number = len(tensors[1]) // width
-        groups = range(rank * number // tp, (rank + 1) * number // tp)
-        return torch.cat([_block(each, 0, group, number) for group in groups for each in tensors])
-    # Queries, keys and values (or keys and values) of a rank's heads.
+    if how == "groups":  # per query group: its queries, its key, its value
+        num_groups = len(tensors[1]) // width
+        groups = range(rank * num_groups // tp, (rank + 1) * num_groups // tp)
+        return torch.cat([_block(tensor, 0, group, num_groups) for group in groups for tensor in tensors])
+    # Queries, keys and values of the rank's heads.
     parts = [_block(each.reshape(-1, width, *each.shape[1:]), 0, rank, tp) for each in tensors]
-    # Kind, head, width; or head, width, kind; or head, kind, width.
+    # Order by version: [kind, head, width] (0), [head, width, kind] (1), [head, kind, width] (2 and later).
     ordered = torch.stack(parts, dim=0 if not layout.version else 2 if layout.version == 1.0 else 1)
     return ordered.reshape(-1, *first.shape[1:])
 
@@ -192,6 +192,7 @@ def _cut(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width
 
 
 def _both(weights: Mapping[str, torch.Tensor], ours: str, theirs: str) -> list[Entry]:
+    """Entries of a weight and its bias, as far as they exist, which are not sharded."""
     names = ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
     return [(our, "whole", [weights[their]]) for our, their in names if their in weights]
 
@@ -199,7 +200,7 @@ def _both(weights: Mapping[str, torch.Tensor], ours: str, theirs: str) -> list[E
 def _layer(
     weights: Mapping[str, torch.Tensor], h: str, names: str, *, qkv: str, transposed: bool = False
 ) -> list[Entry]:
-    """A layer; ``names`` are those of its norms, queries, keys and values, output, and of its MLP's two matrices."""
+    """Entries of a layer; ``names``: both norms, query-key-value, attention output, and the MLP's two matrices."""
     norm, mlp_norm, queries, proj, fc1, fc2 = names.split()
     entries = [*_both(weights, "input_layernorm", h + norm), *_both(weights, "post_attention_layernorm", h + mlp_norm)]
     for kind in ("weight", "bias"):
@@ -211,7 +212,7 @@ def _layer(
             ("mlp.dense_4h_to_h", second, fc2),
         ):
             parts = [weights[f"{h}{name}.{kind}"] for name in theirs.split(",") if f"{h}{name}.{kind}" in weights]
-            if transposed:  # Conv1D keeps matrices so, and queries, keys and values in one
+            if transposed:  # GPT-2's Conv1D: transposed, with fused queries, keys and values
                 parts = [part.t() for part in parts]
                 parts = list(parts[0].chunk(3)) if how == qkv else parts
             entries += [(f"{ours}.{kind}", how, parts)] if parts else []
@@ -219,7 +220,7 @@ def _layer(
 
 
 def gpt2(model: Any) -> Model:
-    """A GPT of Megatron-LM with the weights of a GPT-2."""
+    """Describe a GPT-2 as Megatron-LM's GPT."""
     weights, config = model.state_dict(), model.config
     names = "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
     positions = weights["transformer.wpe.weight"]
@@ -241,7 +242,7 @@ def gpt2(model: Any) -> Model:
 
 
 def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -> Model:
-    """A BERT of Megatron-LM with the weights of a Megatron-BERT for pre-training."""
+    """Describe a Megatron-BERT for pre-training as Megatron-LM's BERT."""
     weights, config = model.state_dict(), model.config
     qkv = ",".join(f"attention.self.{name}" for name in ("query", "key", "value"))
     names = f"attention.ln ln {qkv} attention.output.dense intermediate.dense output.dense"
@@ -273,7 +274,7 @@ def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -
 
 
 def llama(model: Any) -> Model:
-    """A decoder of Megatron-LM with the weights of a Llama."""
+    """Describe a Llama as Megatron-LM's decoder."""
     weights, config = model.state_dict(), model.config
     qkv = ",".join(f"self_attn.{name}_proj" for name in "qkv")
     names = f"input_layernorm post_attention_layernorm {qkv} self_attn.o_proj mlp.gate_proj,mlp.up_proj mlp.down_proj"

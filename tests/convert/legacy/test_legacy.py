@@ -1,6 +1,6 @@
-"""Legacy checkpoints of Megatron-LM: of every layout, read bit for bit; refused with a reason; written by the layout.
+"""Legacy checkpoints of Megatron-LM: exact reading of every layout, refusals, writing.
 
-Both ways are compared with cuts made by hand (layouts.py). Arguments that are written, and the cuts of a T5, are
+Reading and writing are compared with shards made by hand (layouts.py). Written arguments and the shards of a T5 are
 compared with recorded ones in tests/golden.
 """
 
@@ -62,11 +62,11 @@ def _bert() -> Any:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
-    """The models as Hugging Face saved them, opened."""
+    """The models as loaded from Hugging Face directories, by name."""
     folder = tmp_path_factory.mktemp("references")
     for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert())):
         model.save_pretrained(folder / name)
-    return {each.name: weights_of(each) for each in folder.iterdir()}
+    return {path.name: weights_of(path) for path in folder.iterdir()}
 
 
 def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Layout:
@@ -80,32 +80,28 @@ LAYOUTS = (
     _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
     _layout(3.0, 2, "pp2", names=TRANSFORMER_ENGINE, dtype=torch.bfloat16, is_zip=False),
 )
-"""Versions, layouts, and names, dtypes and files of all releases."""
+"""Checkpoint versions and layouts; tensor names, dtypes and file formats of all releases."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
-def test_a_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_path: Path, layout: Layout) -> None:
+def test_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_path: Path, layout: Layout) -> None:
     write(tmp_path, layout, gpt2(_gpt2()))
-
     read = weights_of(tmp_path)
-
     assert_same_weights(read, references["gpt2"])
     assert {tensor.dtype for tensor in read.tensors.values()} == {layout.dtype}
     assert read.source.iteration == 40
 
 
 @pytest.mark.parametrize(
-    ("tp", "pipeline", "is_of_core"),
+    ("tp", "pipeline", "is_core"),
     [(4, "pp3 uneven", False), (2, "pp2 vpp2", False), (1, "pp2", True), (4, "pp3 uneven", True)],
 )
-def test_a_decoder_with_groups_gates_and_an_output_layer(
-    references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_of_core: bool
+def test_llama_of_every_layout(
+    references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_core: bool
 ) -> None:
-    own: dict[str, Any] = {"version": None, "names": MEGATRON_CORE} if is_of_core else {"version": 3.0}
-    write(tmp_path, _layout(tp=tp, pipeline=pipeline, **own), llama(_llama()))
-
+    fields: dict[str, Any] = {"version": None, "names": MEGATRON_CORE} if is_core else {"version": 3.0}
+    write(tmp_path, _layout(tp=tp, pipeline=pipeline, **fields), llama(_llama()))
     read = weights_of(tmp_path)
-
     assert_same_weights(read, references["llama"])
     assert read.source.model == references["llama"].source.model
 
@@ -113,34 +109,34 @@ def test_a_decoder_with_groups_gates_and_an_output_layer(
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rotary_base": 500000}),
-    "llama with longer contexts": (
+    "llama with llama3 scaling": (
         {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8192}},
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
     ),
     "qwen2": ({"tie_word_embeddings": True}, {}),
     "qwen3": ({"head_dim": 16}, {}),
-    "llama with positions between": (
+    "llama with linear scaling": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
         {"rotary_seq_len_interpolation_factor": 4},
     ),
     "mistral": ({"sliding_window": 8}, {"window_size": (7, 0)}),
 }
-"""Fields of the config, and what Megatron-LM's arguments say of them."""
+"""Fields of the Hugging Face config, and the equivalent arguments of Megatron-LM."""
 
 
 @pytest.mark.parametrize(
     ("family", "writer"),
     [*((family, "ours") for family in FAMILIES), *zip(FAMILIES, ["legacy", "core"] * 3, strict=True)],
 )
-def test_arguments_tell_families_with_rotary_positions_apart(tmp_path: Path, family: str, writer: str) -> None:
-    """Those of Megatron-LM and, without the config beside them, those that we write."""
+def test_arguments_identify_families_with_rotary_positions(tmp_path: Path, family: str, writer: str) -> None:
+    """Megatron-LM's arguments and, without the embedded config, those that this package writes."""
     fields, arguments = FAMILIES[family]
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 24, "head_dim": 8, "sliding_window": None}
     model = gpt_model(family.split()[0], {**sizes, "tie_word_embeddings": False, **fields})
     if writer == "ours":
         _write(model, tmp_path, tp=2)
         for file in (tmp_path / "legacy").rglob(FILE):
-            _changed(file, lambda state: vars(state["args"]).pop("hugging_face_config"))
+            _rewrite(file, lambda state: vars(state["args"]).pop("hugging_face_config"))
     else:
         model.save_pretrained(tmp_path / "hf")
         names, pp = (MEGATRON_CORE, 2) if writer == "core" else ({}, 1)
@@ -152,24 +148,23 @@ def test_arguments_tell_families_with_rotary_positions_apart(tmp_path: Path, fam
     assert read.source.model == reference.source.model
 
 
-def test_activations(tmp_path: Path) -> None:
-    for told, activation in (("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")):
-        _one_rank(tmp_path / told, arguments={name: name == told for name in ("bias_gelu_fusion", "openai_gelu")})
-        assert open_source(tmp_path / told).hf_config.activation_function == activation
+def test_arguments_determine_the_activation(tmp_path: Path) -> None:
+    for argument, activation in (("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")):
+        arguments = {name: name == argument for name in ("bias_gelu_fusion", "openai_gelu")}
+        _write_one_rank(tmp_path / argument, arguments=arguments)
+        assert open_source(tmp_path / argument).hf_config.activation_function == activation
 
 
 @pytest.mark.parametrize(
     ("tp", "pp", "version", "heads"),
     [(1, 1, 0, (True, True)), (2, 2, 2.0, (True, True)), (4, 1, 1.0, (True, False)), (2, 2, 0, (False, True))],
 )
-def test_a_bert_with_and_without_its_second_head(
+def test_bert_with_and_without_pooler_and_binary_head(
     references: dict[str, Weights], tmp_path: Path, tp: int, pp: int, version: float, heads: tuple[bool, bool]
 ) -> None:
     layout = Layout(stages=even(LAYERS, pp), tp=tp, version=version)
     write(tmp_path, layout, bert(_bert(), has_binary_head=heads[0], has_pooler=heads[1]))
-
     read = weights_of(tmp_path)
-
     assert read.source.model.task == ("pretraining" if all(heads) else "masked_lm")
     if all(heads):
         assert_same_weights(read, references["bert"])
@@ -177,21 +172,20 @@ def test_a_bert_with_and_without_its_second_head(
     assert set(read.tensors) == set(references["bert"].tensors) - (set() if all(heads) else second)
 
 
-# ---- where it is ----------------------------------------------------------------------------------------------------
+# ---- paths ----------------------------------------------------------------------------------------------------------
 
 
-def _one_rank(folder: Path, **fields: Any) -> Path:
+def _write_one_rank(folder: Path, **fields: Any) -> Path:
     return write(folder, Layout(**{"stages": even(LAYERS), **fields}), gpt2(_gpt2()))
 
 
-def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path: Path) -> None:
-    iteration = _one_rank(tmp_path)
-    ways = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
-    for path in ways:
+def test_every_path_to_a_checkpoint_is_accepted(references: dict[str, Weights], tmp_path: Path) -> None:
+    iteration = _write_one_rank(tmp_path)
+    paths = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
+    for path in paths:
         assert_same_weights(weights_of(path), references["gpt2"])
-    ways.append(tmp_path / "gpt2_345m.pt")
-    shutil.copyfile(ways[3], ways[4])
-    assert_same_weights(weights_of(ways[4]), references["gpt2"])
+    shutil.copyfile(paths[3], tmp_path / "gpt2_345m.pt")
+    assert_same_weights(weights_of(tmp_path / "gpt2_345m.pt"), references["gpt2"])
 
     write(tmp_path, Layout(stages=even(LAYERS)), gpt2(_gpt2()), iteration=80)
     assert open_source(tmp_path).iteration == 80
@@ -215,10 +209,10 @@ def test_every_way_to_name_a_checkpoint(references: dict[str, Weights], tmp_path
         ("../../mp_rank_00/model_optim_rng.pt", True, zipfile.ZIP_DEFLATED),
     ],
 )
-def test_nvidias_zip_files(
+def test_zip_files_of_nvidia_are_read(
     references: dict[str, Weights], tmp_path: Path, member: str, is_zip: bool, compression: int
 ) -> None:
-    file = _one_rank(tmp_path / "in", is_zip=is_zip, version=None, names=FIRST_RELEASES)
+    file = _write_one_rank(tmp_path / "in", is_zip=is_zip, version=None, names=FIRST_RELEASES)
     archive = tmp_path / "megatron_gpt2_345m_v0_0.zip"
     with zipfile.ZipFile(archive, "w", compression) as opened:
         opened.writestr("latest_checkpointed_iteration.txt", "release")
@@ -229,7 +223,7 @@ def test_nvidias_zip_files(
     assert sorted(path for path in tmp_path.parent.rglob("*")) == before
 
 
-def test_without_arguments_only_nvidias_345m_models_are_known(
+def test_without_arguments_only_nvidia_345m_models_are_recognized(
     references: dict[str, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = megatron_arguments._PUBLISHED
@@ -246,25 +240,25 @@ def test_without_arguments_only_nvidias_345m_models_are_known(
         assert_same_weights(weights_of(path, config), references[name])
         with monkeypatch.context() as patched:
             patched.setattr(megatron_arguments, "_PUBLISHED", small)
-            found = weights_of(path)
-        assert_same_weights(found, references[name])
-        assert found.source.model.activation == {"gpt2": "gelu_tanh", "bert": "gelu"}[name]
+            weights = weights_of(path)
+        assert_same_weights(weights, references[name])
+        assert weights.source.model.activation == {"gpt2": "gelu_tanh", "bert": "gelu"}[name]
 
 
-def test_a_config_with_other_heads_than_the_ranks_is_refused(tmp_path: Path) -> None:
-    """One head on two ranks once left both without a row."""
+def test_config_whose_heads_tp_does_not_divide_is_refused(tmp_path: Path) -> None:
+    """One head on two ranks once left both ranks without rows."""
     model = tiny_gpt2()
-    _small(tmp_path / "legacy", version=None, arguments=None)
+    _write_small(tmp_path / "legacy", version=None, arguments=None)
     model.config.n_head = 1
     model.config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
         open_source(tmp_path / "legacy", tmp_path / "config.json")
 
 
-def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(
+def test_unknown_vocabulary_padding_is_kept_with_a_warning(
     references: dict[str, Weights], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _one_rank(tmp_path, arguments={"orig_vocab_size": None})
+    _write_one_rank(tmp_path, arguments={"orig_vocab_size": None})
 
     assert open_source(tmp_path).model.vocab_size == 48
     assert "how many rows of its vocabulary of 48 are padding" in caplog.text
@@ -274,16 +268,16 @@ def test_rows_that_may_pad_the_vocabulary_are_kept_and_mentioned(
     assert not caplog.text
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 FILE = "model_optim_rng.pt"
 
 
-def _small(folder: Path, **fields: Any) -> Path:
+def _write_small(folder: Path, **fields: Any) -> Path:
     return write(folder, Layout(**{"stages": even(2, 2), "tp": 2, **fields}), gpt2(tiny_gpt2()))
 
 
-def _changed(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     state = load(file)
     change(state)
     torch.save(state, file)
@@ -294,8 +288,8 @@ def _encoder(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return encoder
 
 
-def test_files_that_are_missing(tmp_path: Path) -> None:
-    folder = _small(tmp_path)
+def test_missing_rank_files_are_refused(tmp_path: Path) -> None:
+    folder = _write_small(tmp_path)
     alone = "written with tensor_model_parallel_size=2 and has the files of 1"
     for path in (folder / "mp_rank_01_001", folder / "mp_rank_00_000" / FILE):
         with pytest.raises(CheckpointError, match=alone):
@@ -339,20 +333,18 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path, case: str) -> None:
     ranks, change, message = CHANGES[case]
-    folder = _small(tmp_path)
-    for rank in sorted(each.name for each in folder.glob(ranks)):
-        _changed(folder / rank / FILE, change)
-
+    folder = _write_small(tmp_path)
+    for rank_folder in folder.glob(ranks):
+        _rewrite(rank_folder / FILE, change)
     with pytest.raises(ValueError, match=message) as error:
         weights_of(tmp_path)
-
     assert "\n" not in str(error.value)
 
 
-def test_a_config_of_another_model(tmp_path: Path) -> None:
-    _small(tmp_path / "gpt2")
+def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    _write_small(tmp_path / "gpt2")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**tiny_gpt2().config.to_dict(), "n_layer": 3, "vocab_size": 500}))
     with pytest.raises(CheckpointError, match=r"word_embeddings.weight' has the shape \[\d+, 32\], not \[500") as error:
@@ -367,14 +359,14 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
         *(("window_attn_skip_freq", 2), ("softmax_type", "off-by-one")),
     ],
 )
-def test_decoders_of_no_known_family(tmp_path: Path, name: str, value: Any) -> None:
+def test_decoder_of_no_known_family_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     write(tmp_path, Layout(stages=even(4), arguments={name: value}), llama(tiny_llama()))
     with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
         weights_of(tmp_path)
 
 
-def test_damaged_zip_files(tmp_path: Path) -> None:
-    file = _small(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
+def test_damaged_zip_file_is_refused(tmp_path: Path) -> None:
+    file = _write_small(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
         opened.write(file, f"release/mp_rank_00/{FILE}")
@@ -385,15 +377,15 @@ def test_damaged_zip_files(tmp_path: Path) -> None:
         weights_of(archive)
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
-    """Write ``model`` as ``folder / "legacy"``; returns its weights in Hugging Face's names."""
+    """Write ``model`` as ``folder / "legacy"``; returns its weights under Hugging Face's names."""
     model.save_pretrained(folder / "hf")
-    # With a small multiple for the vocabulary each layout has rows that pad it.
-    asked: dict[str, Any] = {"to": "megatron-legacy", "make_vocab_size_divisible_by": 8, **fields}
-    convert(ConvertOptions(load_path=folder / "hf", save_path=folder / "legacy", **asked))
+    # With this small multiple every layout has vocabulary padding.
+    options: dict[str, Any] = {"to": "megatron-legacy", "make_vocab_size_divisible_by": 8, **fields}
+    convert(ConvertOptions(load_path=folder / "hf", save_path=folder / "legacy", **options))
     weights: dict[str, torch.Tensor] = model.state_dict()
     return weights
 
@@ -407,35 +399,34 @@ WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_every_rank_has_what_is_cut_by_hand(tmp_path: Path, case: str) -> None:
-    model, built, layout = WRITTEN[case]
-    # 83 tokens, and a multiple of 8 x tp.
+def test_written_shards_equal_shards_made_by_hand(tmp_path: Path, case: str) -> None:
+    make_model, to_megatron, layout = WRITTEN[case]
+    # Pads 83 tokens to a multiple of 8 x tp.
     layout = replace(layout, padding=13 if layout.tp == 2 else 5, padding_is_zero=True)
-    write(tmp_path / "by_hand", layout, built(model()))
+    write(tmp_path / "by_hand", layout, to_megatron(make_model()))
     num_chunks = len(layout.stages[0])
     pipeline = {"pp": len(layout.stages), "vpp": num_chunks if num_chunks > 1 else None}
-    _write(model(), tmp_path, tp=layout.tp, **pipeline)
+    _write(make_model(), tmp_path, tp=layout.tp, **pipeline)
 
     files = sorted((tmp_path / "by_hand").rglob("model_optim_rng.pt"))
     assert len(files) == layout.tp * len(layout.stages)
     for file in files:
         by_hand, ours = load(file), load(tmp_path / "legacy" / "release" / file.parent.name / file.name)
         for chunk in (key for key in by_hand.keys() | ours.keys() if key.startswith("model")):
-            theirs, found = flat(by_hand[chunk]), flat(ours[chunk])
-            assert found.keys() == theirs.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in theirs.items())
-            assert all(tensor.is_contiguous() for tensor in found.values())
-            # Readers take layers from the front of a dictionary, and a weight before its bias.
-            inside = [name for name in found if ".encoder.layers." in name]
+            expected, actual = flat(by_hand[chunk]), flat(ours[chunk])
+            assert_same(actual, expected)
+            assert all(tensor.is_contiguous() for tensor in actual.values())
+            # Readers rely on the order: layers first and ascending, each weight before its bias.
+            inside = [name for name in actual if ".encoder.layers." in name]
             assert [int(name.split(".")[3]) for name in inside] == sorted(int(name.split(".")[3]) for name in inside)
             assert all(not name.endswith("bias") or f"{name[:-4]}weight" in inside[:i] for i, name in enumerate(inside))
-            assert not any("final_" in name for name in [n for n in found if ".encoder." in n][: len(inside)])
+            assert not any("final_" in name for name in [n for n in actual if ".encoder." in n][: len(inside)])
     assert (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
-def test_a_llama_comes_back_from_chunks_and_from_a_distributed_optimizer(tmp_path: Path) -> None:
+def test_llama_round_trips_through_files_of_a_distributed_optimizer(tmp_path: Path) -> None:
     expected = _write(tiny_llama(), tmp_path, pp=2, vpp=2, tp=2)
-    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # as Megatron-LM of 2022 named them
+    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # file names of Megatron-LM in 2022
         (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
         (own / "optim.pt").touch()
         file.rename(file.with_name("model_rng.pt"))
