@@ -1,4 +1,4 @@
-"""The Hugging Face model with the same weights: the reference that shares no code with the engine."""
+"""Training of the Hugging Face model from the same weights: a reference that shares no code with the engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,23 +8,17 @@ from torch.utils.data import DistributedSampler
 
 from tests.parity.sharding import Tensors
 from tests.parity.training import MODELS, SEED, Case, Outcome, Sentences, loader_of, module_of, train_module
-from tests.ranks import run_ranks
 
 
-def outcome_in_hugging_face_names(case: Case) -> Outcome:
-    """What a run of ours did, tensors under the names and in the shapes of the Hugging Face model."""
-    return run_ranks(_train, case.layout.world_size, case)[0]  # type: ignore[no-any-return]
-
-
-def _train(case: Case) -> Outcome:
-    """The first rank has whole tensors."""
+def train_in_hugging_face_names(case: Case) -> Outcome:
+    """Train ``case``; on rank 0 the outcome has full tensors with the names and shapes of the Hugging Face model."""
     return train_module(module_of(case), case, loader_of(case), collect=tensors_of)
 
 
 def tensors_of(module: Any) -> Tensors:
-    """The whole tensors of a module by Hugging Face's names, on the first rank; every rank must call.
+    """Gather a module's full tensors by Hugging Face name on rank 0. Collective over the world.
 
-    tests/families compares them with transformers. Whatever the parameters' ``data`` holds is taken, gradients too.
+    tests/families compares them with transformers. Reads the parameters' ``data``, which may hold gradients.
     """
     from lightning_megatron.convert.shards import WeightGatherer
 
@@ -34,7 +28,7 @@ def tensors_of(module: Any) -> Tensors:
 
 
 def hugging_face_model(case: Case, weights: Tensors) -> Any:
-    """The Hugging Face model of ``case`` with ``weights``, which carry its own names."""
+    """Build the Hugging Face model of ``case`` with ``weights``, named as in Hugging Face."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     fields = {**MODELS[case.model], **dict(case.model_fields)}
@@ -48,7 +42,7 @@ def hugging_face_model(case: Case, weights: Tensors) -> Any:
 
 
 def train_hugging_face(case: Case, initial_weights: Tensors, prepare: Callable[[Any], None] | None = None) -> Outcome:
-    """``case`` trained by Hugging Face's model, which ``prepare`` may freeze in part, and torch's optimizer."""
+    """Train ``case`` with the Hugging Face model, optionally changed by ``prepare``, and torch's optimizer."""
     model = hugging_face_model(case, initial_weights)
     if prepare is not None:
         prepare(model)

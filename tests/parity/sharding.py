@@ -1,6 +1,6 @@
-"""The tensors of the whole model, of which every rank holds shards: taken apart on ranks, put together here.
+"""Full tensors of a model from the shards of all ranks.
 
-The places of shards come from ``sharded_state_dict``, by which Megatron writes checkpoints that any layout can load.
+Offsets of shards come from ``sharded_state_dict``, with which Megatron writes checkpoints that any layout can load.
 """
 
 from collections.abc import Iterator
@@ -13,35 +13,35 @@ import torch
 from tests.models import VOCAB_SIZE
 
 Tensors = dict[str, torch.Tensor]
-"""Whole tensors, fp32, by Megatron's checkpoint names; the layers are stacked along the first axis."""
+"""Full fp32 tensors by Megatron checkpoint name; layers are stacked along the first axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rank's part of one tensor of the whole model."""
+    """One rank's shard of one tensor."""
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
     data: torch.Tensor
 
 
 def full_tensors(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -> Tensors:
-    """Put the tensors together, without the rows past the vocabulary, whose number depends on the layout.
+    """Assemble full tensors, without vocabulary padding, whose size depends on the layout.
 
     Args:
-        shards_of_ranks: What each rank's ``shards`` returned.
-        copies_rtol: How far ranks that hold the same part may differ; 0 where kernels add in a fixed order.
+        shards_of_ranks: Result of ``shards`` on each rank.
+        copies_rtol: Relative tolerance between ranks that hold the same shard; 0 where kernels add in a fixed order.
     """
     tensors: Tensors = {}
     for shard in (shard for shards in shards_of_ranks for shard in shards):
         tensor = tensors.setdefault(shard.key, torch.full(shard.shape, torch.nan))
-        place = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.data.shape, strict=True))
-        known = ~tensor[place].isnan()
+        region = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.data.shape, strict=True))
+        filled = ~tensor[region].isnan()
         limit = copies_rtol * shard.data.abs().max()
-        assert ((shard.data - tensor[place])[known].abs() <= limit).all(), f"ranks hold different copies of {shard.key}"
-        tensor[place] = shard.data
+        assert ((shard.data - tensor[region])[filled].abs() <= limit).all(), f"ranks differ in {shard.key}"
+        tensor[region] = shard.data
     for key, tensor in tensors.items():
         assert not tensor.isnan().any(), f"no rank holds all of {key}"
         if key.endswith(("word_embeddings.weight", "output_layer.weight")):
@@ -54,19 +54,19 @@ def full_tensors(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -
 
 
 def shards(module: Any) -> list[Shard]:
-    """This rank's parts of the model's tensors, copied to the CPU in fp32."""
+    """Return this rank's shards of the model, copied to the CPU in fp32."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     from lightning_megatron.engine.wrap import unwrap
 
-    found = []
+    result = []
     with module.megatron.engine():
         for chunk in module.model_chunks:
             state = unwrap(chunk).sharded_state_dict()
             apply_factories(state)
-            found += [_shard(part) for part in nested_values(state) if isinstance(part, ShardedTensor)]
-    return found
+            result += [_shard(part) for part in nested_values(state) if isinstance(part, ShardedTensor)]
+    return result
 
 
 def _shard(part: Any) -> Shard:
@@ -80,13 +80,13 @@ def _shard(part: Any) -> Shard:
 
 
 @contextmanager
-def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
-    """While active, each trained parameter's data is its reduced gradient: whatever reads weights reads gradients."""
+def gradients_as_weights(module: Any) -> Iterator[None]:
+    """While active, the data of each trainable parameter is its reduced gradient, for ``shards`` to read."""
     _complete_gradients(module)
     parameters = [p for chunk in module.model_chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
     for parameter in parameters:
-        # Of the weights' dtype: another one would make torch forget the hook that reduces the gradient from then on.
+        # In the dtype of the weights: with another one torch would drop the hook that reduces the gradient.
         parameter.data = parameter.main_grad.to(parameter.dtype)
     try:
         yield
@@ -96,7 +96,7 @@ def gradients_in_place_of_weights(module: Any) -> Iterator[None]:
 
 
 def _complete_gradients(module: Any) -> None:
-    """Under the distributed optimizer each rank of dp x cp has reduced only its part of each bucket: exchange them."""
+    """All-gather buckets over dp x cp: with the distributed optimizer each rank has reduced only its own shard."""
     import torch.distributed as dist
 
     if not module.megatron.distributed_optimizer:

@@ -1,7 +1,7 @@
-"""Dropout masks differ where ranks hold different numbers, and are equal where they hold the same ones.
+"""Dropout masks differ between ranks with different activations, and are equal between ranks with the same ones.
 
-Read off real forward passes: for dropout on activations from its output, and for dropout inside attention by asking the
-same kernel, at the same random state, for the attention weights themselves. True where a number was dropped.
+Masks (True where a value was dropped) come from real forward passes: for activations from dropout's output; for
+attention by calling the same kernel, with the same random state, so that it returns the attention weights.
 """
 
 from collections.abc import Iterator
@@ -26,26 +26,26 @@ PROBABILITY = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Masks:
-    """What one rank dropped, in calling order."""
+    """Dropout masks of one rank, in calling order."""
 
     activations: list[torch.Tensor] = field(default_factory=list)
     """After the embedding (first stage), then after each attention and MLP block: [s, b, h], or [s/tp, b, h]."""
     attention: list[torch.Tensor] = field(default_factory=list)
-    """[b, np/tp, s, s]; True above the diagonal, where nothing can be seen anyway."""
+    """[b, np/tp, s, s]; True above the diagonal, which causality masks anyway."""
     probabilities: list[float] = field(default_factory=list)
-    """Of both kinds."""
+    """Dropout probabilities of both kinds."""
 
 
-def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether no mask says anything of the other: of the numbers dropped in one, ``PROBABILITY`` are in the other, too.
+def are_independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two masks are independent: the share of values dropped in one that are dropped in the other as well.
 
-    With thousands of numbers the share lies within 0.05 of it; at 1 if the masks are equal.
+    With thousands of values it lies within 0.05 of ``PROBABILITY``; it is 1 if the masks are equal.
     """
     return abs(((a & b).sum() / a.sum()).item() - PROBABILITY) < 0.05
 
 
 def dropout_masks(case: Case, function: str = "fit") -> Masks:
-    """The masks that this rank draws in one training step, or in one validation step."""
+    """Return the masks of this rank in one training step (``fit``) or one validation (``validate``)."""
     masks, module = Masks(), module_of(case)
     with recording(masks):
         getattr(trainer_of(case, max_steps=1), function)(module, loader_of(case))
@@ -54,12 +54,12 @@ def dropout_masks(case: Case, function: str = "fit") -> Masks:
 
 @contextmanager
 def recording(masks: Masks) -> Iterator[None]:
-    """While active, what this process drops is noted in ``masks``."""
+    """While active, record the dropout masks of this process in ``masks``."""
     real_dropout, real_attention = F.dropout, F.scaled_dot_product_attention
     is_inside = False
 
     def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        # Under the CPU emulation, a mode for torch functions, torch's own function calls this one again.
+        # Under the CPU emulation, a TorchFunctionMode, torch's own function calls this one again.
         nonlocal is_inside
         if is_inside or not training or p == 0:
             return real_dropout(x, p, training, inplace)
@@ -92,7 +92,7 @@ def recording(masks: Masks) -> Iterator[None]:
 # ---- the layouts -----------------------------------------------------------------------------------------------------
 
 CASE = Case(model_fields=(("embd_pdrop", PROBABILITY), ("resid_pdrop", PROBABILITY), ("attn_pdrop", PROBABILITY)))
-# Not ReLU, whose zeros would look like dropped numbers.
+# Not ReLU, whose zeros would look like dropped values.
 T5 = Case(model="t5", model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")))
 NUM_LAYERS = 4
 FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
@@ -103,12 +103,12 @@ def _masks(layout: Layout, case: Case = CASE) -> list[Masks]:
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
-    """The part of an attention mask that causality leaves."""
+    """Select the part of an attention mask that causality leaves visible."""
     return mask[..., torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).tril()]
 
 
-def _are_independent(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(independent(*each) for each in zip(a, b, strict=True))
+def _all_independent(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(are_independent(*masks) for masks in zip(a, b, strict=True))
 
 
 LAYOUTS = (
@@ -119,39 +119,39 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ranks_drop_the_same_activations_if_they_hold_the_same_and_different_attention_weights(layout: Layout) -> None:
+def test_masks_differ_between_ranks_unless_activations_are_equal(layout: Layout) -> None:
     first, second = _masks(layout)
     is_whole = layout == Layout(tp=2)
     assert [len(mask) for mask in first.activations] == [SEQ_LENGTH // (1 if is_whole else 2)] * (1 + 2 * NUM_LAYERS)
     if is_whole:
         assert all(torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True))
     else:
-        assert _are_independent(first.activations, second.activations)
-    if layout.cp_comm_type != "all_gather":  # which attends run by run, the first time to few keys
+        assert _all_independent(first.activations, second.activations)
+    if layout.cp_comm_type != "all_gather":  # attends in several calls, the first to few keys
         assert [mask.shape[1:] for mask in first.attention] == [(2, SEQ_LENGTH, SEQ_LENGTH)] * NUM_LAYERS
-        assert _are_independent(*([_visible(mask) for mask in each.attention] for each in (first, second)))
+        assert _all_independent(*([_visible(mask) for mask in each.attention] for each in (first, second)))
 
 
-def test_of_t5_they_drop_the_same_hidden_states_and_different_parts_of_heads_and_mlps() -> None:
+def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
     first, second = _masks(Layout(tp=2), T5)
     for a, b in zip(first.activations, second.activations, strict=True):
         is_inside_mlp = a.shape[-1] == MODELS["t5"]["d_ff"] // 2
-        assert independent(a, b) if is_inside_mlp else torch.equal(a, b)
-    encoder = slice(0, MODELS["t5"]["num_layers"])  # in the decoder's attention the future is zero, too
-    assert _are_independent(first.attention[encoder], second.attention[encoder])
+        assert are_independent(a, b) if is_inside_mlp else torch.equal(a, b)
+    encoder = slice(0, MODELS["t5"]["num_layers"])  # in the decoder, causally masked weights are zero as well
+    assert _all_independent(first.attention[encoder], second.attention[encoder])
 
 
-def test_stages_and_microbatches_and_layers_drop_different_activations() -> None:
+def test_masks_differ_between_stages_microbatches_and_layers() -> None:
     first, second = _masks(Layout(pp=2, num_microbatches=2))
     per_microbatch = len(first.activations) // 2
     embedding, *blocks = first.activations[:per_microbatch]
     assert per_microbatch == 1 + NUM_LAYERS
-    assert independent(blocks[0], blocks[1])
-    assert independent(embedding, first.activations[per_microbatch])
-    assert all(independent(a, b) for a, b in zip(blocks, second.activations, strict=False))
+    assert are_independent(blocks[0], blocks[1])
+    assert are_independent(embedding, first.activations[per_microbatch])
+    assert all(map(are_independent, blocks, second.activations))
 
 
-def test_nothing_is_dropped_in_validation() -> None:
+def test_validation_has_no_dropout() -> None:
     (masks,) = run_ranks(dropout_masks, 1, CASE, "validate")
     assert masks.activations == masks.attention == []
 
@@ -167,45 +167,37 @@ def _recomputing(layout: Layout, mode: str) -> Layout:
     [
         (CASE, FOUR_RANKS, "selective"),
         (CASE, FOUR_RANKS, "uniform"),
-        pytest.param(CASE, FOUR_RANKS, "block", marks=pytest.mark.exhaustive),
         (T5, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute_num_layers=2), "uniform"),
     ],
 )
-def test_recomputed_activations_are_dropped_where_they_were(case: Case, layout: Layout, mode: str) -> None:
-    # ``outcome`` also checks that ranks with the same weights keep the same weights.
+def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: str) -> None:
+    # ``outcome`` also checks that replicated weights stay equal.
     case = replace(case, layout=layout, steps=2)
     assert_same_run(outcome(replace(case, layout=_recomputing(layout, mode))), outcome(case))
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
-def test_recomputed_activations_are_dropped_where_they_were_on_gpus(layout: Layout) -> None:
-    # Only the first layer is recomputed beside all four. Without recomputation other kernels drop, by other numbers.
+def test_recomputation_repeats_dropout_masks_on_gpus(layout: Layout) -> None:
+    # All four layers are recomputed, or only the first. Without recomputation other kernels draw other random numbers.
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")
-    # In fp32: one other mask would change the loss by far more than rounding does.
+    # In fp32, a single different mask changes the loss by far more than rounding does.
     assert_same_run(*(outcome(replace(case, layout=_recomputing(layout, mode))) for mode in ("uniform", "block")))
 
 
-# ---- beside Hugging Face ---------------------------------------------------------------------------------------------
+# ---- compared with Hugging Face --------------------------------------------------------------------------------------
 
-_OF_GPT2 = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
-_OF_FALCON = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 DROPOUTS: dict[str, dict[str, float]] = {
-    "gpt2": _OF_GPT2,
-    "gpt_bigcode": _OF_GPT2,
+    "gpt2": {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3},
     "llama": {"attention_dropout": 0.3},
     "bloom": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
-    "falcon": _OF_FALCON,
-    "falcon rw": _OF_FALCON,
+    "falcon": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "t5": {"dropout_rate": 0.3, "decoder_start_token_id": 0},
 }
 
 
-@pytest.mark.parametrize(
-    "name",  # Falcons and GPT-2s say it in the same fields
-    [pytest.param(x, marks=[pytest.mark.exhaustive] * (x in ("gpt_bigcode", "falcon rw"))) for x in DROPOUTS],
-)
-def test_probabilities_are_hugging_faces_in_its_order(name: str) -> None:
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_probabilities_equal_hugging_face_in_order(name: str) -> None:
     fields = {**CONFIGS, "t5": MODELS["t5"]}[name]
     ((ours, theirs),) = run_ranks(_probabilities, 1, {**fields, **DROPOUTS[name]})
     assert ours == theirs
@@ -213,7 +205,7 @@ def test_probabilities_are_hugging_faces_in_its_order(name: str) -> None:
 
 
 def _probabilities(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Of this package's model and of Hugging Face's."""
+    """Dropout probabilities of this package's model and of Hugging Face's."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from lightning_megatron import MegatronModule

@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: losses, gradients and weights, tensor by tensor."""
+"""Training on every layout equals one process: losses, gradients and weights, tensor by tensor."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(cp=2, pp=2, vpp=2, num_microbatches=2), False),
     (_uneven(Layout(pp=2, vpp=2, num_microbatches=2), 2), True),
 )
-"""And whether it is in every run: those that have all ways of splitting and of communicating between them."""
+"""Layout, and whether it is in every test run: those together cover all ways of splitting and communicating."""
 WITH_RECOMPUTE = (
     (Layout(recompute="selective"), False),
     (Layout(recompute="full"), False),
@@ -46,7 +46,7 @@ WITH_RECOMPUTE = (
     (Layout(tp=2, sequence_parallel=True, recompute="selective"), True),
     (Layout(pp=2, vpp=2, num_microbatches=2, recompute="full"), True),
 )
-_GATHERING: dict[str, Any] = {"transformer_config_overrides": (("moe_token_dispatcher_type", "allgather"),)}
+_ALLGATHER_DISPATCH: dict[str, Any] = {"transformer_config_overrides": (("moe_token_dispatcher_type", "allgather"),)}
 WITH_EXPERTS = (
     (Layout(ep=2, dp=2, num_microbatches=3, overlap_communication=True), True),
     (Layout(ep=2, dp=2, distributed_optimizer=False), False),
@@ -55,27 +55,27 @@ WITH_EXPERTS = (
     (Layout(ep=4, tp=2, dp=2, sequence_parallel=True), False),
     (Layout(ep=2, pp=2, dp=2, vpp=2, num_microbatches=2), False),
 )
-GATHERED = (
+WITH_GATHERED_EXPERTS = (
     Layout(ep=2, dp=2, num_microbatches=3),
     Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective"),
     Layout(ep=4, tp=2, dp=2, sequence_parallel=True),
 )
 
 
-def _cut(*layers: int) -> tuple[tuple[str, Any], ...]:
+def _pipeline_layout(*layers: int) -> tuple[tuple[str, Any], ...]:
     return (("pipeline_model_parallel_layout", layers),)
 
 
-OF_T5 = (
+T5_LAYOUTS = (
     (Layout(tp=2, sequence_parallel=True, num_microbatches=3), True),
-    (Layout(pp=2, num_microbatches=3, transformer_config_overrides=_cut(0, 7)), False),
-    (Layout(pp=2, vpp=2, num_microbatches=4, transformer_config_overrides=_cut(1, 3, 2, 1)), True),
-    (Layout(pp=2, dp=2, transformer_config_overrides=_cut(2, 5)), False),
+    (Layout(pp=2, num_microbatches=3, transformer_config_overrides=_pipeline_layout(0, 7)), False),
+    (Layout(pp=2, vpp=2, num_microbatches=4, transformer_config_overrides=_pipeline_layout(1, 3, 2, 1)), True),
+    (Layout(pp=2, dp=2, transformer_config_overrides=_pipeline_layout(2, 5)), False),
     (Layout(pp=2, vpp=2, dp=2, num_microbatches=2, overlap_communication=True), True),
     (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), False),
 )
 
-# What differs most between the families, and what labels differ in, is spread over the two.
+# Two families and two kinds of labels, which the layouts take in turn.
 GPT2 = Case(model="gpt2", labels="uneven")
 LLAMA = Case(model="llama", labels="all")
 FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
@@ -83,7 +83,7 @@ T5 = Case(model="t5", labels="uneven", steps=4)
 
 
 def _clipped(case: Case) -> Case:
-    """Adam would hide a wrong factor; plain gradient descent shows it, and a wrong norm if every step is clipped."""
+    """SGD with clipping: unlike Adam it shows a wrong gradient scale, and a wrong norm as every step is clipped."""
     return replace(case, clip=0.5, lr=0.1, optimizer=(("name", "sgd"), ("weight_decay", 0.0)))
 
 
@@ -93,23 +93,24 @@ CASES = (
     (GPT2, Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2), True),
     *((GPT2, *each) for each in WITH_RECOMPUTE),
     (FEW_KEY_VALUE_HEADS, Layout(tp=4, sequence_parallel=True), True),
-    (replace(GPT2, make_vocab_size_divisible_by=32), Layout(tp=4), True),  # the last rank pads the vocabulary
+    (replace(GPT2, make_vocab_size_divisible_by=32), Layout(tp=4), True),  # the last rank holds vocabulary padding
     *((EXPERTS, *each) for each in WITH_EXPERTS),
-    *((replace(EXPERTS, labels="short"), replace(each, **_GATHERING), True) for each in GATHERED),
+    *((replace(EXPERTS, labels="short"), replace(each, **_ALLGATHER_DISPATCH), True) for each in WITH_GATHERED_EXPERTS),
     (_clipped(GPT2), Layout(tp=2, pp=2, num_microbatches=2), True),
-    *((T5, *each) for each in OF_T5),
-    (replace(T5, labels="short"), OF_T5[-1][0], True),  # lengths change from step to step
-    (_clipped(T5), Layout(pp=2, vpp=2, num_microbatches=2), True),  # each copied weight counts once
+    *((T5, *each) for each in T5_LAYOUTS),
+    (replace(LLAMA, labels="short"), Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), True),
+    (replace(T5, labels="short"), T5_LAYOUTS[-1][0], True),  # sequence lengths change from step to step
+    (_clipped(T5), Layout(pp=2, vpp=2, num_microbatches=2), True),  # each replicated weight counts once in the norm
 )
-"""What is trained, on which layout, and whether in every run."""
+"""Case, layout, and whether it is in every test run."""
 
 
 @pytest.mark.parametrize(
     ("case", "layout"),
     [pytest.param(c, x, marks=() if y else _RARE, id=f"{c.model}-{x}{'-clipped' * bool(c.clip)}") for c, x, y in CASES],
 )
-def test_a_layout_trains_as_one_process(case: Case, layout: Layout) -> None:
-    # ``outcome`` also checks that all copies of a weight are equal after the steps.
+def test_layout_equals_one_process(case: Case, layout: Layout) -> None:
+    # ``outcome`` also checks that replicated weights are equal on all ranks after training.
     assert_same_run(outcome(replace(case, layout=layout)), outcome(case))
     assert min(outcome(case).grad_norms) > (case.clip or 0.0)
 
@@ -118,7 +119,7 @@ _ON_GPU = [replace(case, accelerator="gpu") for case in (GPT2, LLAMA, T5)]
 IN_BF16 = [
     (GPT2, Layout(tp=2, pp=2, num_microbatches=2)),
     *((case, layout) for case in _ON_GPU[:2] for layout, _ in (*LAYOUTS, *WITH_RECOMPUTE) if layout.world_size <= 4),
-    *((_ON_GPU[2], layout) for layout, _ in OF_T5),
+    *((_ON_GPU[2], layout) for layout, _ in T5_LAYOUTS),
 ]
 
 
@@ -129,6 +130,6 @@ IN_BF16 = [
         for n, each in enumerate(IN_BF16)
     ],
 )
-def test_a_layout_trains_in_bf16_as_one_process(case: Case, layout: Layout) -> None:
+def test_bf16_layout_equals_one_process(case: Case, layout: Layout) -> None:
     reference = replace(case, precision="bf16-mixed")
     assert_same_within_rounding(outcome(replace(reference, layout=layout)), outcome(reference), outcome(case))

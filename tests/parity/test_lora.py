@@ -1,4 +1,4 @@
-"""Adapters train as those of ``peft`` on the Hugging Face model do, and go there and back."""
+"""LoRA training equals ``peft`` on the Hugging Face model; adapters can be exchanged in both directions."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,26 +11,21 @@ import torch
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
-from tests.parity.training import VOCAB_SIZE, Case, Layout, Outcome, join_outcomes, loader_of, module_of, train_module
+from tests.parity.training import MODELS, Case, Layout, Outcome, join_outcomes, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
 OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
 LLAMA = Case(model="llama", labels="uneven", steps=5, optimizer=OPTIMIZER, clip=0.5)
 GPT2 = replace(LLAMA, model="gpt2")
 SPLIT = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
-TOKENS = torch.arange(24).reshape(2, 12) % VOCAB_SIZE
-ALL = {
-    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-}
+TOKENS = torch.arange(24).reshape(2, 12)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _random_adapter(case: Case, targets: list[str], folder: str) -> None:
-    """An adapter as ``peft`` writes it, whose B is not zero, so that all gradients tell something."""
+def _save_random_adapter(case: Case, targets: list[str], folder: str) -> None:
+    """Save an adapter with ``peft``; its B is not zero, so that all gradients are nonzero."""
     from peft import LoraConfig, get_peft_model
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    from tests.parity.training import MODELS
 
     torch.manual_seed(3)
     fields = {**MODELS[case.model], **dict(case.model_fields)}
@@ -40,52 +35,51 @@ def _random_adapter(case: Case, targets: list[str], folder: str) -> None:
 
 
 def _train(case: Case, folder: str) -> tuple[Outcome, torch.Tensor]:
-    """Go on with the adapter, write it and the merged model, and say what is computed in the end."""
-    module = module_of(case, lora=f"{folder}/given")
+    """Train the saved adapter, save it and the merged model, and return the outcome and final logits."""
+    module = module_of(case, lora=f"{folder}/initial")
     outcome = train_module(module, case, loader_of(case), collect=tensors_of)
     logits = module.logits(TOKENS)
-    module.save_pretrained(f"{folder}/written")
+    module.save_pretrained(f"{folder}/trained")
     module.save_pretrained(f"{folder}/merged", merge=True)
-    assert torch.equal(module.logits(TOKENS), logits), "adapters are as before"
+    assert torch.equal(module.logits(TOKENS), logits), "merging changed the adapters"
     return outcome, logits.cpu()
 
 
-def _adapt(model: Any, folder: str) -> None:
+def _add_adapter(model: Any, folder: str) -> None:
     from peft import PeftModel
 
-    PeftModel.from_pretrained(model, folder, is_trainable=True)  # changes the model itself
+    PeftModel.from_pretrained(model, folder, is_trainable=True)  # modifies the model in place
 
 
 def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    outcome = train_hugging_face(case, base, partial(_adapt, folder=f"{folder}/given"))
+    outcome = train_hugging_face(case, base, partial(_add_adapter, folder=f"{folder}/initial"))
     model = hugging_face_model(case, base)
-    _adapt(model, f"{folder}/written")
+    _add_adapter(model, f"{folder}/trained")
     merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
     with torch.no_grad():
         return outcome, model.eval()(input_ids=TOKENS).logits, merged(input_ids=TOKENS).logits
 
 
 def _adapters(tensors: Tensors) -> Tensors:
-    """By the names of ``peft``'s files."""
+    """Select adapter tensors, named as in ``peft``'s files."""
     named = {
         f"base_model.model.{name.replace('.default', '').removeprefix('base_model.model.')}": each
         for name, each in tensors.items()
         if ".lora_" in name
     }
-    # A fused linear keeps a B of zeros for a matrix without an adapter.
+    # A fused linear has a B of zeros for each matrix without an adapter.
     return {name: each for name, each in named.items() if name.replace("lora_B", "lora_A") in named}
 
 
 CASES: dict[str, tuple[Case, Layout, list[str]]] = {
-    "llama_tp2_pp2_sp": (LLAMA, SPLIT, ALL["llama"]),
+    "llama_tp2_pp2_sp": (LLAMA, SPLIT, ALL),
     "gpt2_tp2": (GPT2, Layout(tp=2), ["c_attn", "mlp.c_proj"]),
-    # Norms behind linears, and gate and up in one matrix.
+    # Norms after linears; gate and up projections in one matrix.
     "glm4": (replace(LLAMA, model="glm4"), Layout(tp=2), ["o_proj", "gate_up_proj", "down_proj"]),
 }
 RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
-    "llama_tp2": (LLAMA, Layout(tp=2), ALL["llama"]),
     "some_vpp_recompute": (
         LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full"), ["q_proj", "v_proj", "up_proj"]
     ),
@@ -95,11 +89,10 @@ RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
     "mqa_tp2_sp": (
         replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(SPLIT, pp=1), ["q_proj", "v_proj"]
     ),
-    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL["llama"]),
-    "gpt2_split": (GPT2, SPLIT, ALL["gpt2"]),
+    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL),
 }  # fmt: skip
 ON_GPUS = (
-    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True), ALL["llama"]
+    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True), ALL
 )  # fmt: skip
 
 
@@ -111,9 +104,9 @@ ON_GPUS = (
         pytest.param(*ON_GPUS, id="llama_on_gpus", marks=pytest.mark.gpu(2)),
     ],
 )
-def test_adapters_train_as_those_of_peft(case: Case, layout: Layout, targets: list[str], tmp_path: Path) -> None:
+def test_lora_training_equals_peft(case: Case, layout: Layout, targets: list[str], tmp_path: Path) -> None:
     folder, case = str(tmp_path), replace(case, layout=layout)
-    run_ranks(_random_adapter, 1, case, targets, f"{folder}/given")
+    run_ranks(_save_random_adapter, 1, case, targets, f"{folder}/initial")
     ranks = run_ranks(_train, case.layout.world_size, case, folder)
     ours, logits = ranks[0]
     base = {name: each for name, each in ours.initial_weights.items() if ".lora_" not in name}
@@ -128,7 +121,7 @@ def test_adapters_train_as_those_of_peft(case: Case, layout: Layout, targets: li
         torch.testing.assert_close(logits, theirs_logits, rtol=1e-5, atol=2e-5)
 
 
-def _drop(case: Case, dropout: float) -> Outcome:
+def _train_with_dropout(case: Case, dropout: float) -> Outcome:
     from lightning_megatron import LoRA
 
     return train_module(module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case))
@@ -136,11 +129,11 @@ def _drop(case: Case, dropout: float) -> Outcome:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True, recompute="full")], ids=str)
-def test_ranks_drop_the_same_where_they_read_the_same(layout: Layout) -> None:
+def test_lora_dropout_is_equal_where_inputs_are_equal(layout: Layout) -> None:
     case = replace(LLAMA, layout=layout, steps=3)
-    # Copies of A and B that ranks hold are compared bit by bit: they would part if ranks dropped differently.
-    with_dropout, again = (join_outcomes(run_ranks(_drop, 2, case, 0.5)) for _ in range(2))
-    without = join_outcomes(run_ranks(_drop, 2, case, 0.0))
+    # ``join_outcomes`` compares replicated A and B bit by bit: they would diverge if dropout masks differed.
+    with_dropout, again = (join_outcomes(run_ranks(_train_with_dropout, 2, case, 0.5)) for _ in range(2))
+    without = join_outcomes(run_ranks(_train_with_dropout, 2, case, 0.0))
     assert with_dropout.losses == again.losses
     assert with_dropout.losses[0] == without.losses[0], "B is zero at first"
     assert with_dropout.losses[-1] != without.losses[-1]

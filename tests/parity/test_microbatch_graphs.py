@@ -1,4 +1,4 @@
-"""Replayed microbatches give the numbers of those that Megatron's schedule runs, and need its hooks no more."""
+"""Microbatches replayed as CUDA graphs equal those run by Megatron's schedule."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from tests.parity.training import Case, Layout, Outcome, join_outcomes, outcome,
 from tests.ranks import run_ranks
 
 
-class _Repeats:
-    """Stands for a graph where there is no GPU: a replay runs the body on the inputs that the graph holds."""
+class _FakeGraph:
+    """Stand-in for a CUDA graph on the CPU: a replay runs the body on the graph's input buffers."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], body: Any) -> None:
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -23,33 +23,33 @@ class _Repeats:
         self.replays += 1
 
 
-def _train_with_stand_ins(case: Case) -> tuple[Outcome, list[int]]:
+def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
     from lightning_megatron.engine import microbatch_graph
     from lightning_megatron.models import transformer_config
 
-    made: list[_Repeats] = []
+    graphs_made: list[_FakeGraph] = []
 
-    def record(inputs: Any, body: Any, stream: Any, pool: Any) -> _Repeats:
-        made.append(_Repeats(inputs, body))
-        return made[-1]
+    def record(inputs: Any, body: Any, stream: Any, pool: Any) -> _FakeGraph:
+        graphs_made.append(_FakeGraph(inputs, body))
+        return graphs_made[-1]
 
     microbatch_graph._capture = record  # type: ignore[assignment]
     transformer_config._check_graphs = lambda settings: None
-    return train(case), [each.replays for each in made]
+    return train(case), [each.replays for each in graphs_made]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_replays_are_the_steps_that_megatron_runs(model: str) -> None:
+def test_replays_equal_megatrons_schedule(model: str) -> None:
     case = Case(model=model, layout=Layout(dp=2, num_microbatches=3), steps=6, labels="uneven", clip=0.5)
     layout = replace(case.layout, cuda_graphs=True)
-    replayed = run_ranks(_train_with_stand_ins, 2, replace(case, layout=layout))
+    replayed = run_ranks(_train_with_fake_graphs, 2, replace(case, layout=layout))
     assert [replays for _, replays in replayed] == [[3 * 3]] * 2
     assert_same_run(join_outcomes([run for run, _ in replayed]), outcome(case))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
-def test_graphs_are_the_steps_that_megatron_runs(model: str) -> None:
+def test_cuda_graphs_equal_megatrons_schedule(model: str) -> None:
     cases = [
         Case(model=model, layout=Layout(num_microbatches=3, cuda_graphs=graphs), steps=6, accelerator="gpu")
         for graphs in (False, True)

@@ -1,4 +1,4 @@
-"""Documents and instructions that share a row are learned as by Hugging Face's model, which reads one at a time."""
+"""Training on packed rows (documents, instructions) equals Hugging Face's model on one text at a time."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, Outcome,
 from tests.ranks import run_ranks
 
 Texts = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tokens, and which of them are to be told."""
+"""Tokens, and which of them are targets."""
 Rows = list[dict[str, torch.Tensor]]
 
 EOD = 3
@@ -27,7 +27,7 @@ FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 
 def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
-    """Rows, what is in them, and options of ``GPTTrainStep``."""
+    """Packed rows, the texts in them, and options of ``GPTTrainStep``."""
     rows, texts = [], []
     for row, ends in zip(Sentences(len(ENDS)), ENDS, strict=True):
         tokens = row["input_ids"].masked_fill(row["input_ids"] == EOD, EOD + 1)
@@ -38,17 +38,17 @@ def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
 
 
 def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
-    """Every second token on average is an answer's; never the first."""
+    """Packed rows and their texts: half of the tokens on average belong to answers, never a text's first."""
     generator = np.random.default_rng(5)
     starts = np.cumsum([0, *LENGTHS])
     is_answer = generator.random(starts[-1]) < 0.5
     is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
     tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
-    given = Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
-    samples = InstructionSamples(given, SEQ_LENGTH, packing_seed=1234)
-    assert len(samples) == 4, "several samples a row, and some padding"
+    instructions = Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
+    samples = InstructionSamples(instructions, SEQ_LENGTH, packing_seed=1234)
+    assert len(samples) == 4, "expected several samples per row, and some padding"
     packed = samples.rows(range(4))
-    texts = [tuple(map(torch.from_numpy, given.sample(index))) for index in range(len(given))]
+    texts = [tuple(map(torch.from_numpy, instructions.sample(index))) for index in range(len(instructions))]
     return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
 
 
@@ -60,7 +60,7 @@ def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> Outcome:
     return train_module(module_of(case, train_step=step), case, loader, collect=tensors_of)
 
 
-def _learn_one_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[float, Tensors]:
+def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[float, Tensors]:
     """Mean loss over all targets, and its gradients."""
     model, losses = hugging_face_model(case, weights), []
     for tokens, is_target in texts:
@@ -82,11 +82,11 @@ def _learn_one_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[fl
     ],
     ids=str,
 )
-def test_what_shares_a_row_is_learned_as_in_rows_of_its_own(kind: str, model: str, layout: Layout) -> None:
+def test_packed_rows_equal_separate_texts(kind: str, model: str, layout: Layout) -> None:
     rows, texts, options = {"documents": _documents, "instructions": _instructions}[kind]()
     case = Case(model=model, layout=layout, steps=1)
     ours = run_ranks(_train_packed, layout.world_size, case, rows, options)[0]
-    ((loss, gradients),) = run_ranks(_learn_one_at_a_time, 1, case, ours.initial_weights, texts)
-    # Sums of a few dozen losses in another order.
+    ((loss, gradients),) = run_ranks(_train_one_text_at_a_time, 1, case, ours.initial_weights, texts)
+    # Sums of a few dozen losses in a different order.
     assert ours.losses == pytest.approx([loss], rel=1.5e-6)
     assert_same_gradients(ours.gradients, gradients)

@@ -1,4 +1,4 @@
-"""What is copied into other ranks' memory, rows of linears and heads of attention, gives the numbers of one process."""
+"""Copies into peers' memory (rows of linears, attention heads) give the same results as collectives."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,12 @@ from tests.parity.training import Case, Layout, Outcome, join_outcomes, loader_o
 from tests.ranks import run_ranks
 
 
-class _Mail:
-    """Stands for a window where there is no GPU: what was written for another rank is sent when the ranks meet."""
+class _FakeWindow:
+    """Stand-in for a memory window on the CPU: data written for a peer is sent at the barrier."""
 
     def __init__(self, group: Any, num_bytes: int, device: torch.device) -> None:
         self.group, self.num_bytes, self.rank = group, num_bytes, group.rank()
-        self.met = 0
+        self.num_barriers = 0
 
     def swap(self) -> None:
         self.sent: dict[int, torch.Tensor] = {}
@@ -30,7 +30,7 @@ class _Mail:
         return where.view(like.dtype)
 
     def barrier(self) -> None:
-        self.met += 1
+        self.num_barriers += 1
         self.got = {rank: torch.empty_like(sent) for rank, sent in self.sent.items()}
         operations = []
         for rank, sent in self.sent.items():
@@ -40,21 +40,21 @@ class _Mail:
             work.wait()
 
 
-def _train_with_mail(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
+def _train_with_fake_windows(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
     from lightning_megatron.engine.fillers import peer_copies
 
-    windows: list[_Mail] = []
+    windows: list[_FakeWindow] = []
 
-    def window(*args: Any) -> _Mail:
-        windows.append(_Mail(*args))
+    def make_window(*args: Any) -> _FakeWindow:
+        windows.append(_FakeWindow(*args))
         return windows[-1]
 
-    peer_copies.Window, peer_copies.create_peer_copies = window, peer_copies.PeerCopies  # type: ignore[assignment, misc]
-    return *_train(case), sum(each.met for each in windows)
+    peer_copies.Window, peer_copies.create_peer_copies = make_window, peer_copies.PeerCopies  # type: ignore[assignment, misc]
+    return *_train(case), sum(window.num_barriers for window in windows)
 
 
 def _train(case: Case) -> tuple[Outcome, torch.Tensor | None]:
-    """Also what the trained module, whose rows are not split then, says of a text."""
+    """Train; return the outcome and the trained module's logits, for which rows are not sharded."""
     module = module_of(case)
     run = train_module(module, case, loader_of(case))
     return run, None if case.model == "t5" else module.logits(torch.arange(16).view(2, 8)).cpu()
@@ -70,7 +70,7 @@ _FORCED = (("tp_comm_overlap", True),)
         ("llama", Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True), 2 * (4 * 4 + 1)),
         ("gpt2", Layout(tp=4, num_microbatches=3), 2 * (4 * 4 + 1)),
         ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
-        # Heads, in each of four layers there and back.
+        # Heads, exchanged before and after attention in each of four layers.
         ("llama", Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True), 2 * 4 * 2),
         pytest.param(
             "t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None, marks=pytest.mark.exhaustive
@@ -78,25 +78,25 @@ _FORCED = (("tp_comm_overlap", True),)
     ],
     ids=str,
 )
-def test_copies_are_what_collectives_give(model: str, layout: Layout, exchanges: int | None) -> None:
+def test_peer_copies_equal_collectives(model: str, layout: Layout, exchanges: int | None) -> None:
     if layout.tp > 1:
         layout = replace(layout, sequence_parallel=True, transformer_config_overrides=_FORCED)
     case = Case(model=model, layout=layout, steps=3, labels="uneven", clip=0.5)
-    ranks = run_ranks(_train_with_mail, layout.world_size, case)
-    met = [met for *_, met in ranks]
-    assert min(met) == max(met) > 0
-    assert exchanges is None or met[0] == 3 * 3 * exchanges
+    ranks = run_ranks(_train_with_fake_windows, layout.world_size, case)
+    barriers = [count for *_, count in ranks]
+    assert min(barriers) == max(barriers) > 0
+    assert exchanges is None or barriers[0] == 3 * 3 * exchanges
     assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(case.on_one_process))
     if ranks[0][1] is not None:
         [(_, logits)] = run_ranks(_train, 1, case.on_one_process)
-        torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)  # fp32 sums in another order, trained
+        torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)  # fp32 rounding after training
 
 
-def test_copies_in_fp8_are_what_collectives_give() -> None:
+def test_fp8_peer_copies_equal_collectives() -> None:
     layout = Layout(tp=2, sequence_parallel=True, num_microbatches=3, fp8="tensorwise")
     case = Case(steps=3, precision="bf16-mixed", layout=replace(layout, transformer_config_overrides=_FORCED))
-    ranks = run_ranks(_train_with_mail, 2, case)
-    assert {met for *_, met in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
+    ranks = run_ranks(_train_with_fake_windows, 2, case)
+    assert {count for *_, count in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
     assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(replace(case, layout=layout)))
 
 
@@ -110,9 +110,9 @@ def test_copies_in_fp8_are_what_collectives_give() -> None:
     ],
     ids=str,
 )
-def test_copies_are_what_collectives_give_on_gpus(layout: Layout) -> None:
+def test_peer_copies_equal_collectives_on_gpus(layout: Layout) -> None:
     precision = "32-true" if layout.fp8 is None else "bf16-mixed"
-    fields = (("intermediate_size", 64),)  # whose half is a multiple of 16
+    fields = (("intermediate_size", 64),)  # half of it is a multiple of 16
     case = Case(
         model="llama",
         model_fields=fields,

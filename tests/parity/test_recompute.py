@@ -1,4 +1,4 @@
-"""Exactly what ``recompute`` names is computed again in the backward pass."""
+"""Each ``recompute`` mode recomputes exactly the parts that it names."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 
 def _count_calls(layout: Layout) -> tuple[int, int, int]:
-    """How often a step calls layers, core attentions and norms, of which one is behind all layers."""
+    """Calls of layers, core attentions and norms (including the final norm) in one step."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from lightning_megatron.engine.fillers.attention import SDPAttention
@@ -42,5 +42,5 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     ],
     ids=str,
 )
-def test_a_mode_repeats_what_it_names(layout: Layout, layer_calls: int, attention_calls: int, norm_calls: int) -> None:
+def test_recompute_repeats_named_parts(layout: Layout, layer_calls: int, attention_calls: int, norm_calls: int) -> None:
     assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls, norm_calls + 1)]

@@ -1,8 +1,8 @@
-"""A small training run, tensor by tensor, on any layout.
+"""Small training runs on any layout, recorded tensor by tensor.
 
-``outcome(case)`` starts the ranks of a ``Case``; each runs ``train``, a Trainer with MegatronStrategy over a
-MegatronModule. The losses, the gradient norms, the whole gradients of the first step and the whole weights come back,
-so that any layout can be compared with one process.
+``outcome(case)`` starts the ranks of a ``Case``; each runs ``train``: a Trainer with MegatronStrategy on a
+MegatronModule. It returns losses, gradient norms, full gradients of the first step and full weights, so that any
+layout can be compared with one process.
 """
 
 import functools
@@ -15,30 +15,26 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
 from tests.models import GPT2, LLAMA, NO_DROPOUT, QUIET, T5, VOCAB_SIZE
-from tests.parity.sharding import full_tensors, gradients_in_place_of_weights, shards
+from tests.parity.sharding import full_tensors, gradients_as_weights, shards
 from tests.ranks import run_ranks
 
 SEED = 11
 SEQ_LENGTH = 16
 
 Labels = Literal["all", "uneven", "short"]
-"""``uneven``: each row has another number of targets, between none and all. ``short``: one row of eight has all, the
-others half, and a batch is as long as its longest row needs, so that copies of the model have others."""
+"""``uneven``: the number of targets differs from row to row, from none to all. ``short``: one row of eight has all
+targets, the others half, and batches are cut to their longest row, so that their length differs between replicas."""
 
-# Weights of about 1/sqrt(h): activations of size 1, so that attention and MLP bend as in a real model.
+# Weights of about 1/sqrt(h) give activations of size 1: attention and MLP are as nonlinear as in a real model.
 _COMMON = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
 _LLAMA = {"model_type": "llama", **LLAMA, **_COMMON}
 _LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "tie_word_embeddings": False}
-_LLAMA_3_1 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0}
-_LLAMA_3_1 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2, **NO_DROPOUT, **_COMMON, "n_positions": SEQ_LENGTH},
     "llama": _LLAMA,
-    "llama_of_3_1": {**_LLAMA, "rope_parameters": _LLAMA_3_1},
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 8, "pad_token_id": None},
-    # The loss of balance depends on which rows are in one microbatch; tests/families compares it with transformers at
-    # every layout.
+    # No load-balancing loss: it depends on which rows share a microbatch. tests/families compares it with transformers.
     "experts": {
         **{**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe"},
         **{"shared_expert_intermediate_size": 20, "router_aux_loss_coef": 0.0},
@@ -49,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the model is split and copied: arguments of MegatronStrategy, and the copies."""
+    """Parallel layout: arguments of MegatronStrategy, and the number of replicas ``dp``."""
 
     tp: int = 1
     pp: int = 1
@@ -78,7 +74,7 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        """What differs from one process, for a test's name."""
+        """Fields that differ from the defaults, for test ids."""
         default = asdict(Layout())
         changed = {name: value for name, value in asdict(self).items() if value != default[name]}
         return "-".join(f"{name}={value}" for name, value in changed.items()) or "one_process"
@@ -86,12 +82,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. Two cases that differ only in their layouts must end alike."""
+    """One training run. Cases that differ only in their layout must have equal outcomes."""
 
     layout: Layout = field(default_factory=Layout)
     model: str = "gpt2"
     model_fields: tuple[tuple[str, Any], ...] = ()
-    """Changes to the model's config."""
+    """Fields of the model's config to change."""
     make_vocab_size_divisible_by: int = 8
     labels: Labels = "all"
     steps: int = 4
@@ -100,42 +96,42 @@ class Case:
     lr: float = 5e-3
     optimizer: tuple[tuple[str, Any], ...] = (("eps", 1e-3), ("weight_decay", 0.1))
     """Fields of OptimizerOptions. Adam divides by the gradient's size: with the usual eps of 1e-8 it would blow up the
-    rounding of gradients that are zero on paper (that of a key's bias, say) to whole steps of ``lr``."""
+    rounding errors of gradients that are mathematically zero (such as a key's bias) to full steps of ``lr``."""
     clip: float | None = None
     precision: str = "32-true"
     accelerator: Literal["cpu", "gpu"] = "cpu"
 
     @property
     def on_one_process(self) -> Self:
-        """The run that this one must agree with."""
+        """The same run on one process, the reference."""
         return replace(self, layout=Layout())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run did; on a rank, with its shards in place of whole tensors."""
+    """Result of a run; on a rank, with its shards instead of full tensors."""
 
     losses: list[float]
-    """Of each step, before its update."""
+    """Loss of each step, before its update."""
     grad_norms: list[float]
-    """Of each step, before clipping."""
+    """Gradient norm of each step, before clipping."""
     initial_weights: Any
     gradients: Any
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before clipping."""
     weights: Any
-    """After the last step."""
+    """Weights after the last step."""
 
 
 @functools.cache
 def outcome(case: Case) -> Outcome:
-    """Run ``case`` on as many ranks as it needs; once per session."""
+    """Run ``case`` on the ranks of its layout; cached for the session."""
     # Some CUDA kernels add in a different order each time, in bf16.
     copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
     return join_outcomes(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
 
 
 def join_outcomes(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
-    """The whole of what the ranks hold; what they all see must be the same on all."""
+    """Combine the outcomes of all ranks into full tensors; losses and gradient norms must be equal on all ranks."""
     for rank in ranks[1:]:
         assert rank.losses == ranks[0].losses
         assert rank.grad_norms == ranks[0].grad_norms
@@ -172,7 +168,7 @@ def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Rows of random tokens, the same in every process."""
+    """Rows of random tokens, identical in every process."""
 
     def __init__(self, num_rows: int, labels: Labels = "all") -> None:
         generator = torch.Generator().manual_seed(5)
@@ -180,7 +176,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         self.labels = self.tokens.clone()
         if labels == "uneven":
             for row in range(num_rows):
-                # 0, 7, 14, 4, 11, 1, ... labels are left out.
+                # Ignore the first 0, 7, 14, 4, 11, 1, ... labels.
                 self.labels[row, : (7 * row) % (SEQ_LENGTH + 1)] = -100
         if labels == "short":
             self.labels[torch.arange(num_rows) % 8 > 0, SEQ_LENGTH // 2 :] = -100
@@ -200,29 +196,29 @@ def train(case: Case) -> Outcome:
 def train_module(
     module: Any, case: Case, loader: Any, collect: Any = shards, ckpt_path: Any = None, **options: Any
 ) -> Outcome:
-    """Train a module on a loader of one's own; ``collect`` takes its tensors, ``options`` are those of the Trainer."""
-    seen: dict[str, Any] = {"losses": [], "grad_norms": [], "gradients": []}
+    """Train ``module`` on ``loader``; ``collect`` returns its tensors, ``options`` are arguments of the Trainer."""
+    recorded: dict[str, Any] = {"losses": [], "grad_norms": [], "gradients": []}
 
     def begin(trainer: Any, pl_module: Any) -> None:
-        seen["initial_weights"] = collect(pl_module)
+        recorded["initial_weights"] = collect(pl_module)
 
     def step(trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 0:
-            with gradients_in_place_of_weights(pl_module):
-                seen["gradients"] = collect(pl_module)
+            with gradients_as_weights(pl_module):
+                recorded["gradients"] = collect(pl_module)
 
     def end(trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        seen["losses"].append(outputs["loss"].item())
-        seen["grad_norms"].append(trainer.strategy.optimizer_report.grad_norm)
+        recorded["losses"].append(outputs["loss"].item())
+        recorded["grad_norms"].append(trainer.strategy.optimizer_report.grad_norm)
 
     recorder = callback(on_train_start=begin, on_before_optimizer_step=step, on_train_batch_end=end)
     options["callbacks"] = [recorder, *options.pop("callbacks", ())]
     trainer_of(case, **options).fit(module, loader, ckpt_path=ckpt_path)
-    return Outcome(**seen, weights=collect(module))
+    return Outcome(**recorded, weights=collect(module))
 
 
 def module_of(case: Case, module_class: type | None = None, **options: Any) -> Any:
-    """The MegatronModule of ``case``, or a subclass of it; ``options`` are further arguments of its constructor."""
+    """Create the MegatronModule (or ``module_class``) of ``case``; ``options`` are further constructor arguments."""
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import MegatronModule
@@ -239,7 +235,7 @@ def module_of(case: Case, module_class: type | None = None, **options: Any) -> A
 
 
 def trainer_of(case: Case, **options: Any) -> Any:
-    """The Trainer of ``case``, without anything that writes files; ``options`` change or add arguments."""
+    """Create the Trainer of ``case``, which writes no files; ``options`` change or add arguments."""
     from lightning.pytorch import Trainer
 
     from lightning_megatron import MegatronStrategy
@@ -257,13 +253,13 @@ def trainer_of(case: Case, **options: Any) -> Any:
 
 
 def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
-    """One epoch of ``case.steps`` global batches, the same ones for every layout."""
+    """DataLoader with one epoch of ``case.steps`` global batches, the same for every layout."""
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
-    collate = _without_unlabelled_end if case.labels == "short" else None
+    collate = _collate_short if case.labels == "short" else None
     return DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp, collate_fn=collate)
 
 
-def _without_unlabelled_end(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _collate_short(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     end = SEQ_LENGTH if (batch["labels"][:, -1] != -100).any() else SEQ_LENGTH // 2
     return {name: tensor[:, :end] for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""Frozen weights stay as they are, whoever froze them and wherever they lie, and cost nothing."""
+"""Frozen weights never change, on any layout, and have no optimizer state."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,12 +21,12 @@ CASE = Case(steps=3, optimizer=OPTIMIZER, clip=0.5, labels="uneven")
 
 
 def train_frozen(case: Case, what: What, **options: Any) -> tuple[Outcome, int, int]:
-    """What a run does, by Hugging Face's names on the first rank, numbers in moments and those that may change."""
+    """Train with ``what`` frozen: outcome in Hugging Face names on rank 0, sizes of moments and of trained weights."""
     from lightning_megatron import MegatronModule
     from lightning_megatron.engine.wrap import unwrap
 
     class Freezing(MegatronModule):
-        """Freezes what a user would, on whichever rank it is."""
+        """Freezes in the two hooks that a user would use."""
 
         def setup(self, stage: str) -> None:
             if what == "all but the last layer":
@@ -48,7 +48,7 @@ def train_frozen(case: Case, what: What, **options: Any) -> tuple[Outcome, int, 
 
 
 def _freeze(model: Any, what: What) -> None:
-    """The same in Hugging Face's model."""
+    """Freeze the same in Hugging Face's model."""
     body = model.transformer
     if what == "all but the last layer":
         model.requires_grad_(False)
@@ -61,20 +61,20 @@ def _freeze(model: Any, what: What) -> None:
 @pytest.mark.parametrize(
     ("what", "layout"),
     [
-        # The embedding is tied: where one stage freezes its copy, the other stage's is frozen, too.
+        # The embedding is tied: if one pipeline stage freezes its copy, the other stage's is frozen as well.
         ("embeddings", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
-        # Nothing is left to train on the first stage.
+        # The first stage has no trainable weight.
         ("lower half", Layout(pp=2, dp=2, recompute="full", overlap_communication=True)),
         ("lower half", Layout(pp=2, vpp=2, num_microbatches=2, distributed_optimizer=False)),
         ("all but the last layer", Layout(tp=2, dp=2, distributed_optimizer=False)),
     ],
     ids=str,
 )
-def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, layout: Layout) -> None:
+def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: Layout) -> None:
     case = replace(CASE, layout=layout)
     ranks = run_ranks(train_frozen, layout.world_size, case, what)
-    begun = ranks[0][0].initial_weights
-    (theirs,) = run_ranks(train_hugging_face, 1, case, begun, partial(_freeze, what=what))
+    initial = ranks[0][0].initial_weights
+    (theirs,) = run_ranks(train_hugging_face, 1, case, initial, partial(_freeze, what=what))
     for ours, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
         assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
@@ -83,30 +83,30 @@ def test_the_rest_trains_as_a_plain_model_whose_weights_are_frozen(what: What, l
     assert_same_tensors(ranks[0][0].weights, theirs.weights)
 
 
-def _saved_and_resumed(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
+def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
-    through, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
+    uninterrupted, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
     resumed = [train_frozen(each, "lower half", ckpt_path=path)[0] for each in (case, other)]
-    return through, resumed, refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
+    return uninterrupted, resumed, refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
 
 
-def test_a_run_with_frozen_weights_resumes_here_and_at_another_layout(tmp_path: Path) -> None:
+def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
     same, other = Layout(pp=2, dp=2), Layout(tp=2, dp=2, distributed_optimizer=False)
     cases = (replace(CASE, layout=layout) for layout in (same, other))
-    through, resumed, not_frozen = run_ranks(_saved_and_resumed, 4, *cases, tmp_path / "run")[0]
+    uninterrupted, resumed, not_frozen = run_ranks(_save_and_resume, 4, *cases, tmp_path / "run")[0]
     assert "frozen" in not_frozen
     for run, atol in zip(resumed, (0.0, 5e-6), strict=True):
-        assert_same_tensors(run.weights, through.weights, atol=atol)
+        assert_same_tensors(run.weights, uninterrupted.weights, atol=atol)
         assert len(run.losses) == 2
     for target in ("hf", "megatron"):
         convert(ConvertOptions(load_path=tmp_path / "run/step=3.ckpt", save_path=tmp_path / target, to=target))
 
 
-def _refused(case: Case) -> list[str]:
+def _refusals(case: Case) -> list[str]:
     from lightning_megatron import MegatronModule
 
     late = callback(on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False))
@@ -118,26 +118,26 @@ def _refused(case: Case) -> list[str]:
     frozen = module_of(case)
     frozen.freeze()
     runs = ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, []))
-    return [refusal(trainer_of(case, callbacks=given).fit, module, loader_of(case)) for module, given in runs]
+    return [refusal(trainer_of(case, callbacks=hooks).fit, module, loader_of(case)) for module, hooks in runs]
 
 
 def _frozen_between_fits(case: Case) -> list[bool]:
-    """Whether the embedding has moved in each of three fits: free, frozen, free again."""
-    module, moved = module_of(case), []
+    """Whether the embedding changed in each of three fits of one module: trained, frozen, trained again."""
+    module, changed = module_of(case), []
     for is_trained in (True, False, True):
         if module.model_chunks is not None:
             module.model_chunks[0].module.embedding.requires_grad_(is_trained)
         before = [shard for shard in shards(module) if "word" in shard.key] if module.model_chunks is not None else []
         trainer_of(case).fit(module, loader_of(case))
         after = [shard for shard in shards(module) if "word" in shard.key]
-        moved.append(not before or not torch.equal(before[0].data, after[0].data))
-    return moved
+        changed.append(not before or not torch.equal(before[0].data, after[0].data))
+    return changed
 
 
-def test_freezing_holds_from_fit_to_fit_and_is_refused_once_the_optimizer_is_made() -> None:
+def test_freezing_works_between_fits_but_not_within_one() -> None:
     case = replace(CASE, layout=Layout(dp=2, overlap_communication=True))
     assert run_ranks(_frozen_between_fits, 2, case) == [[True, False, True]] * 2
-    for at_start, late, everything in run_ranks(_refused, 2, case):
+    for at_start, late, everything in run_ranks(_refusals, 2, case):
         assert "expected requires_grad=True as when the optimizer was made" in at_start
         assert "expected requires_grad=True as when the optimizer was made" in late
         assert "every weight is frozen" in everything

@@ -1,4 +1,4 @@
-"""fit, validate and test in any order, several Trainers in one process, and what they leave behind."""
+"""fit, validate and test in any order, several Trainers in one process, and no side effects after them."""
 
 import contextlib
 import os
@@ -17,15 +17,15 @@ CASE = Case(layout=FOUR_RANKS, steps=3)
 
 
 def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
-    """The loss of each evaluation, and the last training loss of each fit."""
+    """Run the phases; return the loss of each evaluation and the last training loss of each fit."""
     module, trainer, losses = module_of(case), trainer_of(case), []
     for phase in phases:
-        evaluated = loader_of(replace(case, steps=2))
+        val_loader = loader_of(replace(case, steps=2))
         if phase == "fit":
-            trainer.fit(module, loader_of(case), evaluated)
+            trainer.fit(module, loader_of(case), val_loader)
             losses.append(trainer.callback_metrics["train_loss"].item())
         else:
-            (metrics,) = getattr(trainer, phase)(module, evaluated, verbose=False)
+            (metrics,) = getattr(trainer, phase)(module, val_loader, verbose=False)
             losses.append(metrics["val_loss" if phase == "validate" else "test_loss"])
     return losses
 
@@ -38,44 +38,28 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
         pytest.param(Layout(dp=2), "bf16-mixed", "gpu", marks=pytest.mark.gpu(2)),
     ],
 )
-def test_phases_may_come_in_any_order(layout: Layout, precision: str, accelerator: Any) -> None:
+def test_fit_validate_and_test_run_in_any_order(layout: Layout, precision: str, accelerator: Any) -> None:
     case = replace(CASE, layout=layout, precision=precision, accelerator=accelerator)
     untrained, fitted, trained, tested = common_result(_run, case, ("validate", "fit", "validate", "test"))
     assert trained == tested != untrained
-    # On GPUs some kernels add in another order each time.
+    # On GPUs the summation order of some kernels varies from run to run.
     expected = pytest.approx([untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0)
     assert common_result(_run, case, ("test", "fit", "test")) == expected
 
 
-def _two_fits_of_one_module(case: Case) -> tuple[float, float]:
-    module = module_of(case)
-    trainer_of(case).fit(module, loader_of(case))
-    (metrics,) = trainer_of(case).validate(module, loader_of(case), verbose=False)
-    # One batch, so that its training loss is the loss of the epoch.
-    whole_epoch = replace(case, steps=1, global_batch_size=case.steps * case.global_batch_size)
-    second = trainer_of(whole_epoch)
-    second.fit(module, loader_of(whole_epoch))
-    return metrics["val_loss"], second.callback_metrics["train_loss"].item()
-
-
-def test_a_second_fit_of_a_module_goes_on_from_its_weights() -> None:
-    validated, trained = common_result(_two_fits_of_one_module, replace(CASE, layout=Layout(dp=2)))
-    assert trained == pytest.approx(validated, rel=1.5e-6)
-
-
-def _several_layouts(cases: list[Case]) -> list[float]:
-    """The last training loss of each case, one after the other in this process."""
+def _fit_each(cases: list[Case]) -> list[float]:
+    """Last training loss of each case, run one after the other in this process."""
     return [_run(case, ("fit", "validate"))[0] for case in cases]
 
 
-def test_trainers_of_other_layouts_follow_each_other_in_one_process() -> None:
+def test_trainers_with_different_layouts_run_in_one_process() -> None:
     layouts = [FOUR_RANKS, Layout(tp=2, dp=2, sequence_parallel=True), FOUR_RANKS]
-    for first, other, again in run_ranks(_several_layouts, 4, [replace(CASE, layout=layout) for layout in layouts]):
+    for first, other, again in run_ranks(_fit_each, 4, [replace(CASE, layout=layout) for layout in layouts]):
         assert (again, other) == (first, pytest.approx(first, rel=1.5e-6))
 
 
 def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
-    """The hooks that are called, and the last losses: of a module that clips by itself, is told, clips once, never."""
+    """Hooks called, and last losses: clipping in the module's hook, by the Trainer, in one step only, and never."""
     from lightning_megatron import MegatronModule
 
     class Clipping(MegatronModule):
@@ -90,26 +74,26 @@ def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
 
     called: list[str] = []
     names = ("on_after_backward", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    watch = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
+    recorder = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
     clips = (0.25, None, None)
-    trainers = [trainer_of(case, callbacks=[watch]), *(trainer_of(replace(case, clip=clip)) for clip in clips)]
+    trainers = [trainer_of(case, callbacks=[recorder]), *(trainer_of(replace(case, clip=clip)) for clip in clips)]
     for trainer, kind in zip(trainers, (Clipping, None, ClippingOnce, None), strict=True):
         trainer.fit(module_of(case, kind), loader_of(case))
     return called, [trainer.callback_metrics["train_loss"].item() for trainer in trainers]
 
 
-def test_the_hooks_of_a_step_are_called_in_lightnings_order_and_may_clip() -> None:
-    called, (by_hand, told, once, unclipped) = common_result(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
+def test_step_hooks_run_in_lightnings_order_and_may_clip() -> None:
+    called, (in_hook, by_trainer, once, unclipped) = common_result(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
     backward = ["on_before_backward", "on_after_backward"]
     assert called == ["on_before_zero_grad", *backward, "on_before_optimizer_step"] * CASE.steps
-    assert by_hand == told
-    assert len({told, once, unclipped}) == 3
+    assert in_hook == by_trainer
+    assert len({by_trainer, once, unclipped}) == 3
 
 
-def _left_behind(case: Case, fails: bool) -> list[str]:
-    """What a run has changed for good; a rank function that leaves a patch fails by itself (tests/leaks.py).
+def _leaks_of_run(case: Case, fails: bool) -> list[str]:
+    """Patches and environment variables that remain after a run, and patches of torch between two steps.
 
-    Between two steps, where a user's code may run, torch is as it was: Megatron and Lightning alone are patched.
+    Between steps, where user code may run, only Megatron and Lightning are patched.
     """
     from lightning_megatron import MegatronModule
 
@@ -120,18 +104,18 @@ def _left_behind(case: Case, fails: bool) -> list[str]:
                 raise RuntimeError("in the middle of an epoch")
             return loss
 
-    found: list[str] = []
-    look = callback(on_train_batch_end=lambda *_: found.extend(x for x in before.leaks() if x.startswith("torch")))
-    module, trainer = module_of(case, Ending), trainer_of(case, callbacks=[look])
-    before, environment = Baseline(), dict(os.environ)  # seed_everything has written the environment
+    leaks: list[str] = []
+    check = callback(on_train_batch_end=lambda *_: leaks.extend(x for x in before.leaks() if x.startswith("torch")))
+    module, trainer = module_of(case, Ending), trainer_of(case, callbacks=[check])
+    before, environment = Baseline(), dict(os.environ)  # after seed_everything has set its variables
     with pytest.raises(RuntimeError, match="in the middle") if fails else contextlib.nullcontext():
         trainer.fit(module, loader_of(case), loader_of(replace(case, steps=2)))
     variables = os.environ.keys() | environment.keys()
-    # Torch tells its own parts where their caches are when it loads them.
-    found += [v for v in variables if os.environ.get(v) != environment.get(v) and not v.startswith("TORCHINDUCTOR_")]
-    return [*found, *before.leaks()]
+    # Torch sets the paths of its caches when it loads.
+    leaks += [v for v in variables if os.environ.get(v) != environment.get(v) and not v.startswith("TORCHINDUCTOR_")]
+    return [*leaks, *before.leaks()]
 
 
 @pytest.mark.parametrize(("fails", "precision"), [(False, "32-true"), (True, "bf16-mixed")])
-def test_torch_megatron_and_the_environment_are_as_before(fails: bool, precision: str) -> None:
-    assert common_result(_left_behind, replace(CASE, layout=Layout(tp=2), precision=precision), fails) == []
+def test_runs_leave_no_patches_or_environment_variables(fails: bool, precision: str) -> None:
+    assert common_result(_leaks_of_run, replace(CASE, layout=Layout(tp=2), precision=precision), fails) == []

@@ -1,4 +1,4 @@
-"""``load_from_checkpoint``: a module as it was made, to train on and to ask, without a Trainer too."""
+"""``load_from_checkpoint`` restores a module for training, and for inference without a Trainer."""
 
 import enum
 import json
@@ -40,8 +40,8 @@ def _module(**changes: Any) -> Any:
     return MegatronModule(**{**arguments, **changes})
 
 
-def _saved(folder: str) -> dict[str, Any]:
-    """Train a little, save, and say what the module is and computes."""
+def _train_and_save(folder: str) -> dict[str, Any]:
+    """Train, save, and return logits, validation loss and hyperparameters."""
     from lightning.pytorch.loggers import CSVLogger
 
     module = _module()
@@ -62,46 +62,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> dict[str, Any]:
-    return run_ranks(_saved, 4, str(folder))[0]  # type: ignore[no-any-return]
+    return run_ranks(_train_and_save, 4, str(folder))[0]  # type: ignore[no-any-return]
 
 
-def _asked(folder: str) -> dict[str, Any]:
+def _load_without_trainer(folder: str) -> dict[str, Any]:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from lightning_megatron import MegatronModule
     from lightning_megatron.launch import check_world_size
 
-    module = MegatronModule.load_from_checkpoint(folder)  # the newest of the folder
-    text = module.generate(TOKENS)
+    module = MegatronModule.load_from_checkpoint(folder)  # loads the newest checkpoint
+    sequences = module.generate(TOKENS)
     assert "expected 2 ranks for the run, got 1" in refusal(check_world_size, LightningEnvironment(), 2, 1)
-    return {"logits": module(TOKENS), "text": text, "hparams": dict(module.hparams), "options": module.generation}
+    hparams, options = dict(module.hparams), module.generation
+    return {"logits": module(TOKENS), "sequences": sequences, "hparams": hparams, "options": options}
 
 
-def test_a_loaded_module_answers_without_a_trainer_as_the_saved_one_did(folder: Path, saved: dict[str, Any]) -> None:
-    (asked,) = run_ranks(_asked, 1, str(folder))
-    # fp32 rounding: two stages of two ranks add in another order than one process.
-    torch.testing.assert_close(asked["logits"], saved["logits"], rtol=0, atol=2e-5)
-    assert asked["text"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
-    assert asked["options"].eos_token_id == (7, 8)
-    own = {name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")}
-    assert asked["hparams"] == own
+def test_loaded_module_infers_without_trainer_like_saved_one(folder: Path, saved: dict[str, Any]) -> None:
+    (loaded,) = run_ranks(_load_without_trainer, 1, str(folder))
+    # fp32 rounding: the summation order differs between four ranks and one process.
+    torch.testing.assert_close(loaded["logits"], saved["logits"], rtol=0, atol=2e-5)
+    assert loaded["sequences"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
+    assert loaded["options"].eos_token_id == (7, 8)
+    expected = {name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")}
+    assert loaded["hparams"] == expected
 
 
-def test_hyper_parameters_describe_the_run_in_loggers_and_checkpoints(folder: Path, saved: dict[str, Any]) -> None:
+def test_hyperparameters_are_in_loggers_and_checkpoints(folder: Path, saved: dict[str, Any]) -> None:
     hparams = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)["lightning"]["hyper_parameters"]
     assert json.loads(json.dumps(hparams)) == json.loads(json.dumps(saved["hparams"]))
     assert hparams["train_step"] == "gpt"
     assert hparams["task"] == "causal_lm"
     assert hparams["optimizer"]["multipliers"] == {"*word_embeddings*": {"lr_mult": 0.5, "wd_mult": 1.0}}
     assert hparams["lr_schedule"]["style"] == "cosine"
-    # Numbers and strings, not classes that a reader would have to import.
+    # Plain numbers and strings, not enum classes that a reader would have to import.
     assert type(hparams["size"]) is int
     assert {type(each) for key, kinds in hparams["kinds"].items() for each in (key, *kinds)} == {str}
     (logged,) = folder.rglob("hparams.yaml")
     assert "warmup_steps: 1" in logged.read_text()
 
 
-def _trained_on(case: Case, folder: str, overrides: dict[str, Any]) -> tuple[float, float, float]:
+def _load_and_train(case: Case, folder: str, overrides: dict[str, Any]) -> tuple[float, float, float]:
     from lightning_megatron import MegatronModule
 
     module, trainer = MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides), trainer_of(case)
@@ -110,16 +111,14 @@ def _trained_on(case: Case, folder: str, overrides: dict[str, Any]) -> tuple[flo
     return metrics["val_loss"], module.hparams["lr"], trainer.callback_metrics["lr"].item()
 
 
-def test_a_loaded_module_trains_on_at_another_layout_with_other_hyper_parameters(
-    folder: Path, saved: dict[str, Any]
-) -> None:
+def test_loaded_module_trains_at_another_layout(folder: Path, saved: dict[str, Any]) -> None:
     case, overrides = Case(layout=Layout(tp=2), steps=2), {"lr": 5e-3, "lr_schedule": {}}
-    val_loss, lr, last_lr = common_result(_trained_on, case, str(folder), overrides)
+    val_loss, lr, last_lr = common_result(_load_and_train, case, str(folder), overrides)
     assert val_loss == pytest.approx(saved["val_loss"], rel=1.5e-6)
     assert (lr, last_lr) == (5e-3, pytest.approx(5e-3))
 
 
-def _refused(folder: str) -> list[str]:
+def _refusals(folder: str) -> list[str]:
     from lightning_megatron import GPTTrainStep, MegatronModule
 
     class Weighted(GPTTrainStep):
@@ -127,16 +126,16 @@ def _refused(folder: str) -> list[str]:
 
     path = f"{folder}/run.ckpt"
     mistakes: tuple[dict[str, Any], ...] = ({"lr": "3e-4"}, {"optimizer": {"beta3": 1}})
-    said = [refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes]
+    messages = [refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes]
     meta = torch.load(f"{path}/meta.pt", weights_only=True)
     meta["lightning"]["hyper_parameters"] = _module(train_step=Weighted()).hparams | {}
     torch.save(meta, f"{path}/meta.pt")
     MegatronModule.load_from_checkpoint(path, train_step=Weighted())
-    return [*said, refusal(MegatronModule.load_from_checkpoint, path)]
+    return [*messages, refusal(MegatronModule.load_from_checkpoint, path)]
 
 
-def test_what_cannot_be_loaded_is_told_in_one_line(folder: Path, saved: dict[str, Any]) -> None:
-    number, option, step = run_ranks(_refused, 1, str(folder))[0]
+def test_wrong_arguments_are_refused_in_one_line(folder: Path, saved: dict[str, Any]) -> None:
+    number, option, step = run_ranks(_refusals, 1, str(folder))[0]
     assert "lr='3e-4' must be a number, and is a str" in number
     assert "OptimizerOptions has no option 'beta3'; did you mean beta2" in option
     assert re.search(r"train_step=.*Weighted of .* is only a name; use load_from_checkpoint", step)
