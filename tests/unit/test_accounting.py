@@ -1,4 +1,4 @@
-"""Parameters and FLOPs beside published counts, transformers' models and arithmetic by hand; peaks of devices."""
+"""Parameter and FLOP counts compared with published counts, transformers and hand calculation; peak FLOP/s."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,13 +38,13 @@ OTHERS = {
 }
 
 
-def test_total_is_the_published_count() -> None:
+def test_total_parameters_equal_published_counts() -> None:
     published = ((GPT2_LARGE, 774_030_080), (LLAMA_8B, 8_030_261_248), (T5_LARGE, 737_668_096))
     assert [total_parameters(model_config(model)) for model, _ in published] == [count for _, count in published]
 
 
-def _with_theirs(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
-    """A model and transformers', which has as many parameters."""
+def _build_both(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
+    """Model config and transformers' model, after a check that their parameter counts are equal."""
     config = getattr(transformers, f"{name.split('For')[0]}Config")(**fields, architectures=[name])
     with torch.device("meta"):
         model, theirs = model_config(config), getattr(transformers, name)(config)
@@ -53,35 +53,35 @@ def _with_theirs(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Modul
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_total_is_that_of_transformers_model(name: str) -> None:
-    _with_theirs(name, OTHERS[name])
+def test_total_parameters_equal_transformers(name: str) -> None:
+    _build_both(name, OTHERS[name])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_token_meets_some_parameters_of_a_mixture(name: str) -> None:
-    model, theirs = _with_theirs(f"{name}ForCausalLM", MIXTURES[name])
-    of_experts = [p for n, p in theirs.named_parameters() if ".experts." in n]
-    idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in of_experts)
+def test_active_parameters_and_flops_of_experts(name: str) -> None:
+    model, theirs = _build_both(f"{name}ForCausalLM", MIXTURES[name])
+    experts = [p for n, p in theirs.named_parameters() if ".experts." in n]
+    idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in experts)
     assert active_parameters(model) == total_parameters(model) - idle
-    # Without attention each matrix but the embedding is one multiply-add for a token.
-    others = sum(p.numel() for n, p in theirs.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
+    # Without attention, each weight of a matrix except the embedding is one multiply-add per token.
+    not_multiplied = sum(p.numel() for n, p in theirs.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
     scores = sum(layer_flops(model, (8,), layer)[1] for layer in range(4))
-    assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (active_parameters(model) - others)
+    assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (active_parameters(model) - not_multiplied)
 
 
-def test_a_rank_has_its_part_of_layers_and_experts() -> None:
+def test_rank_parameters_of_stages_and_experts() -> None:
     # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
     model = model_config(GPT2_LARGE)
     layout = ParallelConfig(pp=2).layers_per_chunk(model.num_layers)
     assert model.padded_vocab_size(2) == 50432
-    of_stages = [rank_parameters(model, layout, tp=2, pp=2, pp_rank=rank) for rank in range(2)]
-    assert of_stages == [210_753_280, 209_445_120]
-    mixture = _with_theirs("MixtralForCausalLM", MIXTURES["Mixtral"])[0]
-    of_all, of_rank = (rank_parameters(mixture, (4,), tp=1, pp=1, pp_rank=0, ep=ep) for ep in (1, 4))
-    assert of_all - of_rank == 4 * 3 * (3 * 24 * 40)
+    stages = [rank_parameters(model, layout, tp=2, pp=2, pp_rank=rank) for rank in range(2)]
+    assert stages == [210_753_280, 209_445_120]
+    mixture = _build_both("MixtralForCausalLM", MIXTURES["Mixtral"])[0]
+    total, rank = (rank_parameters(mixture, (4,), tp=1, pp=1, pp_rank=0, ep=ep) for ep in (1, 4))
+    assert total - rank == 4 * 3 * (3 * 24 * 40)
 
 
-def test_small_models_to_the_last_operation() -> None:
+def test_flops_of_small_models_equal_hand_calculation() -> None:
     sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = model_config({"model_type": "llama", "num_hidden_layers": 2, **sizes})
     # q, k, v: 4*4 + 2*(4*2); output projection 4*4; gated MLP 3*4*6; scores and values 2*4*(8/2); head 4*10.
@@ -96,20 +96,20 @@ def test_small_models_to_the_last_operation() -> None:
     assert model_flops(small, (6, 2), 7, "full") - model_flops(small, (6, 2), 7) == 6 * 12
 
 
-def test_a_window_leaves_out_the_keys_before_it() -> None:
-    whole = model_config({"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 4})
-    # Of 8 queries the first four see 1, 2, 3, 4 keys and the others 4 each; as elsewhere half of the diagonal counts:
+def test_sliding_window_reduces_attention_flops() -> None:
+    full = model_config({"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 4})
+    # The first four of 8 queries see 1, 2, 3, 4 keys, the other queries 4 each; half of the diagonal counts:
     # 8 * 4 - 4 * 4 / 2 = 24 pairs instead of 8 * 8 / 2 = 32.
     pairs: dict[AttentionCount, tuple[int, int]] = {"causal": (24, 32), "full": (4 * 8, 8 * 8)}
-    for attention, (seen, all_keys) in pairs.items():
-        flops = forward_flops(whole, (8,), 128, attention)
+    for attention, (visible, all_keys) in pairs.items():
+        flops = forward_flops(full, (8,), 128, attention)
         for layers, changes in ((3, {}), (1, {"sliding_window_layers": (1,)})):
-            windowed = replace(whole, sliding_window=4, **changes)
-            assert flops - forward_flops(windowed, (8,), 128, attention) == layers * 2 * 2 * 24 * (all_keys - seen)
-        assert forward_flops(replace(whole, sliding_window=99), (8,), 128, attention) == flops
+            windowed = replace(full, sliding_window=4, **changes)
+            assert flops - forward_flops(windowed, (8,), 128, attention) == layers * 2 * 2 * 24 * (all_keys - visible)
+        assert forward_flops(replace(full, sliding_window=99), (8,), 128, attention) == flops
 
 
-def test_peaks_are_those_of_datasheets_for_exactly_the_devices_that_are_known() -> None:
+def test_peak_flops_are_known_for_exact_device_names_only() -> None:
     assert peak_flops_per_s("NVIDIA H200", "bf16") == 989e12
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
     for name in ("Tesla T4", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H300", "cpu", ""):

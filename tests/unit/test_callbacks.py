@@ -1,4 +1,4 @@
-"""Callbacks in an ordinary Lightning run whose losses and times are known beforehand."""
+"""Callbacks in an ordinary Lightning run with predefined losses and step times."""
 
 import csv
 import math
@@ -67,7 +67,7 @@ def toy_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
     )
 
 
-def test_impossible_numbers_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="every_n_steps=0 must be at least 1"):
         ThroughputMonitor(every_n_steps=0)
     with pytest.raises(ConfigError, match="max_points=1 must be at least 2"):
@@ -79,7 +79,7 @@ def test_impossible_numbers_are_refused() -> None:
 # ---- LossCurve ------------------------------------------------------------------------------------------------------
 
 
-def test_points_are_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
+def test_curve_has_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
     curve = LossCurve("pictures/loss_curve.png", every_n_steps=2)
     trainer = toy_trainer(tmp_path, [curve], **EVERY_THIRD_STEP, num_sanity_val_steps=-1)
     trainer.fit(ToyModule(LOSSES, [9.0, 6.0, 5.0]), loader(3), loader(2))
@@ -88,9 +88,9 @@ def test_points_are_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
     assert (tmp_path / "pictures/loss_curve.png").read_bytes().startswith(PNG)
 
 
-def test_a_run_that_fails_leaves_a_picture_and_an_instance_that_starts_anew(tmp_path: Path) -> None:
+def test_failed_run_writes_a_picture_and_callback_can_be_reused(tmp_path: Path) -> None:
     curve = LossCurve(log_scale=True)
-    with pytest.raises(IndexError):  # the toy has no loss for the third step
+    with pytest.raises(IndexError):  # the module has no loss for the third step
         toy_trainer(tmp_path, [curve]).fit(ToyModule([3.0, 2.0]), loader(6))
     assert (tmp_path / "loss_curve.png").read_bytes().startswith(PNG)
     toy_trainer(tmp_path, [curve], max_steps=3).fit(ToyModule(LOSSES), loader(6))
@@ -98,7 +98,7 @@ def test_a_run_that_fails_leaves_a_picture_and_an_instance_that_starts_anew(tmp_
     assert curve.resumed_at == []
 
 
-def test_a_resumed_run_continues_curve_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_continues_curve_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {**EVERY_SECOND_STEP, "num_sanity_val_steps": -1}
     first = toy_trainer(tmp_path, [LossCurve(), PerplexityReport()], max_steps=4, **options)
     first.fit(ToyModule(LOSSES, [math.log(900.0), 4.0, 4.0]), loader(10), loader(3))
@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_curve_and_report(tmp_path: Path, capsys: pytest
     assert "validation perplexity: 900.0 before, 7.0 after 8 steps" in capsys.readouterr().out
 
 
-def test_a_loss_that_is_not_finite_leaves_no_gap_in_the_smoothed_line() -> None:
+def test_nonfinite_loss_leaves_no_gap_in_the_smoothed_line() -> None:
     curve = LossCurve("loss.PNG")
     for step in range(100):
         curve.train.add(step, math.nan if step == 50 else 2.0)
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_leaves_no_gap_in_the_smoothed_line() -> None:
     assert smoothed == pytest.approx(2.0)
 
 
-def test_a_long_curve_stays_bounded_and_evenly_spaced(tmp_path: Path) -> None:
+def test_long_curve_is_bounded_and_evenly_spaced() -> None:
     curve = Curve(max_points=10)
     for step in range(1000):
         curve.add(step, float(step))
@@ -140,11 +140,13 @@ def test_a_long_curve_stays_bounded_and_evenly_spaced(tmp_path: Path) -> None:
         (0, [], "perplexity: unknown, because no validation logged val_loss"),
     ],
 )
-def test_the_report_says_what_validations_measured(
+def test_report_shows_first_and_last_perplexity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sanity_steps: int, val_losses: list[float], line: str
 ) -> None:
     report = PerplexityReport()
-    report.load_state_dict({"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3})  # another run's
+    report.load_state_dict(
+        {"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3}
+    )  # from another run
     trainer = toy_trainer(tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps)
     trainer.fit(ToyModule([1.0] * 20, val_losses), loader(4), loader(3))
     assert line in capsys.readouterr().out.splitlines()[-1]
@@ -153,7 +155,7 @@ def test_the_report_says_what_validations_measured(
 # ---- ProgressLine ---------------------------------------------------------------------------------------------------
 
 
-def _rows(capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine) -> list[str]:
+def _print_progress(capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine) -> list[str]:
     trainer = toy_trainer(folder, [line], enable_progress_bar=True, **EVERY_SECOND_STEP)
     module = ToyModule([1.0] * 20, [1.0] * 9)
     module.on_progress_bar = {f"quantity_{number}": 12345.678 if number else 0.5 for number in range(9)}
@@ -161,17 +163,17 @@ def _rows(capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine) 
     return re.split(r"[\r\n]", capsys.readouterr().out.replace("\x1b[K", ""))
 
 
-def test_on_a_terminal_it_is_one_row_and_in_a_file_some(
+def test_progress_is_one_row_on_a_terminal_and_several_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line, numbers in ((ProgressLine(), (1, 6)), (ProgressLine(every_seconds=0), range(1, 7))):
-        rows = _rows(capsys, tmp_path, line)
-        assert [row.split(",")[0] for row in rows if row.startswith("step")] == [f"step {n}/6" for n in numbers]
+    for line, steps in ((ProgressLine(), (1, 6)), (ProgressLine(every_seconds=0), range(1, 7))):
+        rows = _print_progress(capsys, tmp_path, line)
+        assert [row.split(",")[0] for row in rows if row.startswith("step")] == [f"step {step}/6" for step in steps]
     assert "validate: batch 3" in rows
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    rows = _rows(capsys, tmp_path, ProgressLine())
-    assert max(map(len, rows)) == 59  # it does not wrap
+    rows = _print_progress(capsys, tmp_path, ProgressLine())
+    assert max(map(len, rows)) == 59  # one column less than the terminal
     assert re.match(r"step 6/6, 00:\d\d, 00:00 left, quantity_0 0.5, quantity_1", rows[-2])
 
 
@@ -180,8 +182,8 @@ def test_on_a_terminal_it_is_one_row_and_in_a_file_some(
 MODEL = model_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300})
 
 
-class _Slow(Callback):
-    """Moves the clock: so much in each training step, validation and checkpoint."""
+class _FakeClock(Callback):
+    """Advances the clock in each training step, validation batch and checkpoint."""
 
     def __init__(self, patch: pytest.MonkeyPatch, step_seconds: list[float], checkpoint_after: int | None = None):
         self.now = 100.0
@@ -201,12 +203,12 @@ class _Slow(Callback):
             self.now += 5000.0
 
 
-def _measured(
-    folder: Path, monitor: ThroughputMonitor, slow: _Slow, *, model: Any = MODEL, **options: Any
+def _measure(
+    folder: Path, monitor: ThroughputMonitor, clock: _FakeClock, *, model: Any = MODEL, **options: Any
 ) -> tuple[list[dict[str, float]], Trainer]:
-    """The rows that a logger wrote of a toy under a strategy that claims to run 64 tokens a step."""
-    # The monitor comes before the callback that saves, as Lightning orders its own ModelCheckpoint.
-    trainer = toy_trainer(folder, [monitor, slow], logger=CSVLogger(folder, name=None, version="log"), **options)
+    """Logged throughput of a run whose strategy reports 64 tokens per step, and its Trainer."""
+    # The monitor comes before the callback that saves, as Lightning moves ModelCheckpoint to the end.
+    trainer = toy_trainer(folder, [monitor, clock], logger=CSVLogger(folder, name=None, version="log"), **options)
     trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
     trainer.strategy.tp = 2
     module = ToyModule([1.0] * 20, [1.0] * 20)
@@ -217,9 +219,9 @@ def _measured(
     return [{name: float(value) for name, value in row.items() if value} for row in rows], trainer
 
 
-def test_figures_are_of_the_steps_since_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _Slow(monkeypatch, [50.0, 50.0, 1.0, 2.0, 6.0, 4.0, 4.0, 4.0])
-    (row,), trainer = _measured(tmp_path, ThroughputMonitor(warmup_steps=2), slow, max_steps=8, log_every_n_steps=5)
+def test_throughput_covers_the_steps_since_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _FakeClock(monkeypatch, [50.0, 50.0, 1.0, 2.0, 6.0, 4.0, 4.0, 4.0])
+    (row,), trainer = _measure(tmp_path, ThroughputMonitor(warmup_steps=2), clock, max_steps=8, log_every_n_steps=5)
     assert row.pop("step") == 4  # Lightning numbers the fifth step 4
     flops = model_flops(MODEL, (16,), 512) / 16  # 300 tokens, padded to a multiple of 128 x tp=2
     assert {name: row[name] for name in row if name not in ("epoch", "train_loss")} == {
@@ -228,24 +230,24 @@ def test_figures_are_of_the_steps_since_the_last_report(tmp_path: Path, monkeypa
         "step_seconds": 2.0,
         "step_seconds_mean": 3.0,
         "model_tflops_per_s_per_device": pytest.approx(flops * 64 / 3.0 / 1e12, rel=1e-6),
-    }  # no mfu and no memory: a CPU's peak is not known
+    }  # no MFU and memory on a CPU
     assert trainer.progress_bar_metrics.keys() == {"tokens_per_s"}
 
 
-def test_validation_and_checkpoints_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, monitor = _Slow(monkeypatch, [1.0] * 10, checkpoint_after=7), ThroughputMonitor(warmup_steps=1)
-    (row,), _ = _measured(tmp_path, monitor, slow, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10)
+def test_validation_and_checkpoints_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, monitor = _FakeClock(monkeypatch, [1.0] * 10, checkpoint_after=7), ThroughputMonitor(warmup_steps=1)
+    (row,), _ = _measure(tmp_path, monitor, clock, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10)
     assert row["step_seconds_mean"] == 1.0
     assert row["tokens_per_s"] == pytest.approx(64.0)
 
 
-def test_another_strategy_is_refused_before_training(tmp_path: Path) -> None:
+def test_other_strategy_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ThroughputMonitor needs MegatronStrategy, got SingleDeviceStrategy"):
         toy_trainer(tmp_path, [ThroughputMonitor()]).fit(ToyModule([1.0] * 6), loader(6))
 
 
 @pytest.mark.gpu
-def test_a_gpus_clock_times_what_the_gpu_does_and_not_what_the_host_waits() -> None:
+def test_step_clock_times_the_gpu() -> None:
     device = torch.device("cuda")
     clock = StepClock(device)
     matrix = torch.randn(4096, 4096, device=device)

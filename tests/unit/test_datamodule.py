@@ -1,4 +1,4 @@
-"""The Trainer gets each sample once, in Megatron's order, at any layout; runs that cannot work are refused at once."""
+"""``IndexedDataModule`` in a Trainer: each sample once in Megatron's order, resume, refused runs."""
 
 import os
 from dataclasses import replace
@@ -25,16 +25,16 @@ from tests.models import QUIET
 from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy
 
 pytestmark = pytest.mark.filterwarnings(
-    # About checkpoints that one test writes into one folder and reads back without the callback that wrote them.
+    # Tests keep checkpoints in one directory and resume without the callback that wrote them.
     "ignore:Checkpoint directory",
     "ignore:Be aware that when using `ckpt_path`",
-    # The corpus is smaller than some of these runs; one test is about the warning.
+    # Some runs are longer than the corpus; one test expects the warning.
     "ignore:The run goes on at sample",
 )
 
 
-class OneOfManyRanks(SingleDeviceStrategy):
-    """A single process that plays the only rank of a layout."""
+class FakeMegatronStrategy(SingleDeviceStrategy):
+    """Single-process strategy with the attributes of ``MegatronStrategy`` that data modules read."""
 
     def __init__(self, num_microbatches: int = 1) -> None:
         super().__init__("cpu")
@@ -44,14 +44,14 @@ class OneOfManyRanks(SingleDeviceStrategy):
 
 
 class Recorder(LightningModule):
-    """Keeps what it is given, and the steps before which it is validated."""
+    """Records its training rows, and the steps at which validation ran."""
 
-    def __init__(self, early_question: bool = False) -> None:
+    def __init__(self, ask_num_steps: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.train_rows: list[torch.Tensor] = []
         self.validated: list[int] = []
-        self._early_question = early_question
+        self._ask_num_steps = ask_num_steps
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         (rows,) = batch.values()
@@ -64,7 +64,7 @@ class Recorder(LightningModule):
         self.validated.append(self.trainer.global_step)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self._early_question:
+        if self._ask_num_steps:
             assert self.trainer.estimated_stepping_batches
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -75,7 +75,7 @@ class Recorder(LightningModule):
 
 @pytest.fixture(autouse=True)
 def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
-    """Of the dataset ``corpus``, whose splits leave ragged tails."""
+    """Documents of the dataset ``corpus``, whose splits leave a partial sample at the end."""
     return write_corpus(tmp_path / "corpus", 63, longest=20)
 
 
@@ -94,11 +94,16 @@ def _run(
     phase: str = "fit",
     **options: Any,
 ) -> Recorder:
-    """A run that keeps a checkpoint of each step as ``step=N.ckpt``."""
+    """Run ``phase`` with a checkpoint of each step in ``step=N.ckpt``; return the module."""
     module = module or Recorder()
-    saving = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")
-    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "callbacks": [saving]}
-    settings |= {"accelerator": "cpu", "strategy": OneOfManyRanks(num_microbatches), **options}
+    checkpoint = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    settings: dict[str, Any] = {
+        **QUIET,
+        "enable_checkpointing": True,
+        "limit_val_batches": 0,
+        "callbacks": [checkpoint],
+    }
+    settings |= {"accelerator": "cpu", "strategy": FakeMegatronStrategy(num_microbatches), **options}
     trainer = Trainer(default_root_dir=folder, **settings)
     path = ckpt_path and str(folder / ckpt_path)
     getattr(trainer, phase)(module, datamodule=_data(folder, **(data or {})), ckpt_path=path)
@@ -106,12 +111,12 @@ def _run(
 
 
 def _expected(folder: Path, num_samples: int | None) -> NDArray[np.int64]:
-    """The engine's own samples."""
+    """Megatron-Core's samples of the corpus."""
     return engine_rows(([str(folder / "corpus")], None), num_samples, seq_length=8)
 
 
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
-def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothing_in_a_pass(
+def test_resume_with_another_batch_size_or_length_is_exact_within_a_pass(
     tmp_path: Path, num_microbatches: int, max_steps: int
 ) -> None:
     first = _run(tmp_path, 6, max_steps=3)
@@ -121,12 +126,12 @@ def test_a_run_resumed_with_another_batch_size_or_length_skips_and_repeats_nothi
     taken = np.concatenate((first.rows, second.rows))
     assert np.array_equal(taken[: len(order)], order[: len(taken)])
     for begin in range(len(order), len(taken), len(order)):
-        later = [row.tobytes() for row in taken[begin : begin + len(order)]]
-        assert len(set(later)) == len(later)
-        assert set(later) <= {row.tobytes() for row in order}
+        rows = [row.tobytes() for row in taken[begin : begin + len(order)]]
+        assert len(set(rows)) == len(rows)
+        assert set(rows) <= {row.tobytes() for row in order}
 
 
-def test_going_on_in_another_order_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     _run(tmp_path, max_steps=3)
     _run(tmp_path, max_steps=5, ckpt_path="step=3.ckpt")
     assert not any("another order" in str(each.message) for each in recwarn)
@@ -134,14 +139,14 @@ def test_going_on_in_another_order_is_said(tmp_path: Path, recwarn: pytest.Warni
         _run(tmp_path, max_steps=5, data={"seed": 1}, ckpt_path="step=3.ckpt")
 
 
-@pytest.mark.parametrize(("before", "after", "saved_at", "early_question"), [(4, 2, 2, True), (2, 4, 30, False)])
-def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
-    tmp_path: Path, before: int, after: int, saved_at: int, early_question: bool
+@pytest.mark.parametrize(("before", "after", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)])
+def test_epochs_after_a_resume_with_another_batch_size_are_complete(
+    tmp_path: Path, before: int, after: int, saved_at: int, ask_num_steps: bool
 ) -> None:
     options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
     options["reload_dataloaders_every_n_epochs"] = 1
     first, rest = (
-        _run(tmp_path, size, module=Recorder(early_question), ckpt_path=path, **options)
+        _run(tmp_path, size, module=Recorder(ask_num_steps), ckpt_path=path, **options)
         for size, path in ((before, None), (after, f"step={saved_at}.ckpt"))
     )
     num_samples = len(_expected(tmp_path, None))
@@ -153,43 +158,43 @@ def test_epochs_after_a_resume_with_another_batch_size_are_whole_and_validated(
     assert len(rest.rows) == (ends[-1] - saved_at) * 2 * after
     begin = epoch * old * 2 * before
     taken = np.concatenate([first.rows[begin : saved_at * 2 * before], rest.rows])[: (num_samples // 8) * 8]
-    assert len(np.unique(taken, axis=0)) == len(taken)  # the epoch of the resume repeats nothing
+    assert len(np.unique(taken, axis=0)) == len(taken)  # the resumed epoch repeats no row
 
 
-def test_epochs_of_other_lengths_need_a_loader_that_is_renewed(tmp_path: Path) -> None:
+def test_epochs_of_varying_length_need_reloaded_dataloaders(tmp_path: Path) -> None:
     ramp = {"data": {"rampup_batch_size": [2, 2, 12]}}
     _run(tmp_path, 2, max_epochs=3)
     for max_epochs, options in ((3, {"ckpt_path": "step=4.ckpt"}), (2, ramp)):
         with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
             _run(tmp_path, 4, max_epochs=max_epochs, **options)
-        _run(tmp_path, 4, max_epochs=1, **options)  # no other epoch follows
+        _run(tmp_path, 4, max_epochs=1, **options)  # no further epoch
 
 
-def test_a_split_that_is_not_read_may_have_no_weight_or_be_empty_in_a_blend(tmp_path: Path) -> None:
+def test_unused_split_may_be_empty(tmp_path: Path) -> None:
     small = build(tmp_path / "small", [[list(range(40))], [list(range(40))]])
     blend = [0.5, str(tmp_path / "corpus"), 0.5, small]
-    for data, says in (
+    for data, message in (
         ({"split": "1"}, "no valid split for trainer.validate"),
         ({"data_path": blend}, r"gives valid 0 of 2 documents of .*small"),
     ):
         assert len(_run(tmp_path, max_steps=2, data=data).train_rows) == 2
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             _run(tmp_path, data=data, phase="validate", limit_val_batches=1)
 
 
-def test_old_formats_give_the_samples_of_today(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
-    """Beside a dataset of today's in a blend."""
+def test_legacy_formats_give_the_same_samples(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+    """In a blend with a dataset in the current format."""
     first, second = ([[each.tolist()] for each in documents[half::2]] for half in (0, 1))
     new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
     paths = (new, [write_legacy(tmp_path / "old", first), new[1]])
-    today, old = (_run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths)
-    assert np.array_equal(old, today)
+    current, legacy = (_run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths)
+    assert np.array_equal(legacy, current)
 
 
-# ---- runs that cannot work ------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_made_later(
+def test_missing_data_is_refused_before_other_processes_start_without_prepare_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Preparing(IndexedDataModule):
@@ -198,7 +203,7 @@ def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_m
     def start(launcher: Any) -> None:
         raise InterruptedError("would start")
 
-    monkeypatch.setenv(LAUNCHER, str(os.getpid()))  # so that what the launch sets is gone afterwards
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))  # restored after the test, as the launcher sets it
     monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
     module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
@@ -208,7 +213,7 @@ def test_a_script_is_told_before_it_starts_other_processes_unless_its_data_are_m
             trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))
 
 
-def test_a_vocabulary_that_the_dataset_exceeds_is_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+def test_token_beyond_the_vocabulary_is_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
     shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
     model = model_config({"model_type": "gpt2", "vocab_size": largest + 1})
@@ -217,7 +222,7 @@ def test_a_vocabulary_that_the_dataset_exceeds_is_refused(tmp_path: Path, docume
         _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
 
 
-def test_a_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:
+def test_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:
     options = {"max_steps": 4, "limit_val_batches": 1}
     with pytest.raises(ConfigError, match="val_check_interval=3 is more than the 2 training steps"):
         _run(tmp_path, val_check_interval=3, limit_train_batches=0.5, **options)

@@ -1,4 +1,4 @@
-"""Publishing of files and folders: a complete one always has the name, and what others write is left alone."""
+"""Atomic publication: a name always refers to a complete file or directory; locks protect active writers."""
 
 import contextlib
 import os
@@ -20,18 +20,18 @@ def _folder(path: Path, content: str) -> Path:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(params=["exchange", "two renames"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _exchange_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "two renames":
         monkeypatch.setattr(files, "_exchange", lambda a, b: False)
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("_exchange_method")
 @pytest.mark.parametrize("old", ["nothing", "folder", "file", "link"])
-def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str) -> None:
+def test_publish_replaces_a_file_directory_or_link(tmp_path: Path, old: str) -> None:
     path = tmp_path / "a.ckpt"
     _folder(tmp_path / "b.ckpt", "other")
     if old == "folder":
@@ -50,21 +50,21 @@ def test_the_new_folder_replaces_whatever_has_the_name(tmp_path: Path, old: str)
     assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
 
 
-def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_programs_are_deleted(tmp_path: Path) -> None:
     own = _folder(tmp_path / "a.ckpt.partial", "half")
     _folder(tmp_path / "b.ckpt.partial", "half")
     _folder(tmp_path / "c.ckpt.removed", "half")
-    active = _folder(tmp_path / "d.ckpt.partial", "of a program that runs")
-    (tmp_path / "e.ckpt.partial").mkdir()  # has just been made
-    _folder(tmp_path / "f.ckpt", "whole")
+    active = _folder(tmp_path / "d.ckpt.partial", "of a running program")
+    (tmp_path / "e.ckpt.partial").mkdir()  # just created
+    _folder(tmp_path / "f.ckpt", "complete")
     _folder(tmp_path / "g.partial", "no checkpoint")
-    others = FolderLock(active)
+    active_lock = FolderLock(active)
 
     lock = _start_partial(tmp_path / "a.ckpt")
 
     assert _names(own) == []
     assert _names(tmp_path) == ["a.ckpt.partial", "d.ckpt.partial", "e.ckpt.partial", "f.ckpt", "g.partial"]
-    others.release()
+    active_lock.release()
     with pytest.raises(CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"):
         _start_partial(tmp_path / "a.ckpt")
     lock.release()
@@ -73,30 +73,28 @@ def test_left_overs_of_killed_programs_are_cleared_and_others_are_not(tmp_path: 
 # ---- staged ---------------------------------------------------------------------------------------------------------
 
 
-def test_staged_files_appear_together_and_the_last_one_vouches_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_files_are_replaced_with_the_marker_file_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.bin", "a.idx", "b.idx"):
         (tmp_path / name).write_text("old")
-    seen: list[tuple[str, str]] = []
+    replaced: list[tuple[str, str]] = []
     replace = os.replace
 
-    def watched(source: Path, target: Path) -> None:
-        seen.append((target.name, "".join(sorted(each.name for each in tmp_path.glob("a.*")))))
+    def record(source: Path, target: Path) -> None:
+        replaced.append((target.name, "".join(sorted(path.name for path in tmp_path.glob("a.*")))))
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(os, "replace", record)
     with staged(tmp_path, "a", last=["a.idx"], error=DataError) as partial:
         (partial / "a.idx").write_text("new")
         (partial / "a.bin").write_text("new")
         assert (tmp_path / "a.idx").read_text() == "old"
 
-    assert seen == [("a.bin", "a.bin"), ("a.idx", "a.bin")]
+    assert replaced == [("a.bin", "a.bin"), ("a.idx", "a.bin")]
     assert [(tmp_path / name).read_text() for name in _names(tmp_path)] == ["new", "new", "old"]
     assert _names(tmp_path) == ["a.bin", "a.idx", "b.idx"]
 
 
-def test_a_staged_folder_replaces_the_old_one_or_leaves_it(tmp_path: Path) -> None:
+def test_staged_directory_replaces_the_old_one_only_on_success(tmp_path: Path) -> None:
     _folder(tmp_path / "model", "old")
     _folder(tmp_path / ".model.partial", "of a killed run")
     with contextlib.suppress(KeyError), staged(tmp_path, "model") as partial:
@@ -111,7 +109,7 @@ def test_a_staged_folder_replaces_the_old_one_or_leaves_it(tmp_path: Path) -> No
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
 
 
-def test_what_is_replaced_inside_a_staged_folder_is_not_published(tmp_path: Path) -> None:
+def test_directory_replaced_inside_a_staged_one_is_not_published(tmp_path: Path) -> None:
     with staged(tmp_path, "model") as partial:
         _folder(partial / "model", "old")
         files._deleter.submit(time.sleep, 0.2)
@@ -119,7 +117,7 @@ def test_what_is_replaced_inside_a_staged_folder_is_not_published(tmp_path: Path
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
 
 
-def test_a_staged_folder_that_cannot_be_written_is_the_error_that_was_asked_for(tmp_path: Path) -> None:
+def test_unwritable_staged_directory_raises_the_given_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(DataError, match=r"file/a cannot be written \(.*choose a writable"),

@@ -1,4 +1,4 @@
-"""Options of other tools: constructors and commands name ours, and the table names what exists."""
+"""Options of other tools: errors name our equivalent option, and every option in the table exists."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "says"),
+    ("build", "options", "message"),
     [
         (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; use tp$"),
         (MegatronStrategy, {"gradient_clipping": 1.0}, r"use Trainer\(gradient_clip_val=\.\.\.\), 0 disables"),
@@ -30,12 +30,12 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
-def test_an_option_of_another_tool_is_told_by_our_name(build: Callable[..., Any], options: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_option_of_another_tool_is_refused_with_ours(build: Callable[..., Any], options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build(**options)
 
 
-def test_what_the_table_calls_ours_exists_and_stands_once_for_each_tool() -> None:
+def test_options_in_the_table_exist_and_are_unique_per_tool() -> None:
     names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
     assert len(set(names)) == len(names)
 
@@ -46,6 +46,6 @@ def test_what_the_table_calls_ours_exists_and_stands_once_for_each_tool() -> Non
             assert row.ours.removeprefix(PROG).strip() in commands, row
         elif row.ours not in _WORDS and not row.ours.startswith("torchrun"):
             name, _, attribute = row.ours.partition("(")[0].partition(".")
-            found = next(getattr(home, name) for home in homes if hasattr(home, name))
-            called = getattr(found, attribute) if attribute else found
-            assert row.option is None or row.option in inspect.signature(called).parameters, row
+            owner = next(getattr(home, name) for home in homes if hasattr(home, name))
+            target = getattr(owner, attribute) if attribute else owner
+            assert row.option is None or row.option in inspect.signature(target).parameters, row

@@ -1,4 +1,4 @@
-"""What the campaign of fuzzing (tests/campaigns/fuzzed.py) found by chance."""
+"""Regression tests for bugs found by the fuzzing campaign (tests/campaigns/fuzzed.py)."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, DataError
 
 
-def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> None:
+def test_link_to_a_parent_directory_is_not_copied(tmp_path: Path) -> None:
     model, new = tmp_path / "model", tmp_path / "new"
     (model / "additional_chat_templates").mkdir(parents=True)
     (model / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
@@ -23,27 +23,27 @@ def test_a_link_to_a_folder_above_is_not_copied_into_itself(tmp_path: Path) -> N
     os.mkfifo(model / "tokenizer.json")
     (model / "vocab.json").write_text("{}")
     copy_companions(sorted(model.iterdir()), new)
-    found = sorted(str(each.relative_to(new)) for each in new.rglob("*") if each.is_file())
-    assert found == ["additional_chat_templates/tool.jinja", "vocab.json"]
+    copied = sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file())
+    assert copied == ["additional_chat_templates/tool.jinja", "vocab.json"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"dtype": "../../etc/passwd"}, "the gpt2 config is invalid: .*; correct it"),
         ({"n_head": 2**62}, "does not divide hidden_size=768; choose num_attention_heads from 1, 2, 3, 4, 6, 8"),
-        ({"n_head": 2**30 + 1, "n_embd": 2**40}, "does not divide hidden_size"),  # told at once
+        ({"n_head": 2**30 + 1, "n_embd": 2**40}, "does not divide hidden_size"),
         ({"model_type": "falcon", "num_attention_heads": 3, "hidden_size": 32}, "=3 does not divide hidden_size=32"),
         ({"initializer_range": float("nan")}, "init_method_std=nan: expected a finite number, at least 0"),
         ({"n_inner": 2**40}, r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_before_anything_is_built(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_config_is_refused_before_building(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_on_cpu(model_config({"model_type": "gpt2", **fields}), ParallelConfig())
 
 
-def test_a_tokenizer_whose_length_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_with_non_numeric_length_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What generation is asked for, which requests are refused before anything runs, and how tokens are drawn."""
+"""Generation options, requests refused before decoding, token sampling, special tokens and stop strings."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.tokenizers import byte_level_tokenizer
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"max_new_tokens": True}, "max_new_tokens=True must be an integer, and is a bool"),
         ({"top_p": float("nan")}, "top_p=nan must be a number from 0 to 1"),
@@ -32,15 +32,15 @@ from tests.tokenizers import byte_level_tokenizer
         ({"output_scores": True}, "use MegatronModule.generate_with_scores"),
     ],
 )
-def test_wrong_options_are_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_options_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         options_from(arguments)
 
 
-def test_what_changes_nothing_contradicts_nothing() -> None:
+def test_neutral_options_are_accepted() -> None:
     assert not options_from({"do_sample": False, "temperature": None, "top_k": None, "top_p": None}).samples
     assert not options_from({"do_sample": False, "temperature": 1.0, "top_p": 1.0, "num_beams": 3}).samples
-    # As in transformers: the likeliest tokens of the likeliest.
+    # As in transformers, top_p applies to the tokens that top_k keeps.
     assert options_from({"top_k": 50, "top_p": 0.9, "length_penalty": None}).samples
 
 
@@ -54,7 +54,7 @@ def test_what_changes_nothing_contradicts_nothing() -> None:
         ({"min_length": 31, "max_new_tokens": 20}, None, "min_length=31 and max_new_tokens=20 leaves"),
     ],
 )
-def test_lengths_are_counted_behind_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
+def test_length_limits_apply_after_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room)
@@ -67,7 +67,7 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("input_ids", "mask", "options", "says"),
+    ("input_ids", "mask", "options", "message"),
     [
         ([[1]], None, {}, r"input_ids: expected a tensor of integers, \[prompts, tokens\], got a list"),
         (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
@@ -79,36 +79,36 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_refused(input_ids: Any, mask: Any, options: Any, says: str) -> None:
-    given = {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
-    with pytest.raises(ConfigError, match=says):
-        build_request(given, options, model_of("gpt2"))
+def test_invalid_prompts_are_refused(input_ids: Any, mask: Any, options: Any, message: str) -> None:
+    inputs = {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
+    with pytest.raises(ConfigError, match=message):
+        build_request(inputs, options, model_of("gpt2"))
 
 
-# ---- tokens that are drawn ------------------------------------------------------------------------------------------
+# ---- sampling -------------------------------------------------------------------------------------------------------
 
 
-def test_top_p_decays_from_the_second_token_on_down_to_its_bound() -> None:
+def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
     options = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.3}
     (decaying,) = logits_processors(build_request({"input_ids": _ids([1])}, options, model_of("gpt2")))
-    logits, texts = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
-    kept = [int(torch.isfinite(decaying(texts[:, : 1 + step], logits)).sum()) for step in range(4)]
+    logits, sequences = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
+    kept = [int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > kept[2] == kept[3] >= 1
 
 
-def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
+def test_sampled_frequencies_match_probabilities() -> None:
     draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
     counts = torch.bincount(sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6).double()
     assert counts[1] == 0
     expected = draws * probabilities.double()
-    seen = expected > 0
+    possible = expected > 0
     # Four degrees of freedom: 18.47 is exceeded once in a thousand seeds.
-    assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 18.47
+    assert ((counts - expected)[possible] ** 2 / expected[possible]).sum() < 18.47
 
 
-# ---- what ends texts ------------------------------------------------------------------------------------------------
+# ---- special tokens and stop strings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_drawn_tokens_are_as_frequent_as_they_are_probable() -> None:
         ("{", "cannot be read as JSON"),
     ],
 )
-def test_the_generation_config_comes_before_the_config(tmp_path: Path, generation: str | None, expected: Any) -> None:
+def test_generation_config_takes_precedence_over_config(tmp_path: Path, generation: str | None, expected: Any) -> None:
     fields = {"model_type": "t5", "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 3}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     if generation is not None:
@@ -133,7 +133,7 @@ def test_the_generation_config_comes_before_the_config(tmp_path: Path, generatio
         assert special_tokens(tmp_path) == expected
 
 
-def test_a_tokenizer_may_be_a_folder_and_must_know_the_letters(tmp_path: Path) -> None:
+def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
     assert stop_strings(["ab"], tmp_path, 2)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
     with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) cannot be written"):

@@ -1,4 +1,4 @@
-"""Layout of the package: who may import whom, and how long files, functions and parameter lists may be."""
+"""Layers of the package, and limits on the length of files, functions and parameter lists."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ from tests.ranks import ROOT
 PACKAGE = ROOT / "lightning_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Folders and files of the root, lowest first. Imports go from a later line to earlier ones only.
+# Top-level directories and files, lowest layer first. A layer may import only earlier ones.
 LAYERS = (
     ("errors",),
     ("files", "foreign_names", "restarts"),
@@ -30,21 +30,21 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-LEVELS = {place: level for level, places in enumerate(LAYERS) for place in places}
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MUST_NOT_IMPORT_LIGHTNING = ("engine", "models", "data", "checkpoint", "steps", "convert", "accounting", "generate")
-MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate", "models")  # models for the scalings of rotary frequencies
+MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate", "models")  # models: RoPE scaling
 
-MAX_CODE_LINES = 450  # of a file: neither blank, comment nor docstring
+MAX_CODE_LINES = 450  # per file, without blank lines, comments and docstrings
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MANY_PARAMETERS = {
-    "MegatronStrategy.__init__",  # the options of a configuration file, one by one, as LightningCLI wants them
+    "MegatronStrategy.__init__",  # options of configuration files; LightningCLI needs each as a parameter
     "MegatronModule.__init__",  # likewise
     "IndexedDataModule.__init__",  # likewise
     "InstructionDataModule.__init__",  # likewise
     "DatasetDataModule.__init__",  # likewise
     "TextEvaluationDataModule.__init__",  # likewise
-    "SDPAttention.__init__",  # Megatron-Core calls it as it calls its own core attention
+    "SDPAttention.__init__",  # Megatron-Core prescribes the signature
 }
 
 
@@ -61,13 +61,13 @@ def _module(path: Path) -> str:
 MODULES = {_module(path): path for path in FILES}
 
 
-def _place(module: str) -> str:
-    """The folder below the package that a module lies in, or the name of a file of the root."""
+def _layer_name(module: str) -> str:
+    """Top-level directory or file of the package that contains a module."""
     return (module.split(".") + ["__init__"])[1]
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, in functions too; not what only a type checker sees."""
+    """Modules that a file imports, also inside functions, but not under ``TYPE_CHECKING``."""
     tree = _tree(path)
     only_for_types = {
         id(child)
@@ -85,17 +85,16 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (name if name in MODULES else node.module for name in names)
 
 
-def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for child in ast.iter_child_nodes(tree):
-        name = f"{prefix}{getattr(child, 'name', '')}"
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield name, child
-        is_scope = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        yield from _functions(child, f"{name}." if is_scope else prefix)
+def _functions(tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods, the latter as ``CLASS.NAME``."""
+    for parent in ast.walk(tree):
+        for child in ast.iter_child_nodes(parent):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{getattr(parent, 'name', '')}.{child.name}", child
 
 
 def _code_lines(path: Path) -> int:
-    """Lines with a token that is neither comment nor docstring."""
+    """Number of lines with a token that is neither comment nor docstring."""
     docstrings = {
         line
         for node in ast.walk(_tree(path))
@@ -112,45 +111,45 @@ def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def test_imports_go_down_only() -> None:
-    wrong = [
+def test_imports_follow_the_layers() -> None:
+    violations = [
         f"{_name(path)} imports {imported}"
         for module, path in MODULES.items()
         for imported in _imports(path)
-        if imported in MODULES and _place(module) != _place(imported)
-        if LEVELS[_place(imported)] >= LEVELS[_place(module)]
+        if imported in MODULES and _layer_name(module) != _layer_name(imported)
+        if LEVELS[_layer_name(imported)] >= LEVELS[_layer_name(module)]
     ]
-    assert wrong == []
+    assert violations == []
 
 
-def test_no_imports_go_in_circles() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {module: {each for each in _imports(path) if each in MODULES} for module, path in MODULES.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-def test_lightning_and_transformers_are_imported_only_where_they_belong() -> None:
+def test_lightning_and_transformers_are_imported_only_where_allowed() -> None:
     for module, path in MODULES.items():
         tops = {imported.split(".")[0] for imported in _imports(path)}
-        assert "lightning" not in tops or _place(module) not in MUST_NOT_IMPORT_LIGHTNING, module
-        assert "transformers" not in tops or _place(module) in MAY_IMPORT_TRANSFORMERS, module
+        assert "lightning" not in tops or _layer_name(module) not in MUST_NOT_IMPORT_LIGHTNING, module
+        assert "transformers" not in tops or _layer_name(module) in MAY_IMPORT_TRANSFORMERS, module
 
 
 def test_files_functions_and_parameter_lists_are_short() -> None:
-    wrong = [f"{_name(path)} is too long" for path in FILES if _code_lines(path) > MAX_CODE_LINES]
+    violations = [f"{_name(path)} is too long" for path in FILES if _code_lines(path) > MAX_CODE_LINES]
     many = set()
     for name, function in (named for path in FILES for named in _functions(_tree(path))):
         if (function.end_lineno or 0) - function.lineno + 1 > MAX_FUNCTION_LINES:
-            wrong.append(f"{name} is too long")
+            violations.append(f"{name} is too long")
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        is_method = "." in name and bool(arguments) and arguments[0].arg in ("self", "cls")
-        # A Triton kernel has nothing but parameters: a structure of addresses cannot be passed to a GPU.
+        is_method = bool(arguments) and arguments[0].arg in ("self", "cls")
+        # Triton kernels take every address as a parameter, as structures cannot be passed to a GPU.
         is_kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
         if len(arguments) - is_method > MAX_PARAMETERS and not is_kernel:
             many.add(name)
-    assert wrong == []
+    assert violations == []
     assert many == MANY_PARAMETERS
 
 
-def test_every_module_states_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     first = {_name(path): (ast.get_docstring(_tree(path)) or "").split("\n\n")[0] for path in FILES}
     assert [name for name, statement in first.items() if not statement or "?" in statement] == []

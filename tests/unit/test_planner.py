@@ -1,4 +1,4 @@
-"""The planner's estimates beside runs that were measured on H200s, its choice of layouts, and its timeline."""
+"""Planner: estimates compared with runs measured on H200s, choice of layouts, and the pipeline timeline."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from lightning_megatron.models.transformer_config import EngineSettings
 from lightning_megatron.planner import DEVICES, GIB, Run, plan, plans, timeline
 
 H200 = DEVICES["h200"]
-# Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB (None: not noted down), whether fitted.
+# Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB, whether the model was fitted to it.
 MEASURED = [
     ("llama-8b-dp4-mb2", 2, 4, 4, {}, 2.8205, 108.0, True),
     ("llama-8b-tp2", 2, 4, 2, {"tp": 2}, 1.433, 88.5, True),
@@ -50,7 +50,7 @@ MEASURED = [
 
 def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]) -> Run:
     case, sizes = case_named(case_name), {**layout}
-    replays, recompute = sizes.pop("cuda_graphs", False), sizes.pop("recompute", None)
+    cuda_graphs, recompute = sizes.pop("cuda_graphs", False), sizes.pop("recompute", None)
     length = sizes.pop("length", case.seq_length)
     return Run(
         model=model_config(dict(case.model)),
@@ -59,105 +59,109 @@ def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int
         lengths=(length, case.decoder_seq_length) if case.decoder_seq_length else (length,),
         world_size=gpus,
         recompute=recompute,
-        cuda_graphs=bool(replays),
+        cuda_graphs=cuda_graphs,
     )
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
-def test_estimates_are_near_what_was_measured(row: tuple[Any, ...]) -> None:
+def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
     *run, seconds, gib, is_fitted = row
-    found = plan(_run(*run), H200)
-    # What is promised is 10 % and 15 %; rows that were fitted have to be nearer.
-    assert found.time.total == pytest.approx(seconds, rel=0.06 if is_fitted else 0.15)
-    assert gib is None or found.memory.total / GIB == pytest.approx(gib, rel=0.03 if is_fitted else 0.1)
+    estimate = plan(_run(*run), H200)
+    # The docs promise 10 % for memory and 15 % for time; fitted rows have to be closer.
+    assert estimate.time.total == pytest.approx(seconds, rel=0.06 if is_fitted else 0.15)
+    assert estimate.memory.total / GIB == pytest.approx(gib, rel=0.03 if is_fitted else 0.1)
 
 
-def test_layouts_fit_and_the_fastest_is_first() -> None:
+def test_plans_fit_and_are_sorted_by_time() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     run, small = Run(model=model, world_size=8, lengths=(4096,)), replace(H200, memory=60 * GIB)
     found = plans(run, 64, small)
     assert [each.time.total for each in found] == sorted(each.time.total for each in found)
     assert all(each.memory.total < small.memory for each in found)
     assert all(each.run.tokens == 64 * 4096 for each in found)
-    # Where memory is no matter, one copy a GPU needs neither collectives nor a pipeline, and recomputes nothing.
+    # With enough memory the best plan is one replica per GPU without recomputation.
     best = plans(run, 64, H200)[0].run
     assert (best.parallel.tp, best.parallel.pp, best.recompute) == (1, 1, None)
 
 
-def test_stages_with_an_embedding_or_an_output_layer_may_have_fewer_layers() -> None:
+def test_first_and_last_stage_may_have_fewer_layers() -> None:
     even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
     found = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
     best = next(each for each in found if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
     first, *_, last = best.run.chunks
-    # The output layer is 525 million numbers, a layer 218 million.
+    # The output layer has 525 million parameters, a transformer layer 218 million.
     assert (sum(best.run.chunks), last < first < 9) == (32, True)
     assert best.time.total < 0.95 * even.time.total
 
 
-def test_long_rows_are_split_between_ranks() -> None:
+def test_long_rows_use_context_parallelism() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     long = Run(model=model, world_size=8, lengths=(65536,))
     layouts = [each.run.parallel for each in plans(long, 2, H200)]
     assert max(each.cp for each in layouts) == 8
     assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
     assert {each.run.parallel.cp for each in plans(replace(long, lengths=(4096,)), 2, H200)} == {1}
-    # Half of a row costs its exchanged heads, and more where keys and values of all are kept.
+    # Half a row needs half the activations with exchanged heads, and more with all-gathered keys and values.
     run = _run("llama-8b-dp4-s8192", 2, 4, 4, {})
-    whole, heads, keys = (
+    unsplit, heads, keys = (
         plan(replace(run, parallel=replace(run.parallel, **changes)), H200)
         for changes in ({"num_microbatches": 2}, {"cp": 2}, {"cp": 2, "cp_comm_type": "all_gather"})
     )
-    assert whole.run.tokens == heads.run.tokens
-    assert heads.memory.activations == pytest.approx(whole.memory.activations / 2)
-    assert heads.memory.optimizer == whole.memory.optimizer
-    assert heads.memory.activations < keys.memory.activations < whole.memory.activations
-    assert whole.time.total < heads.time.total < whole.time.total * 1.05
+    assert unsplit.run.tokens == heads.run.tokens
+    assert heads.memory.activations == pytest.approx(unsplit.memory.activations / 2)
+    assert heads.memory.optimizer == unsplit.memory.optimizer
+    assert heads.memory.activations < keys.memory.activations < unsplit.memory.activations
+    assert unsplit.time.total < heads.time.total < unsplit.time.total * 1.05
 
 
-def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
+def test_impossible_plan_is_refused_with_the_required_size() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     run = Run(model=model, world_size=2, lengths=(4096,))
-    says = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
-    with pytest.raises(ConfigError, match=says):
+    message = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
+    with pytest.raises(ConfigError, match=message):
         plans(run, 4, replace(H200, memory=40 * GIB))
     with pytest.raises(ConfigError, match="global_batch_size=1: expected one that 7 GPUs can share"):
         plans(replace(run, world_size=7), 1, H200)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 4, "vpp": 2}])
-def test_timeline_has_every_pass_in_an_order_that_can_be(layout: dict[str, int]) -> None:
+def test_timeline_has_every_pass_in_a_possible_order(layout: dict[str, int]) -> None:
     run = _run("llama-8b-dp4-mb2", 1, 8, 4, layout)
     stages = timeline(run, H200)
     depth = 4 * run.parallel.num_model_chunks
     passes = [(slot.chunk * 4 + rank, slot) for rank, slots in enumerate(stages) for slot in slots]
-    ends = {(place, slot.microbatch, slot.is_forward): slot.start + slot.seconds for place, slot in passes}
+    ends = {(position, slot.microbatch, slot.is_forward): slot.start + slot.seconds for position, slot in passes}
     assert len(ends) == len(passes) == 2 * 8 * depth
     for slots in stages:
         assert all(before.start + before.seconds <= after.start for before, after in pairwise(slots))
-    for place, slot in passes:
-        # Forward behind the stage before; backward behind that of the stage after, the last one behind its forward.
-        before = (place - 1, True) if slot.is_forward else (place + 1, False) if place + 1 < depth else (place, True)
-        assert slot.start >= ends.get((before[0], slot.microbatch, before[1]), 0.0)
-    # The formula of the bubble and the drawing tell the same time.
-    busy = plan(run, H200).time
-    assert max(ends.values()) == pytest.approx(busy.total - busy.optimizer - busy.idle, rel=0.06)
+    for position, slot in passes:
+        # Forward passes follow the previous chunk; backward passes the next chunk, or the forward pass of the last one.
+        if slot.is_forward:
+            dependency = (position - 1, slot.microbatch, True)
+        else:
+            is_last = position + 1 == depth
+            dependency = (position + (not is_last), slot.microbatch, is_last)
+        assert slot.start >= ends.get(dependency, 0.0)
+    # The bubble formula and the timeline agree on the time.
+    time = plan(run, H200).time
+    assert max(ends.values()) == pytest.approx(time.total - time.optimizer - time.idle, rel=0.06)
 
 
 def test_recomputing_trades_memory_for_time() -> None:
-    nothing = _run("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2})
-    plans_of = [plan(replace(nothing, recompute=kind), H200) for kind in (None, "selective", "full")]
-    kept, remade, least = (each.memory.activations for each in plans_of)
-    assert kept > remade > least
-    assert plans_of[0].time.total < plans_of[1].time.total < plans_of[2].time.total
-    # Python is not free either: where it is what a step waits for, nothing is recomputed.
+    run = _run("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2})
+    estimates = [plan(replace(run, recompute=kind), H200) for kind in (None, "selective", "full")]
+    none, selective, full = (each.memory.activations for each in estimates)
+    assert none > selective > full
+    assert estimates[0].time.total < estimates[1].time.total < estimates[2].time.total
+    # Where host overhead dominates a step, nothing is recomputed.
     small = Run(model=model_config({"model_type": "gpt2"}), world_size=2, lengths=(256,))
     assert {each.run.recompute for each in plans(small, 8, H200)} == {None}
-    # Norms and activations of MLPs, of 32 layers on two ranks: two outputs of the hidden size, one of the MLP's.
-    assert kept - remade == 32 * 8192 * 2 * (2 * 4096 + 14336) / 2
+    # Outputs of two norms and one MLP activation in each of 32 layers, on two ranks.
+    assert none - selective == 32 * 8192 * 2 * (2 * 4096 + 14336) / 2
 
 
 @pytest.mark.parametrize(
-    ("gib", "has_data", "says"),
+    ("gib", "has_data", "message"),
     [
         (139, True, r"^rank_zero_info: .* fullest GPU: 107\.7 of 139\.0 GiB \(weights 15\.0, "),
         (
@@ -168,8 +172,8 @@ def test_recomputing_trades_memory_for_time() -> None:
         (139, False, r"67\.3 of 139\.0 GiB.*plus activations$"),  # weights, gradients, optimizer
     ],
 )
-def test_a_run_tells_the_memory_that_it_expects_and_warns_of_too_much(
-    gib: int, has_data: bool, says: str, monkeypatch: pytest.MonkeyPatch
+def test_run_logs_expected_memory_and_warns_of_too_much(
+    gib: int, has_data: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
     device = torch.device("cuda", 0)
@@ -177,12 +181,12 @@ def test_a_run_tells_the_memory_that_it_expects_and_warns_of_too_much(
     rows = {"seq_length": 4096, "pad_to_multiple_of": 8}
     data = SimpleNamespace(seq_length=4096, micro_batch_size=2, lengths=lambda model: rows)
     strategy = SimpleNamespace(root_device=device, settings=settings)
-    said: list[str] = []
+    logged: list[str] = []
     for name in ("rank_zero_info", "rank_zero_warn"):
-        monkeypatch.setattr(model_summary, name, lambda text, name=name: said.append(f"{name}: {text}"))
+        monkeypatch.setattr(model_summary, name, lambda text, name=name: logged.append(f"{name}: {text}"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB))
     trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data if has_data else None, world_size=4)
     module: Any = SimpleNamespace(model_config=run.model)
     model_summary.MemoryEstimate().setup(trainer, module, "fit")
-    (line,) = said
-    assert re.search(says, line)
+    (line,) = logged
+    assert re.search(message, line)

@@ -1,4 +1,4 @@
-"""What importing the package does: public names and strategies, whole and in milliseconds; warnings are hidden."""
+"""Import of the package: fast, with lazily registered strategies and filtered warnings."""
 
 import logging
 import os
@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
-import lightning_megatron
 from lightning_megatron.startup import hide_known_warnings, strategy_names
 from tests.ranks import ROOT
 
 
-def test_every_public_name_can_be_imported() -> None:
-    for name in lightning_megatron.__all__:
-        assert getattr(lightning_megatron, name).__name__ == name
-        assert name in dir(lightning_megatron)
-
-
-def test_the_package_is_imported_at_once_and_registers_its_strategies_when_lightning_comes() -> None:
+def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> None:
     code = (
         "import sys, time\n"
         "before = len(sys.meta_path)\n"
@@ -38,14 +31,14 @@ def test_the_package_is_imported_at_once_and_registers_its_strategies_when_light
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    seconds, *rest = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stderr
+    seconds, *lines = result.stdout.splitlines()
     assert float(seconds) < 0.1
-    assert rest == ["[]", "1 []", "SourceFileLoader SourceFileLoader", "True", "False False", "True"]
+    assert lines == ["[]", "1 []", "SourceFileLoader SourceFileLoader", "True", "False False", "True"]
 
 
-def test_every_size_has_a_name() -> None:
+def test_strategy_names_cover_every_layout() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     layouts = strategy_names()
@@ -57,28 +50,28 @@ def test_every_size_has_a_name() -> None:
         assert {"tp": strategy.tp, "pp": strategy.pp} == layouts[name]
 
 
-# ---- warnings that no user can change -------------------------------------------------------------------------------
+# ---- filtered warnings ----------------------------------------------------------------------------------------------
 
 _NORM = ("Apex is not installed. Falling back to Torch Norm", "megatron.core.models.backends")
-# What a user has set in transformer_config_overrides.
+# Caused by the user through transformer_config_overrides.
 _GRAPHS = ("enable_cuda_graph is deprecated", "megatron.core.transformer.transformer_config")
 
 
-@pytest.mark.parametrize(("said", "filters", "shown"), [(_NORM, (), 0), (_NORM, ("always",), 1), (_GRAPHS, (), 1)])
-def test_what_the_engine_repeats_is_hidden_unless_the_user_asks_for_it(
-    said: tuple[str, str], filters: tuple[Any, ...], shown: int
+@pytest.mark.parametrize(("warning", "filters", "count"), [(_NORM, (), 0), (_NORM, ("always",), 1), (_GRAPHS, (), 1)])
+def test_repeated_megatron_warnings_are_hidden_by_default(
+    warning: tuple[str, str], filters: tuple[Any, ...], count: int
 ) -> None:
-    message, module = said
+    message, module = warning
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
         for action in filters:
             warnings.simplefilter(action)
         hide_known_warnings()
         warnings.warn_explicit(message, UserWarning, "file.py", 1, module=module)
-    assert len(caught) == shown
+    assert len(caught) == count
 
 
-def test_lightnings_advertisement_is_dropped_and_its_other_lines_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     with caplog.at_level(logging.INFO, logger=log.name):
         log.info("💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]")

@@ -1,6 +1,6 @@
-"""Datasets of Megatron with known tokens, by its own builder and by hand in the formats of its versions 1.x and 2.x.
+"""Megatron datasets with known tokens, written by its builder or by hand in the formats of Megatron 1.x and 2.x.
 
-And Megatron-Core's own GPT samples of them, in one process and without caches.
+Also Megatron-Core's own GPT samples of such datasets, built in one process without caches.
 """
 
 import os
@@ -19,11 +19,11 @@ Documents = list[list[list[int]]]
 """Documents of sequences."""
 
 INT32 = (4, 4, "i", 1, "int32")
-"""What Megatron stored, whatever the vocabulary."""
+"""Token type that Megatron 1.x and 2.x stored for every vocabulary size."""
 
 
 def build(prefix: Path, documents: Documents, dtype: str = "uint16") -> str:
-    """A dataset by the engine's builder."""
+    """Write a dataset with Megatron-Core's builder and return its prefix."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -35,8 +35,8 @@ def build(prefix: Path, documents: Documents, dtype: str = "uint16") -> str:
     return str(prefix)
 
 
-def read_by_the_engine(prefix: object) -> tuple[list[list[list[Any]]], str]:
-    """Documents of sequences, and the name of the type of their tokens."""
+def read_documents(prefix: object) -> tuple[list[list[list[Any]]], str]:
+    """Read documents of sequences and the dtype name of their tokens with Megatron-Core."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
@@ -46,17 +46,17 @@ def read_by_the_engine(prefix: object) -> tuple[list[list[list[Any]]], str]:
 
 
 def longs(*values: int) -> bytes:
-    """As the index has them."""
+    """Little-endian int64 values, as stored in index files."""
     return struct.pack(f"<{len(values)}q", *values)
 
 
 def write_legacy(prefix: Path, documents: Documents, kind: tuple[int, int, str, int, str] = INT32) -> str:
-    """A dataset of Megatron 1.x or 2.x (``cached``, ``lazy``), byte by byte.
+    """Write a dataset in the format of Megatron 1.x and 2.x (``cached``, ``lazy``), byte by byte.
 
     Args:
         prefix: Path of both files without suffix.
         documents: Tokens of each sequence of each document.
-        kind: Code, element size, struct's letter of a token, elements of a token, the engine's name of the type.
+        kind: Type code, element size, struct letter of a token, elements per token, dtype name in Megatron-Core.
     """
     code, element_size, letter, elements, _ = kind
     data, ends, sizes, bounds = b"", [0], [], [0]
@@ -85,12 +85,12 @@ def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int =
 
 
 def opened(objective: Objective, part: Part) -> Any:
-    """The samples of a part, with their index in a new folder beside the dataset."""
+    """Open the samples of a part, with the index in a new directory next to the dataset."""
     return open_samples(objective, [part], tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix)))
 
 
 class _NoTokenizer:
-    """What the engine reads of a tokenizer; no id of a dataset is padding."""
+    """Tokenizer attributes that Megatron-Core reads; no token of a dataset is padding."""
 
     vocab_size, eod = None, -2
     unique_identifiers: ClassVar = {"class": "none"}
@@ -105,7 +105,7 @@ def engine_rows(
     seq_length: int = 16,
     **options: bool,
 ) -> NDArray[np.int64]:
-    """Rows of the engine's dataset before they are cut into inputs and labels: [rows, seq_length + 1]."""
+    """Rows of Megatron-Core's GPT dataset before the split into inputs and labels: [rows, seq_length + 1]."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -117,11 +117,11 @@ def engine_rows(
         tokenizer=_NoTokenizer(),
         **options,
     )
-    # The other splits get the same number: weights without a number are an error for them too.
+    # The other splits get the same size: weights without a size are an error for them too.
     sizes = [num_samples] * len(Split)
     dataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[Split[name].value]
-    places = [(dataset, index) for index in range(len(dataset))]
+    members = [(dataset, index) for index in range(len(dataset))]
     if hasattr(dataset, "datasets"):
         pairs = zip(dataset.dataset_index, dataset.dataset_sample_index, strict=True)
-        places = [(dataset.datasets[number], index) for number, index in pairs]
-    return np.stack([part._query_document_sample_shuffle_indices(index)[0] for part, index in places])
+        members = [(dataset.datasets[number], index) for number, index in pairs]
+    return np.stack([part._query_document_sample_shuffle_indices(index)[0] for part, index in members])

@@ -1,4 +1,4 @@
-"""Small datasets of sentences, a WordPiece vocabulary, and the engine's own BERT and T5 samples of them."""
+"""Random sentence documents, a WordPiece vocabulary, and Megatron-Core's own BERT and T5 samples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +24,9 @@ SPLIT = "8,1,1"
 
 
 class WordPieceTokenizer:
-    """What both transformers' tokenizers and the engine's have; one piece in three continues a word.
+    """Attributes of transformers' and Megatron-Core's tokenizers; one piece in three continues a word.
 
-    Padding has the id 0, as the engine needs it.
+    Padding has the id 0, as Megatron-Core requires.
     """
 
     pad, _, cls, sep, mask, bos, eos = range(len(SPECIAL))
@@ -51,7 +51,7 @@ def first_text_id() -> int:
 
 
 def random_documents(num_documents: int, seed: int = 0, sentences: int = 12, longest: int = 40) -> Documents:
-    """Sentences of WordPieces: each begins with a piece that begins a word. Some documents and sentences are tiny."""
+    """Documents of sentences, each starting with a word-initial piece. Some documents and sentences are tiny."""
     random = np.random.default_rng(seed)
     low = first_text_id()
 
@@ -70,15 +70,15 @@ def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234, name
 def engine_samples(
     kind: str, part: Part, masking: MaskingOptions, monkeypatch: pytest.MonkeyPatch, folder: Path, **config: Any
 ) -> Sequence[dict[str, Any]]:
-    """The engine's own dataset of one split, whose index it builds itself.
+    """Megatron-Core's dataset of one split, with the index that it builds itself.
 
     Args:
         kind: ``bert`` or ``t5``.
-        part: Which documents; the engine fails without ``num_samples``.
-        masking: As ours; ``max_ngram`` is needed.
-        monkeypatch: Answers the engine's question for its rank.
-        folder: For the engine's index.
-        config: ``sequence_length`` and the rest of the engine's configuration.
+        part: Documents to read; Megatron-Core fails without ``num_samples``.
+        masking: Masking options; ``max_ngram`` is required.
+        monkeypatch: Replaces ``torch.distributed.get_rank``.
+        folder: Directory of Megatron-Core's index.
+        config: ``sequence_length`` and other fields of Megatron-Core's configuration.
     """
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig

@@ -1,4 +1,4 @@
-"""Items of any map-style dataset become rows; what cannot become one is refused."""
+"""``DatasetSamples``: items of map-style datasets are collated into rows; unusable datasets are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ SOURCES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "saved"])
-def test_items_are_stacked(tmp_path: Path, source: str) -> None:
-    given = SOURCES.get(source, str(tmp_path))
+def test_items_are_collated_into_rows(tmp_path: Path, source: str) -> None:
+    dataset = SOURCES.get(source, str(tmp_path))
     if source == "saved":
-        _hugging_face().save_to_disk(given)
-    rows = DatasetDataModule(train=given).open("train", None).rows([3, 0, 4])
+        _hugging_face().save_to_disk(dataset)
+    rows = DatasetDataModule(train=dataset).open("train", None).rows([3, 0, 4])
     assert rows.keys() == {"input_ids", "weight"}
     assert rows["input_ids"].dtype == torch.int64
     assert torch.equal(rows["input_ids"], TOKENS[[3, 0, 4]])
@@ -51,7 +51,7 @@ class Numbers(IterableDataset[dict[str, int]]):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "collate", "says"),
+    ("dataset", "collate", "message"),
     [
         (datasets.DatasetDict({"train": _hugging_face()}), None, r"a DatasetDict must be one map-style dataset"),
         (Numbers(), None, "a Numbers must be one .* return a DataLoader from train_dataloader"),
@@ -62,6 +62,6 @@ class Numbers(IterableDataset[dict[str, int]]):
         (_hugging_face(), lambda _: {"a": TOKENS}, "collate gave 5 rows for 2 items; return one row per item"),
     ],
 )
-def test_what_makes_no_rows_is_named(dataset: Any, collate: Any, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_unusable_dataset_or_collate_is_refused(dataset: Any, collate: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         DatasetSamples(dataset, collate).rows([1, 2])

@@ -1,4 +1,4 @@
-"""Which files inputs stand for, which documents come out of them in which order, and what is said of what is none."""
+"""Input files of a corpus: how paths are resolved, documents and their order, and errors for unreadable documents."""
 
 import gzip
 import json
@@ -26,17 +26,17 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def _texts(
+def _read(
     *paths: Path, keys: tuple[str, ...] = ("text",), piece_bytes: int = 1 << 20, skip: list[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """All documents; with ``skip``, bad ones are left out and what is reported about them is put there."""
+    """All documents; with ``skip``, bad documents are left out and their messages appended to it."""
     bar = SimpleNamespace(write=lambda line, file: None if skip is None else skip.append(line))
     bad = BadDocuments("fail" if skip is None else "skip", bar)
     documents: list[tuple[str, ...]] = []
     for piece in cut_into_pieces(find_files(list(paths)), keys, piece_bytes):
-        found, messages = read_documents(piece, keys)
+        read, messages = read_documents(piece, keys)
         bad.add(messages)
-        documents += found
+        documents += read
     return documents
 
 
@@ -49,37 +49,39 @@ def _write_table(path: Path, columns: dict[str, Any]) -> None:
 
 
 FOUND = [
-    # A folder gives text, source and JSON lines files sorted by path, but none that is hidden, a cache or installed.
+    # A directory: text, source and JSON lines files sorted by path, but no hidden, cached or installed files.
     (["."], ["C.TXT", "a/b.jsonl", "a/z.py", "b.txt", "c.jsonl.gz", "e.txt.zst", "f.parquet", "x/d.md"]),
     (["site-packages"], ["site-packages/x.py"]),
-    # A pattern gives files of any suffix, and searches folders.
+    # A pattern: files of any suffix; directories are searched.
     (["x/*.log"], ["x/a.log"]),
-    # Inputs keep their order, a file counts once, and one named by itself is taken whatever its suffix.
+    # Inputs keep their order; a file counts once; a file given by its path may have any suffix.
     (["no_suffix", "b.txt", "*.txt"], ["no_suffix", "b.txt"]),
 ]
 
 
-def test_files_are_found_in_an_order_that_is_the_same_everywhere(tmp_path: Path) -> None:
+def test_files_are_found_in_a_fixed_order(tmp_path: Path) -> None:
     names = "b.txt a/z.py a/b.jsonl image.png config.json C.TXT no_suffix .h.parquet c.jsonl.gz e.txt.zst f.parquet"
     more = "g.tar.gz x/a.log x/d.md .hidden.py .git/x.py __pycache__/x.py site-packages/x.py a/node_modules/x.js"
     for name in f"{names} {more}".split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    for inputs, found in FOUND:
-        assert [str(path.relative_to(tmp_path)) for path in find_files([tmp_path / name for name in inputs])] == found
+    for inputs, expected in FOUND:
+        assert [
+            str(path.relative_to(tmp_path)) for path in find_files([tmp_path / name for name in inputs])
+        ] == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("pip*", "pipe does not exist, or is not"), ("sub", "sub matches no file, or")]
+    ("name", "message"), [("pip*", "pipe does not exist, or is not"), ("sub", "sub matches no file, or")]
 )
-def test_inputs_without_files_are_named(tmp_path: Path, name: str, says: str) -> None:
+def test_input_without_files_is_refused(tmp_path: Path, name: str, message: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "sub").mkdir()
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         find_files([tmp_path / name])
 
 
-def test_text_files_are_one_document_each_and_json_lines_one_a_line(tmp_path: Path) -> None:
+def test_text_file_or_json_line_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line one\nline two\n")
     (tmp_path / "b.py.gz").write_bytes(gzip.compress(b"x = 1\n"))
     (tmp_path / "c.txt.zst").write_bytes(COMPRESS[".zst"](b"\xef\xbb\xbfy"))
@@ -87,12 +89,12 @@ def test_text_files_are_one_document_each_and_json_lines_one_a_line(tmp_path: Pa
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\r\n\n   \r\n{"text": "\\ud83d\\ude42", "title": "t"}')
 
     expected = ["line one\nline two\n", "x = 1\n", "y", "caf\ufffd", "a\ufffdb", "🙂"]
-    assert _texts(tmp_path) == [(text,) for text in expected]
+    assert _read(tmp_path) == [(text,) for text in expected]
     (tmp_path / "x.jsonl").write_text('{"title": "t", "text": "a"}')
-    assert _texts(tmp_path / "x.jsonl", keys=("text", "title")) == [("a", "t")]
+    assert _read(tmp_path / "x.jsonl", keys=("text", "title")) == [("a", "t")]
 
 
-def test_a_table_gives_its_columns_in_batches_smaller_than_its_row_groups(tmp_path: Path) -> None:
+def test_parquet_is_read_in_batches_smaller_than_row_groups(tmp_path: Path) -> None:
     texts = [f"text {i} " * (i % 9) for i in range(500)]
     _write_table(tmp_path / "x.parquet", {"title": texts[::-1], "other": texts, "text": texts})
     pieces = list(cut_into_pieces([tmp_path / "x.parquet"], ("text", "title"), piece_bytes=4096))
@@ -112,25 +114,25 @@ BAD: list[tuple[str, bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "line", "says"), BAD)
-def test_what_is_no_document_is_reported_with_its_place(tmp_path: Path, key: str, line: bytes, says: str) -> None:
-    """A line, or with none a row of a table."""
+@pytest.mark.parametrize(("key", "line", "message"), BAD)
+def test_invalid_document_is_reported_with_its_line_or_row(tmp_path: Path, key: str, line: bytes, message: str) -> None:
+    """A JSON line, or a row of a Parquet table where ``line`` is empty."""
     good = b'{"text": "good"}\n'
     (tmp_path / "x.jsonl").write_bytes(good + b"\n" + line + b"\n" + good)
     if not line:
         _write_table(tmp_path / "x.jsonl", {"text": ["good", None, "good"], "n": [1, 2, 3]})
         (tmp_path / "x.jsonl").rename(tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=rf"x\.\w+,? {says}"):
-        _texts(tmp_path, keys=(key,))
+    with pytest.raises(DataError, match=rf"x\.\w+,? {message}"):
+        _read(tmp_path, keys=(key,))
     reported: list[str] = []
-    assert _texts(tmp_path, keys=(key,), skip=reported) == [("good",), ("good",)] * (key == "text")
-    assert re.search(rf"skipped: .*x\.\w+,? {says}", reported[0])
+    assert _read(tmp_path, keys=(key,), skip=reported) == [("good",), ("good",)] * (key == "text")
+    assert re.search(rf"skipped: .*x\.\w+,? {message}", reported[0])
     assert len(reported) == (1 if key == "text" else 3)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
 @pytest.mark.parametrize("damage", ["cut", "foreign", "bytes"])
-def test_a_damaged_file_is_named_and_the_rest_of_it_is_one_error(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_file_is_one_error_and_later_files_are_read(tmp_path: Path, name: str, damage: str) -> None:
     path = tmp_path / name
     if name.endswith("parquet"):
         _write_table(path, {"text": [f"text {i}" for i in range(5000)]})
@@ -144,9 +146,9 @@ def test_a_damaged_file_is_named_and_the_rest_of_it_is_one_error(tmp_path: Path,
     (tmp_path / "y.jsonl").write_text('{"text": "after"}\n')
 
     with pytest.raises(DataError, match=rf"{name} cannot be read"):
-        _texts(tmp_path)
+        _read(tmp_path)
     reported: list[str] = []
-    assert _texts(tmp_path, skip=reported)[-1] == ("after",)
+    assert _read(tmp_path, skip=reported)[-1] == ("after",)
     assert len(reported) == 1
 
 
@@ -156,7 +158,7 @@ def test_a_damaged_file_is_named_and_the_rest_of_it_is_one_error(tmp_path: Path,
     piece_bytes=st.integers(1, 100),
     compression=st.sampled_from(list(COMPRESS)),
 )
-def test_pieces_of_any_size_give_the_same_documents(
+def test_piece_size_does_not_change_documents(
     tmp_path_factory: pytest.TempPathFactory, files: list[str | list[str]], piece_bytes: int, compression: str
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
@@ -168,9 +170,9 @@ def test_pieces_of_any_size_give_the_same_documents(
             expected.append((text,))
         else:
             data = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
-            # Two members or frames, as `cat` puts them together, cut in the middle of a line.
+            # Two concatenated gzip members or zstd frames, split in the middle of a line.
             packed = b"".join(COMPRESS[compression](part) for part in (data[: len(data) // 2], data[len(data) // 2 :]))
             (folder / f"{number}.jsonl{compression}").write_bytes(packed)
             expected += [(text,) for text in content]
 
-    assert _texts(folder, piece_bytes=piece_bytes) == expected
+    assert _read(folder, piece_bytes=piece_bytes) == expected

@@ -1,4 +1,4 @@
-"""The files are Megatron's byte for byte, appear whole or not at all, and no damage gets past the checks."""
+"""Indexed datasets: files equal Megatron's byte for byte, appear complete or not at all, and damage is detected."""
 
 import functools
 import json
@@ -24,16 +24,16 @@ from lightning_megatron.data.indexed import (
     merge_datasets,
 )
 from lightning_megatron.errors import DataError
-from tests.unit.data.corpus import INT32, Documents, build, longs, read_by_the_engine, write_legacy
+from tests.unit.data.corpus import INT32, Documents, build, longs, read_documents, write_legacy
 
 check_any = functools.partial(check_dataset, for_training=False)
 
-# Documents of sequences; empty documents and empty sequences are among them.
+# Documents of sequences, some of them empty.
 FIRST: Documents = [[[5], [1, 2]], [], [[3]]]
 SECOND: Documents = [[], [[], [4, 5, 6]], [[7], []]]
 THIRD: Documents = [[[8, 9, 10, 11]]]
 
-# Three sequences in three documents, assembled by hand from the descriptions of the formats.
+# Three sequences in three documents, assembled by hand from the format descriptions.
 NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) + longs(0, 1, 2, 3)
 NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
 OLD_IDX = OLD_MAGIC + longs(1, 4, 4, 3, 3, 4) + longs(0, 1, 2, 3) + longs(0, 3, 4, 6) + longs(3, 1, 2, 0, 1, 2, 3)
@@ -65,23 +65,23 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
 
 
 def _write_zeros(prefix: Path) -> None:
-    """Two datasets of 200,000 bytes of .bin, 20 bytes a sequence in .idx."""
+    """Write two datasets with 200,000 bytes of .bin, and 20 bytes per sequence in .idx."""
     with dataset_writers(prefix, np.dtype("<u2"), ["_a", "_b"]) as writers:
         for _ in range(10_000):
             for writer in writers:
                 writer.add_documents(bytes(20), [10])
 
 
-# In the midst of .bin, at its end, in .idx.
+# The disk is full in the middle of .bin, at its end, in .idx.
 @pytest.mark.parametrize("room", [0, 150_000, 200_010])
-def test_a_full_disk_leaves_nothing(tmp_path: Path, room: int) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+def test_full_disk_leaves_no_files(tmp_path: Path, room: int) -> None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard_limit))
     try:
         with pytest.raises(DataError, match=r"cannot be written \(.*File too large\); choose a writable"):
             _write_zeros(tmp_path / "new")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     assert not list(tmp_path.iterdir())
 
 
@@ -91,16 +91,16 @@ def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("idx", "bounds", "found"),
+    ("idx", "bounds", "message"),
     [
         (OLDEST_IDX, [0, 2, 3], "an empty sequence ends a document"),
         (OLD_IDX[:48] + OLD_IDX[56:-32], [0, 1, 2, 3], "each sequence is taken for a document"),
     ],
 )
-def test_an_index_that_names_no_documents_is_read_as_megatron_did(
-    tmp_path: Path, idx: bytes, bounds: list[int], found: str
+def test_index_without_documents_is_read_as_by_megatron(
+    tmp_path: Path, idx: bytes, bounds: list[int], message: str
 ) -> None:
-    with pytest.warns(UserWarning, match=found):
+    with pytest.warns(UserWarning, match=message):
         dataset = check_any(_files(tmp_path, idx, OLD_BIN))
     assert dataset.document_bounds.tolist() == bounds
 
@@ -126,16 +126,16 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("attempt", "says"), REFUSED)
-def test_what_is_no_dataset_or_cannot_be_written_is_named(
-    tmp_path: Path, attempt: Callable[[Path], object], says: str
+@pytest.mark.parametrize(("attempt", "message"), REFUSED)
+def test_unreadable_or_unwritable_dataset_is_refused(
+    tmp_path: Path, attempt: Callable[[Path], object], message: str
 ) -> None:
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         attempt(tmp_path)
 
 
 def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
-    """By an error that names the dataset."""
+    """Whether ``read`` raises an error that names the dataset."""
     try:
         read(prefix)
     except DataError as error:
@@ -145,10 +145,10 @@ def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*has no document index")
 @pytest.mark.parametrize("name", ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)])
-def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
+def test_truncated_files_and_flipped_bits_are_detected(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "CHUNK", 2)  # so that what is damaged may be at the edge of a chunk
+    monkeypatch.setattr(indexed, "CHUNK", 2)  # puts some damage at chunk boundaries
     idx, data, check = SOUND[name]
     prefix = _files(tmp_path, idx, data)
     assert len(check(prefix).lengths) == 3
@@ -163,13 +163,13 @@ def test_every_truncation_and_every_flipped_bit_is_refused_or_harmless(
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / "x.idx").write_bytes(damaged)
         accepted += not _is_refused(check, prefix)
-    # Another type of as many bytes, other bounds in order: nothing in the files contradicts them.
+    # Undetectable: another dtype of the same size, other ordered bounds.
     assert accepted <= 2
 
 
 # ---- merging and converting -----------------------------------------------------------------------------------------
 
-# (code, element size, struct's letter of a token, elements of a token, the engine's name of the type)
+# (type code, element size, struct letter of a token, elements per token, dtype name in Megatron-Core)
 KINDS = [
     (1, 1, "B", 1, "uint8"),
     INT32,
@@ -182,16 +182,14 @@ KINDS = [
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "float32"])
-def test_merged_files_equal_those_of_the_engines_builder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_merged_files_equal_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     monkeypatch.setattr(indexed, "PIECE_TOKENS", 2)
     inputs = [build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))]
-    inputs.append(inputs[0])  # once more
+    inputs.append(inputs[0])  # the same dataset twice
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
-    # It collects garbage after each input, which takes half a second where torch is loaded.
+    # The builder collects garbage after each input: half a second with torch loaded.
     with patch("gc.collect"):
         for each in inputs:
             builder.add_index(each)
@@ -203,15 +201,13 @@ def test_merged_files_equal_those_of_the_engines_builder(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
-def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
-    tmp_path: Path, kind: tuple[int, int, str, int, str]
-) -> None:
+def test_every_token_type_of_older_formats_is_converted(tmp_path: Path, kind: tuple[int, int, str, int, str]) -> None:
     prefix = write_legacy(tmp_path / "old", FIRST + SECOND, kind)
     before = _contents(tmp_path)
 
     new = convert_dataset(prefix, str(tmp_path / "new"))
 
-    assert read_by_the_engine(new.prefix) == (FIRST + SECOND, kind[4])
+    assert read_documents(new.prefix) == (FIRST + SECOND, kind[4])
     assert {**_contents(tmp_path), **before} == _contents(tmp_path)
 
 
@@ -219,13 +215,13 @@ def test_every_type_of_token_of_older_formats_is_converted_to_what_it_holds(
 
 
 class _Letters(str):
-    """A tokenizer of which token n is the n-th letter."""
+    """A tokenizer whose token n is the n-th letter."""
 
     def decode(self, tokens: list[int]) -> str:  # type: ignore[override]
         return "".join(self[token] for token in tokens)
 
 
-def test_a_description_says_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "CHUNK", 2)
     prefix = build(tmp_path / "x", [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]])
     described = describe_dataset(prefix)

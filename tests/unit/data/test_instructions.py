@@ -1,4 +1,4 @@
-"""Exactly the answers are learned, whatever tokenizer and template; rows are few; tokens are kept for the next run."""
+"""Instruction data: targets are exactly the answers with any tokenizer and chat template; packing; token cache."""
 
 import json
 import logging
@@ -53,90 +53,90 @@ def _read(
     bos: bool = False,
     **options: Any,
 ) -> tuple[Instructions, Any]:
-    """The samples of ``records``, and the tokenizer that made them."""
+    """Samples of ``records``, and their tokenizer."""
     tokenizer = make_tokenizer(folder / "tokenizer", template, trim_offsets=trim_offsets, bos=bos)
-    given = {"path": _write(folder, *records), "tokenizer": tokenizer, "seq_length": 200, **options}
-    return read_instructions(InstructionOptions(**given)), load_tokenizer(tokenizer)
+    fields = {"path": _write(folder, *records), "tokenizer": tokenizer, "seq_length": 200, **options}
+    return read_instructions(InstructionOptions(**fields)), load_tokenizer(tokenizer)
 
 
 def _parts(instructions: Instructions, tokenizer: Any, index: int = 0) -> list[tuple[bool, str]]:
-    """Text of each run of tokens that are learned, or not."""
+    """Runs of tokens with the same loss mask: whether they are targets, and their text."""
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
     parts = zip(np.split(is_answer, cuts), np.split(tokens, cuts), strict=True)
-    return [(bool(learned[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for learned, part in parts]
+    return [
+        (bool(is_target[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for is_target, part in parts
+    ]
 
 
-def _learned(*read: Any) -> list[str]:
-    return [text for is_learned, text in _parts(*read) if is_learned]
+def _targets(*read: Any) -> list[str]:
+    return [text for is_target, text in _parts(*read) if is_target]
 
 
 @pytest.mark.parametrize(("trim_offsets", "bos"), [(False, False), (True, False), (True, True)])
-def test_a_completion_and_its_end_are_learned(tmp_path: Path, trim_offsets: bool, bos: bool) -> None:
+def test_completion_and_end_token_are_targets(tmp_path: Path, trim_offsets: bool, bos: bool) -> None:
     kind: dict[str, Any] = {"trim_offsets": trim_offsets, "bos": bos}
-    got, tokenizer = _read(tmp_path, *QUESTIONS, **kind)
+    samples, tokenizer = _read(tmp_path, *QUESTIONS, **kind)
     begin = "<s>" if bos else ""
-    assert _parts(got, tokenizer) == [(False, f"{begin}is it?"), (True, f" yes{END}")]
-    # The tokens are those of the whole text, as transformers makes them.
-    whole = tokenizer("the questionthe answer is: no!")["input_ids"]
-    assert got.sample(1)[0].tolist() == [*whole, tokenizer.eos_token_id]
-    parted = _read(tmp_path, *QUESTIONS, separator="\n", **kind)
-    assert _parts(*parted, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
+    assert _parts(samples, tokenizer) == [(False, f"{begin}is it?"), (True, f" yes{END}")]
+    # The tokens are transformers' encoding of the complete text.
+    expected = tokenizer("the questionthe answer is: no!")["input_ids"]
+    assert samples.sample(1)[0].tolist() == [*expected, tokenizer.eos_token_id]
+    separated = _read(tmp_path, *QUESTIONS, separator="\n", **kind)
+    assert _parts(*separated, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
 
 
-def test_a_token_of_question_and_answer_is_learned_and_an_end_is_not_doubled(tmp_path: Path) -> None:
-    got, tokenizer = _read(tmp_path, {"prompt": "is t", "completion": f"he{END}"})
+def test_token_across_prompt_and_completion_is_a_target(tmp_path: Path) -> None:
+    samples, tokenizer = _read(tmp_path, {"prompt": "is t", "completion": f"he{END}"})
     (joint,) = tokenizer(" the")["input_ids"]
-    assert got.sample(0)[0][-2:].tolist() == [joint, tokenizer.eos_token_id]
-    assert _parts(got, tokenizer) == [(False, "is"), (True, f" the{END}")]
+    assert samples.sample(0)[0][-2:].tolist() == [joint, tokenizer.eos_token_id]
+    assert _parts(samples, tokenizer) == [(False, "is"), (True, f" the{END}")]
 
 
 @pytest.mark.parametrize("answers", ["all", "each", "last"])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_the_assistants_turns_are_learned(tmp_path: Path, template: str, answers: str) -> None:
-    got, tokenizer = _read(tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers)
-    # What follows the last word of a turn belongs to it where the template does not say otherwise.
+def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str) -> None:
+    samples, tokenizer = _read(tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers)
+    # Without generation marks in the template, the newline that ends a turn belongs to it.
     line = "" if template == MARKED else "\n"
     turns = [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"]
-    samples = {"all": [([*CHAT, USER], turns)], "each": [(CHAT[:3], turns[:1]), (CHAT, turns[1:])]}
-    samples["last"] = samples["each"][1:]
-    assert len(got) == len(samples[answers])
-    for index, (messages, learned) in enumerate(samples[answers]):
-        assert _learned(got, tokenizer, index) == learned
-        asked = {"return_assistant_tokens_mask": template == MARKED, "return_dict": True}
-        whole = tokenizer.apply_chat_template(messages, **asked)
-        assert got.sample(index)[0].tolist() == whole["input_ids"]
+    expected = {"all": [([*CHAT, USER], turns)], "each": [(CHAT[:3], turns[:1]), (CHAT, turns[1:])]}
+    expected["last"] = expected["each"][1:]
+    assert len(samples) == len(expected[answers])
+    for index, (messages, targets) in enumerate(expected[answers]):
+        assert _targets(samples, tokenizer, index) == targets
+        options = {"return_assistant_tokens_mask": template == MARKED, "return_dict": True}
+        encoded = tokenizer.apply_chat_template(messages, **options)
+        assert samples.sample(index)[0].tolist() == encoded["input_ids"]
         if template == MARKED and answers == "all":
-            assert got.sample(index)[1].tolist() == whole["assistant_masks"]
+            assert samples.sample(index)[1].tolist() == encoded["assistant_masks"]
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("end", [END, " "])
-def test_answers_with_spaces_at_their_ends_are_learned_by_any_tokenizer(
-    tmp_path: Path, template: str, end: str
-) -> None:
-    """Where spaces are no part of a token's characters, transformers' own mask is empty or does not end."""
+def test_answers_with_outer_spaces_are_targets_with_any_tokenizer(tmp_path: Path, template: str, end: str) -> None:
+    """Where token offsets exclude spaces, transformers' own mask is empty or does not end."""
     template = template.replace("{{ '\\n' }}", "").replace(END, end)
     chat = [USER, {"role": "assistant", "content": " yes "}, USER, {"role": "assistant", "content": "no"}]
-    got = _read(tmp_path, {"messages": chat}, template=template, trim_offsets=True)
-    assert _learned(*got) == [f" yes {end}", f"no{end}"]
+    read = _read(tmp_path, {"messages": chat}, template=template, trim_offsets=True)
+    assert _targets(*read) == [f" yes {end}", f"no{end}"]
 
 
-def test_each_answer_is_found_where_a_template_rewrites_the_earlier_ones(tmp_path: Path) -> None:
-    got = _read(tmp_path, {"messages": CHAT[1:], "tools": [TOOL]}, template=REASONING, answers="each", seq_length=300)
-    learned = [text for index in (0, 1) for text in _learned(*got, index)]
-    assert learned == [f"<think></think>{CHAT[turn]['content']}{END}\n" for turn in (2, 4)]
+def test_answers_are_found_if_the_template_rewrites_earlier_turns(tmp_path: Path) -> None:
+    read = _read(tmp_path, {"messages": CHAT[1:], "tools": [TOOL]}, template=REASONING, answers="each", seq_length=300)
+    targets = [text for index in (0, 1) for text in _targets(*read, index)]
+    assert targets == [f"<think></think>{CHAT[turn]['content']}{END}\n" for turn in (2, 4)]
 
 
-def test_long_samples_lose_their_end_and_those_without_an_answer_are_counted(
+def test_long_samples_are_truncated_and_samples_without_targets_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     long_answer = {"prompt": "is it?", "completion": "zqzqzqzqzqzq"}
     long_question = {"prompt": "zqzqzqzqzqzq", "completion": "yes"}
     with caplog.at_level(logging.WARNING):
-        got, tokenizer = _read(tmp_path, QUESTIONS[0], long_answer, long_question, seq_length=8)
-    assert _learned(got, tokenizer, 1) == ["zqzqzqzq"[: sum(got.sample(1)[1])]]
-    assert got.lengths.tolist()[1:] == [8]
+        samples, tokenizer = _read(tmp_path, QUESTIONS[0], long_answer, long_question, seq_length=8)
+    assert _targets(samples, tokenizer, 1) == ["zqzqzqzq"[: sum(samples.sample(1)[1])]]
+    assert samples.lengths.tolist()[1:] == [8]
     assert "2 of 3 samples" in caplog.text
     assert "1 lost their end, and 1 are left out" in caplog.text
     with pytest.raises(DataError, match="seq_length=12 leaves nothing of the answers of the 1 samples"):
@@ -147,14 +147,14 @@ def test_long_samples_lose_their_end_and_those_without_an_answer_are_counted(
 
 
 def _instructions(*lengths: int) -> Instructions:
-    """Tokens 1, 2, 3, ... through all samples; all but the first two of each are learned."""
+    """Tokens 1, 2, 3, ... through all samples; all but the first two of each are targets."""
     starts = np.cumsum([0, *lengths])
     positions = np.concatenate([np.arange(length) for length in lengths])
     tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
     return Instructions(tokens=tokens, is_answer=positions > 1, starts=starts, padding_token=np.array(99))
 
 
-def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
+def test_rows_hold_one_padded_sample_or_packed_samples() -> None:
     rows = InstructionSamples(_instructions(3, 5), 8, pad_to_multiple_of=2).rows([1, 0])
     assert {name: tensor.tolist() for name, tensor in rows.items()} == {
         "input_ids": [[4, 5, 6, 7, 8, 99], [1, 2, 3, 99, 99, 99]],
@@ -175,11 +175,11 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
     }
 
 
-# ---- wrong input ----------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("record", "template", "says"),
+    ("record", "template", "message"),
     [
         ({"question": "?", "answer": "yes"}, None, "expected 'prompt' and 'completion', .* got {'answer': 'yes'"),
         ({"prompt": "is it?", "completion": " "}, None, "an empty 'completion', so there is nothing to learn"),
@@ -195,10 +195,10 @@ def test_a_row_holds_one_sample_and_padding_or_packed_samples() -> None:
         ({"messages": CHAT}, None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
     ],
 )
-def test_a_record_that_is_malformed_or_that_the_template_hides_is_named_by_its_line(
-    tmp_path: Path, record: dict[str, Any], template: str | None, says: str
+def test_malformed_or_hidden_record_is_refused_with_its_line(
+    tmp_path: Path, record: dict[str, Any], template: str | None, message: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 2:? .*{says}"):
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 2:? .*{message}"):
         _read(tmp_path, QUESTIONS[0], record, template=template)
 
 
@@ -208,7 +208,7 @@ CAPACITY = 20
 
 
 def _best_fit_decreasing(lengths: list[int]) -> list[list[int]]:
-    """The lengths in each row, one sample at a time."""
+    """Lengths in each row, placing one sample at a time."""
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in rows if sum(row) + length <= CAPACITY]
@@ -221,24 +221,26 @@ def _best_fit_decreasing(lengths: list[int]) -> list[list[int]]:
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60), seed=st.integers(0, 99))
 @settings(max_examples=150, deadline=None)
-def test_packed_rows_are_those_of_best_fit_decreasing(lengths: list[int], seed: int) -> None:
+def test_packing_is_best_fit_decreasing(lengths: list[int], seed: int) -> None:
     members, starts = pack(np.array(lengths, dtype=np.int64), CAPACITY, seed)
     rows = [part.tolist() for part in np.split(members, starts[1:-1])][: len(starts) - 1]
 
     assert sorted(member for row in rows for member in row) == list(range(len(lengths)))
-    # Which of several equally full rows comes first is free, and does not change the number of rows or their fill.
+    # The order of equally full rows is free; it changes neither the number of rows nor their fill.
     fill = [sum(lengths[member] for member in row) for row in rows]
     assert sorted(fill) == sorted(map(sum, _best_fit_decreasing(lengths)))
 
 
-def test_tokens_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_cache_is_used_until_file_tokenizer_or_options_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[InstructionOptions] = []
 
-    def counted(options: InstructionOptions) -> Instructions:
+    def read_and_count(options: InstructionOptions) -> Instructions:
         reads.append(options)
         return read_instructions(options)
 
-    monkeypatch.setattr(records, "read_instructions", counted)
+    monkeypatch.setattr(records, "read_instructions", read_and_count)
     tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     options = InstructionOptions(path=_write(tmp_path, {"messages": CHAT}), tokenizer=tokenizer, seq_length=64)
 

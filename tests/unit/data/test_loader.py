@@ -1,4 +1,4 @@
-"""Every sample goes to one rank and step at any layout, a position means the same in all, workers change nothing."""
+"""Training loaders: each sample is read once at any layout, also after a resume; workers change nothing."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 
 @settings(deadline=None)
 @given(before=LAYOUTS, after=LAYOUTS, done=st.integers(0, 3), epoch=st.integers(0, 2))
-def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
+def test_resume_at_any_layout_continues_with_the_next_sample(
     before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
 ) -> None:
     first, one_row = _loader(_shape(*before), num_samples=200), _loader(_shape(1, 1), num_samples=200)
@@ -45,13 +45,13 @@ def test_any_layout_goes_on_with_the_next_sample_of_the_epoch(
         assert len(loader) == done + len(per_rank[-1])
 
     consumed = first.position.consumed_samples
-    whole = [index for step in zip(*per_rank, strict=True) for rank in step for index in rank]
-    assert sorted(whole) == sorted(order[consumed : consumed + len(whole)])
-    assert 200 - consumed - len(whole) < _shape(*after).global_batch_size
+    resumed = [index for step in zip(*per_rank, strict=True) for rank in step for index in rank]
+    assert sorted(resumed) == sorted(order[consumed : consumed + len(resumed)])
+    assert 200 - consumed - len(resumed) < _shape(*after).global_batch_size
 
 
 class RandomSamples:
-    """Each row has its number, and a number drawn at random."""
+    """Rows with their index and a random value."""
 
     fingerprint = "random"
 
@@ -59,7 +59,7 @@ class RandomSamples:
         return 10
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        return {"number": torch.tensor(indices), "drawn": torch.rand(len(indices))}
+        return {"number": torch.tensor(indices), "random": torch.rand(len(indices))}
 
 
 def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
@@ -71,19 +71,19 @@ def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
     return loader
 
 
-def test_what_workers_draw_differs_between_epochs_copies_and_resumes_and_is_the_same_again() -> None:
-    drawn = {
-        place: torch.cat([batch["drawn"] for batch in _random_loader(*place)]).tolist()
-        for place in ((0, 0), (1, 0), (0, 1), (0, 0, 2))
+def test_worker_randomness_differs_per_rank_epoch_and_resume_but_is_reproducible() -> None:
+    values = {
+        key: torch.cat([batch["random"] for batch in _random_loader(*key)]).tolist()
+        for key in ((0, 0), (1, 0), (0, 1), (0, 0, 2))
     }
 
-    assert drawn[0, 0] == torch.cat([batch["drawn"] for batch in _random_loader(0, 0)]).tolist()
-    numbers = [number for each in drawn.values() for number in each]
-    assert len(set(numbers)) == len(numbers)
+    assert values[0, 0] == torch.cat([batch["random"] for batch in _random_loader(0, 0)]).tolist()
+    flat = [value for row in values.values() for value in row]
+    assert len(set(flat)) == len(flat)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_is_wrong_with_the_data_is_said_alike_by_a_worker(num_workers: int) -> None:
+def test_data_error_is_the_same_from_a_worker(num_workers: int) -> None:
     class Damaged(RandomSamples):
         def rows(self, indices: Sequence[int]) -> Rows:
             if 4 in indices:
@@ -100,17 +100,16 @@ def test_what_is_wrong_with_the_data_is_said_alike_by_a_worker(num_workers: int)
 
 
 class _Batches(BatchSampler):
-    """A user's own, which Lightning makes again around its own loader."""
+    """User-defined batch sampler, which Lightning instantiates again."""
 
 
-def test_a_batch_sampler_of_ones_own_shuffles_each_epoch_anew() -> None:
-    def dealt() -> DistributedSampler[int]:
+def test_custom_batch_sampler_is_reshuffled_each_epoch() -> None:
+    def sampler() -> DistributedSampler[int]:
         return DistributedSampler(range(16), num_replicas=2, rank=0, shuffle=True)  # type: ignore[arg-type]
 
-    numbers = range(16)
-    loader = DataLoader(numbers, batch_sampler=_Batches(dealt(), 2, False))  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(range(16), batch_sampler=_Batches(sampler(), 2, False))  # type: ignore[arg-type, var-annotated]
     epochs = ResumableLoader(loader, 2, lambda: math.inf)
     for epoch in range(2):
-        expected = dealt()
+        expected = sampler()
         expected.set_epoch(epoch)
         assert [number for batch in epochs for number in batch.tolist()] == list(expected)

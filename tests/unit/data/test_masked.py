@@ -1,4 +1,4 @@
-"""BERT's and T5's samples are Megatron's for WordPiece, and those of the released models and papers otherwise."""
+"""BERT and T5 samples equal Megatron's for WordPiece; otherwise they follow the released models and papers."""
 
 import re
 from collections.abc import Callable
@@ -39,11 +39,11 @@ def _t5(**options: Any) -> T5Objective:
     return T5Objective(**({"seq_length": 64, "seq_length_decoder": 64, "tokenizer": word_pieces()} | options))
 
 
-def _opened(objective: MaskedObjective, prefix: Path, num_samples: int | None = None) -> Samples:
+def _open(objective: MaskedObjective, prefix: Path, num_samples: int | None = None) -> Samples:
     return opened(objective, part_of(prefix, num_samples))  # type: ignore[no-any-return]
 
 
-# ---- beside the engine ----------------------------------------------------------------------------------------------
+# ---- compared with Megatron -----------------------------------------------------------------------------------------
 
 MUCH_MASKED = {"probability": 0.6, "short_sequence_probability": 0.5}
 ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
@@ -60,9 +60,11 @@ ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
 
 
 @pytest.mark.parametrize("case", ENGINE_CASES)
-def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_every_field_of_every_sample_equals_megatrons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     objective, seed = ENGINE_CASES[case]
-    # Megatron leaves documents with a long sentence out, but for those of a single one.
+    # Megatron skips documents with a long sentence, except documents of a single sentence.
     build(tmp_path / "corpus", [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)])
     part = part_of(tmp_path / "corpus", num_samples=150, seed=seed)
     config: dict[str, Any] = {"sequence_length": objective.seq_length}
@@ -72,8 +74,7 @@ def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: p
     else:
         config["classification_head"] = objective.sentence_order
         names = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "padding_mask"}
-    engine = tmp_path / "engine"
-    theirs = engine_samples(objective.name, part, objective.masking, monkeypatch, engine, **config)
+    theirs = engine_samples(objective.name, part, objective.masking, monkeypatch, tmp_path / "engine", **config)
 
     ours = opened(objective, part)
 
@@ -83,7 +84,7 @@ def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: p
         expected = theirs[index]
         row = {name: array[index] for name, array in rows.items()}
         if objective.name == "bert":
-            # The engine takes a token that was replaced by [PAD] at random for padding.
+            # Megatron counts a token that masking replaced by a random [PAD] as padding.
             expected["padding_mask"] |= (row["labels"] != -100) & (row["input_ids"] == 0)
             assert row.get("next_sentence_label", 0) == expected["is_random"]
         for name, their_name in names.items():
@@ -96,58 +97,58 @@ def test_every_field_of_every_sample_is_megatrons(tmp_path: Path, monkeypatch: p
 
 
 def _with_other_marks(facts: TokenizerFacts) -> TokenizerFacts:
-    """The same ids, one piece in three beginning a word: as with SentencePiece or byte-level BPE."""
+    """The same ids with every third piece starting a word, as with SentencePiece or byte-level BPE."""
     begins = facts.begins_word.copy()
     begins[first_text_id() :] = np.arange(NUM_PIECES) % 3 == 1
     return replace(facts, begins_word=begins)
 
 
 @pytest.mark.parametrize("tokenizer", [word_pieces(), _with_other_marks(word_pieces())])
-def test_whole_words_are_masked_or_nothing_of_them(tmp_path: Path, tokenizer: TokenizerFacts) -> None:
+def test_whole_words_are_masked(tmp_path: Path, tokenizer: TokenizerFacts) -> None:
     begin = first_text_id()
     assert not tokenizer.begins_word[begin]
-    # Sentences begin with a piece that would continue a word, and have it nowhere else.
+    # A word-continuing piece starts every sentence and occurs nowhere else.
     documents = [
         [[begin, *(max(token, begin + 1) for token in sentence[1:])] for sentence in document]
         for document in random_documents(60, sentences=6)
     ]
     build(tmp_path / "corpus", documents)
-    samples = _opened(_bert(seq_length=512, tokenizer=tokenizer), tmp_path / "corpus")
+    samples = _open(_bert(seq_length=512, tokenizer=tokenizer), tmp_path / "corpus")
     rows = samples.rows(range(len(samples)))
 
     texts = torch.where(rows["labels"] < 0, rows["input_ids"], rows["labels"]).numpy()
-    beginnings = []
-    for text, chosen, used in zip(texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True):
-        for place in range(2, int(used)):
-            if text[place - 1] >= begin and text[place] == begin:
-                beginnings.append(chosen[place] != chosen[place - 1])
-            elif text[place - 1] >= begin and not tokenizer.begins_word[text[place]]:
-                assert chosen[place] == chosen[place - 1]
-    assert 0 < sum(beginnings) < len(beginnings)
+    differences = []
+    for text, masked, used in zip(texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True):
+        for position in range(2, int(used)):
+            if text[position - 1] >= begin and text[position] == begin:
+                differences.append(masked[position] != masked[position - 1])
+            elif text[position - 1] >= begin and not tokenizer.begins_word[text[position]]:
+                assert masked[position] == masked[position - 1]
+    assert 0 < sum(differences) < len(differences)
 
 
 # ---- T5 -------------------------------------------------------------------------------------------------------------
 
 
-def test_spans_without_a_sentinel_stay(tmp_path: Path) -> None:
-    """One stands behind the last in the format of released models, of whose rows tests/golden has all."""
+def test_spans_beyond_the_sentinels_stay_unmasked(tmp_path: Path) -> None:
+    """Released models' format ends with a sentinel, so one span fewer fits; tests/golden compares complete rows."""
     build(tmp_path / "corpus", random_documents(30))
-    samples = _opened(_t5(seq_length=128, tokenizer=FEW), tmp_path / "corpus")
+    samples = _open(_t5(seq_length=128, tokenizer=FEW), tmp_path / "corpus")
     counts = np.isin(samples.rows(range(len(samples)))["input_ids"], FEW.sentinels).sum(1)
     assert counts.max() == len(FEW.sentinels) - 1
     assert (counts == counts.max()).mean() > 0.3
 
 
-# ---- settings and datasets that cannot work -------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def _count(documents: Documents, objective: MaskedObjective) -> Callable[[Path], object]:
+def _count_samples(documents: Documents, objective: MaskedObjective) -> Callable[[Path], object]:
     return lambda folder: objective.count(part_of(Path(build(folder / "corpus", documents)), num_samples=100))
 
 
-def _first(token: int) -> Callable[[Path], object]:
+def _read_token(token: int) -> Callable[[Path], object]:
     documents: Documents = [[[WORD, token], [WORD]]] * 20
-    return lambda folder: _opened(_bert(), Path(build(folder / "corpus", documents, dtype="int32"))).rows([0])
+    return lambda folder: _open(_bert(), Path(build(folder / "corpus", documents, dtype="int32"))).rows([0])
 
 
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
@@ -156,22 +157,27 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: _t5(seq_length=128, seq_length_decoder=20), "seq_length_decoder=20 is too small: 15% of seq_length="),
     (lambda _: _t5(tokenizer=replace(FEW, sentinels=())), "has too few sentinels .* for T5"),
     (lambda _: _bert(tokenizer=replace(FEW, special={"sep": 2})), "has no cls_token, no mask_token, which BERT"),
-    # The engine would wait for ever.
-    (_count([[[WORD] * 5]] * 20, _bert()), "gives train 16 of 20 documents of .* none of two or more sentences"),
-    (_count([[LONG, [WORD]]] * 20, _t5()), "16 of 20 documents of .* sentences of at most 512 tokens; give"),
-    (_count([*[[[], []]] * 19, [[WORD]]], _t5()), "gives train 16 of 20 documents of .* with 0 tokens"),
-    (_first(word_pieces().size), "corpus has token 507, word-pieces has 0 to 506"),
-    (_first(-1), "corpus has token -1, word-pieces has 0 to"),
+    # Megatron would loop forever.
+    (
+        _count_samples([[[WORD] * 5]] * 20, _bert()),
+        "gives train 16 of 20 documents of .* none of two or more sentences",
+    ),
+    (_count_samples([[LONG, [WORD]]] * 20, _t5()), "16 of 20 documents of .* sentences of at most 512 tokens; give"),
+    (_count_samples([*[[[], []]] * 19, [[WORD]]], _t5()), "gives train 16 of 20 documents of .* with 0 tokens"),
+    (_read_token(word_pieces().size), "corpus has token 507, word-pieces has 0 to 506"),
+    (_read_token(-1), "corpus has token -1, word-pieces has 0 to"),
 ]
 
 
-@pytest.mark.parametrize(("attempt", "says"), REFUSED)
-def test_what_cannot_work_is_refused(tmp_path: Path, attempt: Callable[[Path], object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize(("attempt", "message"), REFUSED)
+def test_invalid_settings_and_datasets_are_refused(
+    tmp_path: Path, attempt: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         attempt(tmp_path)
 
 
-def test_documents_that_are_left_out_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_documents_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build(tmp_path / "corpus", [[LONG, [WORD]], *random_documents(9)])
-    _opened(_t5(), tmp_path / "corpus")
+    _open(_t5(), tmp_path / "corpus")
     assert re.search(r"1 of 8 documents of .*corpus \(train\) are left out, as by Megatron: a sample is", caplog.text)

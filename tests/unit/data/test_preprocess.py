@@ -1,4 +1,4 @@
-"""The tokens on disk are those of the tokenizer, in input order, for any number of workers, or nothing is there."""
+"""Preprocessing writes the tokenizer's tokens in input order for any number of workers, or no dataset at all."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ from lightning_megatron.data.preprocess import (
 )
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
-from tests.unit.data.corpus import read_by_the_engine
+from tests.unit.data.corpus import read_documents
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def _run(folder: Path, tokenizer: Path, **options: Any) -> PreprocessResult:
 
 
 def _documents(prefix: str) -> list[list[int]]:
-    """Of one sequence each, as the engine reads them."""
-    return [[token for tokens in document for token in tokens] for document in read_by_the_engine(prefix)[0]]
+    """Documents as Megatron-Core reads them, their sequences joined."""
+    return [[token for tokens in document for token in tokens] for document in read_documents(prefix)[0]]
 
 
 def _write_inputs(folder: Path) -> list[str]:
-    """The texts in document order."""
+    """Write two JSON lines files and return their texts in document order."""
     (folder / "in").mkdir()
     texts = [f"one two {number} three" * (1 + number % 7) for number in range(200)]
     lines = [json.dumps({"text": text, "title": f"title {text[:9]}"}) for text in texts]
@@ -61,10 +61,8 @@ def _write_inputs(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["limited", "python"])
-def test_documents_are_the_tokenizers_ids_whole_and_without_special_tokens(
-    tmp_path: Path, tokenizer: Path, kind: str
-) -> None:
-    """Of a tokenizer that was saved with the limits of its last use, and of one without a Rust library."""
+def test_documents_are_complete_and_without_special_tokens(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+    """With a tokenizer that was saved with truncation and padding, and with a slow (Python) tokenizer."""
     from transformers import ByT5Tokenizer
 
     texts, saved = _write_inputs(tmp_path), load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer()
@@ -81,24 +79,24 @@ def test_documents_are_the_tokenizers_ids_whole_and_without_special_tokens(
     assert (result.documents, result.tokens) == (len(texts), sum(map(len, expected)))
 
 
-def test_the_output_does_not_depend_on_the_number_of_workers(
+def test_number_of_workers_does_not_change_the_output(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write_inputs(tmp_path)
     (tmp_path / "in" / "c.py").write_text("print('one')\n")
     (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes()))
-    # Pieces so small that workers overtake each other.
+    # Small pieces, so that workers finish out of order.
     cut = preprocess.cut_into_pieces
     monkeypatch.setattr(preprocess, "cut_into_pieces", lambda files, keys: cut(files, keys, 500))
-    written = []
+    outputs = []
     for workers in (1, 2, 3):
         prefix = _run(tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}").prefixes[0]
-        written.append([Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")])
+        outputs.append([Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")])
 
-    assert written[0] == written[1] == written[2]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_document_i_is_the_same_under_each_key_and_nothing_is_overwritten(tmp_path: Path, tokenizer: Path) -> None:
+def test_document_numbers_match_across_keys_and_output_is_not_overwritten(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in").mkdir()
     rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
     lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
@@ -114,7 +112,7 @@ def test_document_i_is_the_same_under_each_key_and_nothing_is_overwritten(tmp_pa
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_end_the_run_with_their_place_or_are_skipped_under_every_key(
+def test_invalid_lines_end_the_run_or_are_skipped_for_every_key(
     tmp_path: Path, tokenizer: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_inputs(tmp_path)
@@ -130,14 +128,16 @@ def test_bad_lines_end_the_run_with_their_place_or_are_skipped_under_every_key(
     assert (result.documents, result.skipped) == (201, 3)
     assert [len(_documents(prefix)) for prefix in result.prefixes] == [201, 201]
     printed = capsys.readouterr().err
-    for place in ("a.jsonl, line 121 is not JSON", "a.jsonl, line 122 has no key 'title'", "c.jsonl.gz cannot be read"):
-        assert f"{place}" in printed
+    for message in (
+        "a.jsonl, line 121 is not JSON",
+        "a.jsonl, line 122 has no key 'title'",
+        "c.jsonl.gz cannot be read",
+    ):
+        assert message in printed
 
 
 @pytest.mark.parametrize("keep_newlines", [False, True])
-def test_sentences_are_sequences_and_the_last_one_ends_a_document(
-    tmp_path: Path, tokenizer: Path, keep_newlines: bool
-) -> None:
+def test_sentences_become_sequences_of_a_document(tmp_path: Path, tokenizer: Path, keep_newlines: bool) -> None:
     (tmp_path / "in").mkdir()
     texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."]]
     lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
@@ -148,13 +148,13 @@ def test_sentences_are_sequences_and_the_last_one_ends_a_document(
     for document in filter(None, ids):
         document[-1].append(reference.eos_token_id)
     assert prefix.endswith("x_text_sentence")
-    assert read_by_the_engine(prefix)[0] == ids
+    assert read_documents(prefix)[0] == ids
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="aB.!? \n\r\t\"'()1é。\u2029\u00a0\u3000\u200b🙂-", max_size=40), st.integers(1, 2))
-def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: str, times: int) -> None:
-    long = text * (1 if times == 1 else 400)  # the library cuts long texts once more
+def test_sentence_splitting_loses_no_character(text: str, times: int) -> None:
+    long = text * (1 if times == 1 else 400)  # the library splits long texts again
 
     assert "".join(split_sentences(long, "en", True)) == (long if long.strip() else "")
     dropped = split_sentences(long, "en", False)
@@ -162,7 +162,9 @@ def test_no_character_of_a_sentence_is_lost_and_white_space_does_no_harm(text: s
     assert "".join("".join(dropped).split()) == "".join(long.split())
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_and_inputs_are_refused(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -186,8 +188,8 @@ def test_what_cannot_work_is_refused(tmp_path: Path, tokenizer: Path, monkeypatc
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("when", ["before it answers", "while it writes"])
-def test_a_worker_that_is_killed_ends_the_run(
+@pytest.mark.parametrize("when", ["before sending", "while sending"])
+def test_killed_worker_ends_the_run(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     _write_inputs(tmp_path)
@@ -197,9 +199,9 @@ def test_a_worker_that_is_killed_ends_the_run(
         def __call__(self, piece: Piece) -> EncodedPiece:
             encoded = super().__call__(piece)
             if piece.files:
-                if when == "before it answers":
+                if when == "before sending":
                     os.kill(os.getpid(), signal.SIGKILL)
-                # Half of it is a message that nobody will complete.
+                # Killed while it sends a large message.
                 threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
                 encoded.keys[0] = (bytes(50_000_000), *encoded.keys[0][1:])
             return encoded
@@ -212,19 +214,19 @@ def test_a_worker_that_is_killed_ends_the_run(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
-def test_an_interrupt_leaves_no_dataset_and_no_process(
+def test_interrupt_leaves_no_dataset_and_no_process(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     context = multiprocessing.get_context("fork")
-    has_begun = context.Event()
+    started = context.Event()
 
     def endless(files: list[Path], keys: list[str]) -> Iterator[Piece]:
-        has_begun.set()
+        started.set()
         while True:
             yield Piece(files=(str(files[0]),), num_bytes=1)
 
     def run() -> None:
-        # A shell has its background jobs ignore the interrupt, and so would what they start.
+        # Shells make background jobs, and so their children, ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _run(tmp_path, tokenizer, input=[tmp_path / "a.txt"], workers=2)
 
@@ -232,7 +234,7 @@ def test_an_interrupt_leaves_no_dataset_and_no_process(
     (tmp_path / "a.txt").write_text("one two three\n" * 100)
     process = context.Process(target=run)
     process.start()
-    assert has_begun.wait(200)
+    assert started.wait(200)
     time.sleep(0.5)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid or 0, sent)

@@ -1,4 +1,4 @@
-"""Samples are Megatron's, of splits and blends too and where the engine miscounts; their indices are built once."""
+"""GPT samples, splits and blends equal Megatron's, except where it miscounts; each index is built once."""
 
 import multiprocessing
 import os
@@ -39,9 +39,9 @@ GPT = GPTObjective(seq_length=16)
 
 
 def _parts(folder: Path, names: str = "a", weights: Any = None, **changes: Any) -> list[Part]:
-    given = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
+    fields = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
     weights = weights or [None] * len(names)
-    return [Part(prefix=str(folder / name), weight=w, **given) for name, w in zip(names, weights, strict=True)]
+    return [Part(prefix=str(folder / name), weight=w, **fields) for name, w in zip(names, weights, strict=True)]
 
 
 def _rows(samples: Samples) -> np.ndarray:
@@ -52,7 +52,7 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-# ---- of a GPT -------------------------------------------------------------------------------------------------------
+# ---- GPT samples ----------------------------------------------------------------------------------------------------
 
 
 def _write(prefix: Path, lengths: list[int]) -> None:
@@ -61,16 +61,16 @@ def _write(prefix: Path, lengths: list[int]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    # Empty documents, documents of a token, and documents of several samples.
+    # Empty documents, documents of one token, and documents of several samples.
     lengths=st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 30]), min_size=1, max_size=30),
     seq_length=st.integers(1, 9),
     num_samples=st.one_of(st.none(), st.integers(1, 60)),
     drop=st.booleans(),
 )
-def test_rows_equal_the_engines(
+def test_rows_equal_megatrons(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, num_samples: int | None, drop: bool
 ) -> None:
-    # The engine stops if it keeps a partial sample and the last document of its order is empty.
+    # Megatron fails if it keeps a partial sample and the last document of its order is empty.
     lengths = [*(length if drop else max(1, length) for length in lengths), seq_length + 1]
     prefix = tmp_path_factory.mktemp("rows") / "a"
     _write(prefix, lengths)
@@ -86,39 +86,39 @@ def test_rows_equal_the_engines(
 @pytest.mark.parametrize(
     ("seq_length", "tokens"),
     [
-        (1024, (1 << 25) + 3),  # the engine finds one sample too few, in single precision
+        (1024, (1 << 25) + 3),  # Megatron counts one sample too few, in single precision
         (3360, 230079 * 3360 + 1),  # one too many
-        (3077, 952502 * 3077 + 1),  # likewise, and more tokens than 31 bits can count
+        (3077, 952502 * 3077 + 1),  # likewise, and more tokens than fit in 31 bits
     ],
 )
-def test_partial_sequences_are_counted_exactly_in_large_corpora(seq_length: int, tokens: int) -> None:
+def test_partial_sequences_of_large_corpora_are_counted_exactly(seq_length: int, tokens: int) -> None:
     lengths = np.array([tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)], dtype=np.int32)
 
     index = build_gpt_index(lengths, np.arange(3, dtype=np.int32), seq_length, None, 1, True)
 
     full, rest = divmod(tokens - 1, seq_length)
     assert len(index.shuffle_index) == full + (rest > 0)
-    begins = np.concatenate(([0], np.cumsum(lengths[index.document_index], dtype=np.int64)))
-    places = begins[index.sample_index[:, 0]] + index.sample_index[:, 1]
-    assert np.array_equal(places[:-1], np.arange(len(places) - 1) * seq_length)
-    assert places[-1] == tokens - 1
+    starts = np.concatenate(([0], np.cumsum(lengths[index.document_index], dtype=np.int64)))
+    positions = starts[index.sample_index[:, 0]] + index.sample_index[:, 1]
+    assert np.array_equal(positions[:-1], np.arange(len(positions) - 1) * seq_length)
+    assert positions[-1] == tokens - 1
 
 
-@pytest.mark.parametrize("is_cut_while_read", [False, True])
+@pytest.mark.parametrize("truncate_during_read", [False, True])
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, is_cut_while_read: bool
+def test_truncation_during_training_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, truncate_during_read: bool
 ) -> None:
     file = tmp_path / f"a{suffix}"
-    for takes_the_name in (True, False):
+    for replace in (True, False):
         _write(tmp_path / "a", [20, 30])
         samples = opened(GPTObjective(seq_length=4), _parts(tmp_path, split="1")[0])
         before, size = _rows(samples), file.stat().st_size
-        if takes_the_name:  # another file does: the one that is in use is as it was
+        if replace:  # renaming another file over it leaves the open file unchanged
             (tmp_path / "copy").write_bytes(file.read_bytes()[:50])
             (tmp_path / "copy").rename(file)
             assert (_rows(samples) == before).all()
-    if is_cut_while_read:
+    if truncate_during_read:
         read = GPTObjective.read
         monkeypatch.setattr(GPTObjective, "read", lambda *a: (os.truncate(file, 50), read(*a))[1])
     else:
@@ -144,9 +144,7 @@ def test_a_file_that_is_cut_while_training_is_an_error_and_gives_no_zeros(
         (Path("books"), r"data_path=\[PosixPath\('books'\)\] must be prefixes"),
     ],
 )
-def test_paths_and_weights_are_read_and_what_can_be_read_in_two_ways_or_none_is_refused(
-    data_path: Any, blend: Any
-) -> None:
+def test_blend_is_parsed_and_ambiguous_blends_are_refused(data_path: Any, blend: Any) -> None:
     if isinstance(blend, list):
         assert parse_blend(data_path) == blend
     else:
@@ -159,7 +157,7 @@ def test_paths_and_weights_are_read_and_what_can_be_read_in_two_ways_or_none_is_
     [((0.3, 0.3, 0.4), 1000), ((5, 1, 0.001), 77), (None, 20), (None, None)],
     ids=str,
 )
-def test_a_blend_equals_the_engines(tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None) -> None:
+def test_blend_equals_megatrons(tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None) -> None:
     parts = _parts(tmp_path, "abc", weights, num_samples=num_samples)
     for seed, (part, num_documents) in enumerate(zip(parts, (50, 25, 120), strict=True)):
         write_corpus(Path(part.prefix), num_documents, seed=seed)
@@ -174,16 +172,14 @@ def test_a_blend_equals_the_engines(tmp_path: Path, weights: tuple[float, ...] |
     datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
     num_samples=st.one_of(st.none(), st.integers(1, 500)),
 )
-def test_no_blend_takes_more_of_a_dataset_than_there_is(
-    datasets: list[tuple[int, float]], num_samples: int | None
-) -> None:
+def test_blend_takes_no_more_samples_than_exist(datasets: list[tuple[int, float]], num_samples: int | None) -> None:
     counts, weights = zip(*datasets, strict=True)
     blend = build_blend_index(weights, counts, num_samples)
 
     size = len(blend.dataset_index)
     if num_samples is None:
         assert not blend.part_samples.any()
-        # One more sample for everyone's share would be one too many for one of them.
+        # One more sample of the blend would exhaust some dataset.
         assert (np.array(weights) / sum(weights) * (size + 1) > np.array(counts) - 1e-6).any()
     else:
         assert size >= num_samples
@@ -194,12 +190,12 @@ def test_no_blend_takes_more_of_a_dataset_than_there_is(
 
 
 @pytest.mark.parametrize("text", ["-1,1", "1e-3,1", "", "1,1,1,1"])
-def test_what_is_not_a_weight_is_refused(text: str) -> None:
+def test_invalid_split_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be one to three weights like 949,50,1"):
         parse_split(text)
 
 
-def test_a_dataset_without_a_sample_is_named(tmp_path: Path) -> None:
+def test_dataset_too_short_for_a_sample_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "b", 1, longest=2)
     with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
         GPT.count(*_parts(tmp_path, "b", split="1"))
@@ -210,7 +206,7 @@ def test_a_dataset_without_a_sample_is_named(tmp_path: Path) -> None:
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(any),
     num_sequences=st.integers(1, 10**9),
 )
-def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> None:
+def test_split_bounds_equal_megatrons(weights: list[float], num_sequences: int) -> None:
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
@@ -223,10 +219,10 @@ def test_bounds_equal_the_engines(weights: list[float], num_sequences: int) -> N
         assert split_ranges(text, num_sequences)[name] == expected
 
 
-# ---- one builder at a time ----------------------------------------------------------------------------------------
+# ---- building and caching the index ---------------------------------------------------------------------------------
 
 
-def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_processes_build_an_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.datasets import helpers  # noqa: F401 (once, not in each process)
 
     for seed, name in enumerate("ab"):
@@ -240,15 +236,17 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkey
         return build_index(objective, part)
 
     monkeypatch.setattr(GPTObjective, "build_index", slow)
-    monkeypatch.setattr("lightning_megatron.data.samples._QUIET_WAIT_S", 0.01)  # after which they say that they wait
+    monkeypatch.setattr(
+        "lightning_megatron.data.samples._QUIET_WAIT_S", 0.01
+    )  # seconds until the message about waiting
     parts = _parts(tmp_path, "ab", [0.5, 0.5], num_samples=200)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    together = context.Barrier(4)
+    barrier = context.Barrier(4)
 
     def job() -> None:
-        torch.set_num_threads(1)  # as in a worker of a DataLoader: a forked process has no OpenMP threads
-        together.wait()
+        torch.set_num_threads(1)  # as in a DataLoader worker: a forked process has no OpenMP threads
+        barrier.wait()
         samples = open_samples(GPT, parts, str(tmp_path / "cache"))
         results.put((samples.fingerprint, _rows(samples).tobytes()))
 
@@ -264,11 +262,11 @@ def test_processes_that_start_at_once_build_an_index_once(tmp_path: Path, monkey
     assert len(os.listdir(tmp_path / "cache")) == 3
 
 
-def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_builder_neither_blocks_nor_leaves_files(tmp_path: Path) -> None:
     folder = tmp_path / "index"
 
     def write(staging: str) -> str:
-        Path(staging, "file").write_text("whole")
+        Path(staging, "file").write_text("complete")
         return "fingerprint"
 
     def write_half_and_die(staging: str) -> str:
@@ -286,13 +284,13 @@ def test_a_builder_that_was_killed_blocks_nobody_and_leaves_nothing(tmp_path: Pa
     assert build_once(str(folder), write, "corpus") == "fingerprint"
     assert os.listdir(tmp_path) == ["index"]
     assert sorted(os.listdir(folder)) == ["file", "index.json"]
-    assert (folder / "file").read_text() == "whole"
+    assert (folder / "file").read_text() == "complete"
 
 
 @pytest.mark.parametrize(
     ("file", "damage"), [("sample_index.npy", _truncate), ("index.json", Path.unlink), ("dataset_index.npy", _truncate)]
 )
-def test_a_damaged_index_is_built_again(
+def test_damaged_index_is_rebuilt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
 ) -> None:
     for seed, name in enumerate("ab"):
@@ -314,18 +312,18 @@ def test_a_damaged_index_is_built_again(
     assert caplog.text == ""
 
 
-def test_a_dataset_written_again_under_the_same_name_gets_a_new_index(tmp_path: Path) -> None:
+def test_rewritten_dataset_gets_a_new_index(tmp_path: Path) -> None:
     for seed in range(2):
         write_corpus(tmp_path / "a", 50, seed=seed)
         rows = _rows(open_samples(GPT, _parts(tmp_path), None))
     assert np.array_equal(rows, engine_rows(([str(tmp_path / "a")], None), None))
 
 
-def test_an_index_that_is_removed_while_a_run_lasts_still_serves_it_and_no_new_process(tmp_path: Path) -> None:
+def test_removed_index_serves_open_samples_but_no_new_process(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", 50)
     samples = open_samples(GPT, _parts(tmp_path), str(tmp_path / "cache"))
-    again = pickle.loads(pickle.dumps(samples))
-    assert np.array_equal(_rows(again), _rows(samples))
+    copy = pickle.loads(pickle.dumps(samples))
+    assert np.array_equal(_rows(copy), _rows(samples))
     shutil.rmtree(tmp_path / "cache")
 
     samples.rows([0])

@@ -1,4 +1,4 @@
-"""The trained tokenizer is lossless and loads in transformers; what is wrong with one is told."""
+"""Tokenizers: lossless training, special tokens, word starts; broken directories are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def _train(folder: Path, vocab_size: int = 400, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert", "t5"])
-def test_every_text_survives_a_round_trip_and_special_tokens_come_first(tmp_path: Path, kind: str) -> None:
+def test_round_trip_is_lossless_and_special_tokens_come_first(tmp_path: Path, kind: str) -> None:
     result = _train(tmp_path, 5000, kind=kind)  # more than there are pairs to merge
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     facts = TokenizerFacts.of(tokenizer, "test")
@@ -44,7 +44,7 @@ def test_every_text_survives_a_round_trip_and_special_tokens_come_first(tmp_path
         assert (*facts.require(("pad", "eos"), "T5"), *facts.sentinels) == tuple(range(102))
 
 
-def test_bad_lines_may_be_skipped_and_a_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
+def test_invalid_lines_can_be_skipped_and_output_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "y.jsonl").write_text('{"body": "zebra"}\n{bad\n')
     options: dict[str, Any] = {"input": [tmp_path / "y.jsonl"], "json_key": "body"}
     with pytest.raises(DataError, match=r"y\.jsonl, line 2 is not JSON"):
@@ -57,7 +57,7 @@ def test_bad_lines_may_be_skipped_and_a_tokenizer_is_not_overwritten(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("../absent", "", "tokenizer directory .*tokenizer is missing; train one with train-tokenizer"),
         ("readme.txt", "x", ""),
@@ -65,16 +65,16 @@ def test_bad_lines_may_be_skipped_and_a_tokenizer_is_not_overwritten(tmp_path: P
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}', ""),
     ],
 )
-def test_whatever_is_wrong_with_a_tokenizer_is_told_and_nothing_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, says: str
+def test_broken_tokenizer_is_refused_without_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
 ) -> None:
     if name.endswith(".json"):
         _train(tmp_path)
-    elif not says:
+    elif not message:
         (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / name).resolve().write_text(content)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks on the terminal"))
-    with pytest.raises(DataError, match=says or "tokenizer holds no tokenizer that transformers can load"):
+    with pytest.raises(DataError, match=message or "tokenizer holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "tokenizer")
 
 
@@ -110,17 +110,17 @@ def _byte_level() -> Any:
     return RobertaTokenizer(vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges)
 
 
-def test_words_of_word_pieces_are_those_of_its_own_splitter() -> None:
+def test_word_starts_of_word_pieces_equal_transformers() -> None:
     tokenizer = _word_piece()
-    numbers = tokenizer(WORDS, add_special_tokens=False).word_ids()
+    word_ids = tokenizer(WORDS, add_special_tokens=False).word_ids()
     tokens = tokenizer.encode(WORDS, add_special_tokens=False)
-    changes = [True, *(now != before for before, now in zip(numbers, numbers[1:], strict=False))]
-    assert TokenizerFacts.of(tokenizer, "test").begins_word[tokens].tolist() == changes
-    assert changes.count(False) > 10
+    starts = [True, *(now != before for before, now in zip(word_ids, word_ids[1:], strict=False))]
+    assert TokenizerFacts.of(tokenizer, "test").begins_word[tokens].tolist() == starts
+    assert starts.count(False) > 10
 
 
 @pytest.mark.parametrize("make", [_unigram, _byte_level])
-def test_words_of_marked_pieces_are_what_stands_between_spaces(make: Any) -> None:
+def test_word_starts_of_unigram_and_byte_level_pieces_follow_spaces(make: Any) -> None:
     tokenizer = make()
     tokens = np.array(tokenizer.encode(WORDS, add_special_tokens=False))
     begins = TokenizerFacts.of(tokenizer, "test").begins_word[tokens]
@@ -128,7 +128,7 @@ def test_words_of_marked_pieces_are_what_stands_between_spaces(make: Any) -> Non
     assert [tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words] == WORDS.split()
 
 
-def test_special_tokens_and_sentinels_are_found_wherever_they_are() -> None:
+def test_special_tokens_and_sentinels_are_found_at_any_id() -> None:
     bert = TokenizerFacts.of(_word_piece(), "test")
     assert (bert.special, bert.sentinels) == ({"pad": 0, "cls": 2, "sep": 3, "mask": 4}, ())
     assert np.array_equal(bert.ids, np.arange(bert.size))

@@ -1,4 +1,4 @@
-"""Schedules of learning rate and weight decay: values worked out by hand, refusals, and the state of the scheduler."""
+"""Learning rate and weight decay schedules: values computed by hand, refusals, and precedence over param groups."""
 
 import math
 from typing import Any
@@ -11,8 +11,8 @@ from lightning_megatron.errors import ConfigError
 
 
 def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
-    made = [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups or ({},)]
-    return torch.optim.AdamW(made, lr=1.0, weight_decay=0.1)
+    param_groups = [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups or ({},)]
+    return torch.optim.AdamW(param_groups, lr=1.0, weight_decay=0.1)
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule, lr: float, **more: Any) -> MegatronLRScheduler:
@@ -20,13 +20,13 @@ def _scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule, lr: float
     return MegatronLRScheduler(optimizer, **scheduler_settings(schedule, lr, **settings))
 
 
-def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
-    """``lr`` or ``weight_decay`` of the steps."""
-    scheduler, found = _scheduler(_optimizer(), schedule, **settings), {}
+def _values(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
+    """Value of ``lr`` or ``weight_decay`` at each step."""
+    scheduler, values = _scheduler(_optimizer(), schedule, **settings), {}
     for step in steps:
         scheduler.load_state_dict({"last_epoch": step})
-        found[step] = scheduler.optimizer.param_groups[0][key]
-    return found
+        values[step] = scheduler.optimizer.param_groups[0][key]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def _at(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int
     ],
     ids=lambda value: value.style if isinstance(value, LRSchedule) else "",
 )
-def test_learning_rate_has_the_value_worked_out_by_hand(schedule: LRSchedule, expected: dict[int, float]) -> None:
-    assert _at("lr", expected, schedule, lr=8.0, total_steps=100) == pytest.approx(expected, abs=1e-12)
+def test_learning_rate_equals_values_computed_by_hand(schedule: LRSchedule, expected: dict[int, float]) -> None:
+    assert _values("lr", expected, schedule, lr=8.0, total_steps=100) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_learning_rate_has_the_value_worked_out_by_hand(schedule: LRSchedule, ex
         ),
     ],
 )
-def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSchedule, expected: list[float]) -> None:
-    found = _at("weight_decay", (0, 25, 50, 100, 1000), schedule, lr=1.0, weight_decay=0.4, total_steps=100)
-    assert [*found.values()] == pytest.approx(expected)
+def test_weight_decay_ramps_over_the_run(schedule: LRSchedule, expected: list[float]) -> None:
+    values = _values("weight_decay", (0, 25, 50, 100, 1000), schedule, lr=1.0, weight_decay=0.4, total_steps=100)
+    assert [*values.values()] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("settings", "total", "message"), [
@@ -70,21 +70,19 @@ def test_weight_decay_ramps_between_its_ends_over_the_whole_run(schedule: LRSche
     ({"style": "cosine", "min_lr": 0.5}, 30, r"min_lr=0.5 is above the peak lr=0.1"),
     ({"style": "WSD", "warmup_steps": 21, "wsd_decay_steps": 10}, 30, r"wsd_decay_steps=10: expected at most 9"),
 ])  # fmt: skip
-def test_settings_that_contradict_themselves_or_the_run_are_refused(
-    settings: dict[str, Any], total: int, message: str
-) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, Any], total: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scheduler_settings(LRSchedule(**settings), lr=0.1, weight_decay=0.01, total_steps=total)
 
 
-def test_the_settings_of_the_run_win_over_those_in_groups() -> None:
-    """Megatron's optimizer writes ``min_lr=None`` into its groups, and a foreign checkpoint may have rates there."""
-    schedule, used = LRSchedule(style="linear", min_lr=0.2), []
+def test_schedule_takes_precedence_over_param_groups() -> None:
+    """Megatron's optimizer writes ``min_lr=None`` into its param groups; foreign checkpoints may have rates there."""
+    schedule, rates = LRSchedule(style="linear", min_lr=0.2), []
     optimizer = _optimizer({"default_config": False, "max_lr": 7.0, "min_lr": None, "start_wd": 5.0})
     scheduler = _scheduler(optimizer, schedule, lr=1.0, weight_decay=0.1, total_steps=4)
     for _ in range(5):
-        used.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert used == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert optimizer.param_groups[0]["weight_decay"] == 0.1

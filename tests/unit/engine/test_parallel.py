@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline has, how context parallelism splits rows and heads, and host groups."""
+"""``ParallelConfig``: layers per model chunk, context parallelism, invalid layouts; the process group for host data."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,11 +21,11 @@ def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) 
     return ParallelConfig(num_microbatches=12, **ends, **sizes).layers_per_chunk(num_layers)  # type: ignore[arg-type]
 
 
-def test_stages_but_the_first_and_last_share_evenly() -> None:
+def test_layers_are_split_evenly_except_first_and_last_stage() -> None:
     assert _uneven(32, None, None, pp=4) == (8, 8, 8, 8)
     assert _uneven(32, None, 15, pp=2) == (17, 15)
     assert _uneven(32, 9, 5, pp=4) == (9, 9, 9, 5)
-    # Virtual stages of a stage are alike (megatron-core 0.16.1).
+    # Uneven counts apply per stage, split evenly over its virtual stages (megatron-core 0.16.1).
     assert _uneven(36, None, 16, pp=2, vpp=2) == (10, 8, 10, 8)
 
 
@@ -34,8 +34,8 @@ def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
     return model_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 96, **sizes})
 
 
-def _one_key() -> ModelConfig:
-    """(6 + 2) heads of 5 numbers are 40 rows."""
+def _multi_query() -> ModelConfig:
+    """Model whose fused QKV weight has (6 + 2) heads x 5 channels = 40 rows."""
     return model_config({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6, "n_embd": 30, "n_inner": 60})
 
 
@@ -46,21 +46,16 @@ def _one_key() -> ModelConfig:
     (1, {"cp": 2}, "all_gather"),
     (4, {"cp": 2, "cp_comm_type": "all_gather"}, "all_gather"),
 ])  # fmt: skip
-def test_heads_are_exchanged_where_there_are_enough(groups: int, sizes: dict[str, Any], expected: str) -> None:
+def test_heads_are_exchanged_if_tp_and_cp_divide_them(groups: int, sizes: dict[str, Any], expected: str) -> None:
     assert ParallelConfig(**sizes).comm_type_of(_llama(groups=groups)) == expected
 
 
-def test_ranks_may_share_heads_and_rows() -> None:
-    ParallelConfig(tp=6).check_model(_llama(heads=12, groups=3))
-    ParallelConfig(cp=3, tp=2, sequence_parallel=True).check_sequence(12)
-
-
-def test_experts_of_any_size_are_converted() -> None:
+def test_conversion_accepts_experts_of_any_size() -> None:
     settings = EngineSettings(parallel=ParallelConfig(), params_dtype=torch.float32, device=torch.device("cpu"))
     settings.check_model(model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83}))
 
 
-@pytest.mark.parametrize(("split", "message"), [
+@pytest.mark.parametrize(("check", "message"), [
     (lambda: _uneven(32, 20, 11, pp=2), "equal shares of the"),
     (lambda: _uneven(32, 0, None, pp=4), "equal shares of the"),
     (lambda: _uneven(32, None, 15), "is for pipelines, but pp=1"),
@@ -70,23 +65,23 @@ def test_experts_of_any_size_are_converted() -> None:
      'num_query_groups=4 .* tp=2 x cp=4 = 8.*use .*"all_gather"'),
     (lambda: ParallelConfig(tp=4).check_model(_llama(heads=12, groups=3)),
      "tp=4 neither divides num_query_groups=3 nor is a multiple of it"),
-    (lambda: ParallelConfig(tp=3).check_model(_one_key()),
+    (lambda: ParallelConfig(tp=3).check_model(_multi_query()),
      r"tp=3 does not divide .*num_query_groups\) \* kv_channels=40"),
     (lambda: ParallelConfig(cp=4).check_sequence(14), "seq_length=14: expected a multiple of 8, because cp=4.* use 16"),
     (lambda: ParallelConfig(cp=2, tp=4, sequence_parallel=True).check_sequence(12),
      r"seq_length=12: expected a multiple of 8, .* tp=4 .*; use 16"),
     (lambda: ParallelConfig(tp=2, cp=2).data_parallel_size(6), "world size 6 .* tp=2 x pp=1 x cp=2 = 4; use 8 devices"),
 ])  # fmt: skip
-def test_a_split_that_cannot_be_is_refused(split: Callable[[], object], message: str) -> None:
+def test_invalid_layout_is_refused(check: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        split()
+        check()
 
 
-def test_beside_nccl_callers_with_other_timeouts_share_one_group_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_group_is_one_gloo_group_for_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     try:
-        of_trainer, of_export, again = (groups.host_group(timedelta(minutes=each)) for each in (10, 30, 10))
-        assert of_trainer is of_export is again
+        first, second, third = (groups.host_group(timedelta(minutes=minutes)) for minutes in (10, 30, 10))
+        assert first is second is third
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Rotary frequencies are Hugging Face's, for every kind of scaling and every length."""
+"""Rotary frequencies equal Hugging Face's for every kind of scaling and every length."""
 
 from typing import Any
 
@@ -43,8 +43,8 @@ def _config(rope: dict[str, Any]) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_frequencies_and_attention_factor_are_those_of_hugging_face(case: str) -> None:
-    """Their functions read the config itself, ours what was described of it."""
+def test_frequencies_and_attention_factor_equal_hugging_faces(case: str) -> None:
+    """Hugging Face's functions read the config; ours read the result of ``read_rope``."""
     config = _config(CASES[case])
     base, scaling = read_rope(config, config.rope_parameters)
     kind = config.rope_parameters["rope_type"]
@@ -67,7 +67,7 @@ def test_frequencies_and_attention_factor_are_those_of_hugging_face(case: str) -
         ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 values, .* got 1 and 12"),
     ],
 )
-def test_what_would_change_the_result_is_refused(rope: dict[str, Any], message: str) -> None:
+def test_unsupported_scaling_is_refused(rope: dict[str, Any], message: str) -> None:
     fields = {"hidden_size": 4 * WIDTH, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 5000.0, **rope}}
     with pytest.raises(ConfigError, match=message):
         model_config({"model_type": "llama", **fields})

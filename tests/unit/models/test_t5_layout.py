@@ -1,4 +1,4 @@
-"""Layers of an encoder-decoder are cut as evenly as their costs allow."""
+"""Pipeline layouts of encoder-decoders: balanced by layer cost, or given as a list or in Megatron's notation."""
 
 import itertools
 
@@ -32,37 +32,37 @@ MODEL = ModelConfig(
 
 
 def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
-    held = layers_per_chunk(num_encoder_layers, layout)
-    return [ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in held]
+    chunks = layers_per_chunk(num_encoder_layers, layout)
+    return [ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in chunks]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("num_encoder_layers", "num_decoder_layers"), [(1, 1), (3, 4), (6, 2), (2, 7), (5, 5)])
-def test_no_cut_has_a_faster_slowest_chunk(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
+def test_balanced_layout_is_optimal(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
     num_layers = num_encoder_layers + num_decoder_layers
     num_chunks = min(num_chunks, num_layers)
     layout = balanced_layout(num_encoder_layers, num_decoder_layers, num_chunks)
     assert (len(layout), sum(layout), min(layout) >= 1) == (num_chunks, num_layers, True)
-    every_cut = (
+    layouts = (
         tuple(end - start for start, end in itertools.pairwise((0, *borders, num_layers)))
         for borders in itertools.combinations(range(1, num_layers), num_chunks - 1)
     )
 
-    def judged(cut: tuple[int, ...]) -> tuple[int, int]:
-        costs = _costs(num_encoder_layers, cut)
-        return max(costs), sum(cost * cost for cost in costs)
+    def cost(candidate: tuple[int, ...]) -> tuple[int, int]:
+        costs = _costs(num_encoder_layers, candidate)
+        return max(costs), sum(each * each for each in costs)
 
-    assert judged(layout) == min(judged(cut) for cut in every_cut)
+    assert cost(layout) == min(map(cost, layouts))
 
 
-@pytest.mark.parametrize("given", [[2, 5], (2, 5), "Et*2|t*5L", "Ett|tttttL"])
-def test_a_cut_is_given_as_numbers_or_in_megatrons_notation(given: object) -> None:
-    assert parse_layout(given) == (2, 5)
-    assert t5_layout(MODEL, ParallelConfig(pp=2), given) == (2, 5)
+@pytest.mark.parametrize("layout", [[2, 5], (2, 5), "Et*2|t*5L", "Ett|tttttL"])
+def test_layout_is_a_list_or_megatrons_notation(layout: object) -> None:
+    assert parse_layout(layout) == (2, 5)
+    assert t5_layout(MODEL, ParallelConfig(pp=2), layout) == (2, 5)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("layout", "message"),
     [
         ([2.5, 4.5], "does not say how many layers each chunk holds"),
         ("Ex|L", "or Megatron's notation"),
@@ -70,6 +70,6 @@ def test_a_cut_is_given_as_numbers_or_in_megatrons_notation(given: object) -> No
         ([-1, 8], "leaves a chunk without weights"),
     ],
 )
-def test_a_cut_that_does_not_fit_is_refused(given: object, message: str) -> None:
+def test_invalid_layout_is_refused(layout: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        t5_layout(MODEL, ParallelConfig(pp=2), given)
+        t5_layout(MODEL, ParallelConfig(pp=2), layout)

@@ -1,4 +1,4 @@
-"""BERT's targets, losses, refusals and metrics are those of arithmetic by hand."""
+"""BERT train step: targets, losses, refused batches and metrics, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ TOKEN_LOSSES = torch.tensor([[9.0, 1.0, 9.0], [2.0, 9.0, 4.0]])
 ORDER_LOGITS = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
 
 
-def test_megatrons_samples_mean_the_same() -> None:
+def test_megatron_and_hugging_face_batches_are_equivalent() -> None:
     hugging_face = {
         "input_ids": IDS,
         "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
@@ -48,12 +48,12 @@ def test_megatrons_samples_mean_the_same() -> None:
     }
     prepared, expected = _step("pretraining").prepare_batch(megatron), _step("pretraining").prepare_batch(hugging_face)
     assert prepared.keys() == expected.keys()
-    weighed = expected["loss_mask"] > 0
-    assert torch.equal(prepared.pop("targets")[weighed], expected.pop("targets")[weighed])
+    is_target = expected["loss_mask"] > 0
+    assert torch.equal(prepared.pop("targets")[is_target], expected.pop("targets")[is_target])
     assert all(torch.equal(prepared[name], expected[name]) for name in expected)
 
 
-def test_loss_mask_and_sample_mask_weigh_tokens_and_rows() -> None:
+def test_loss_mask_and_sample_mask_weight_tokens_and_rows() -> None:
     batch = {
         "input_ids": IDS,
         "labels": LABELS,
@@ -85,9 +85,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None:
-    task, fields, batch, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_invalid_batch_is_refused(case: str) -> None:
+    task, fields, batch, message = REFUSED[case]
     with pytest.raises(DataError, match=message):
         _step(task, **fields).check_batch(batch)
 
@@ -98,7 +98,7 @@ def test_a_wrong_batch_is_refused_with_key_value_rule_and_fix(what: str) -> None
     ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; choose from"),
     ({"task": "token_classification", "num_labels": 1}, "num_labels=1: expected at least 2 for task='token_cl"),
 ])  # fmt: skip
-def test_a_model_that_this_objective_cannot_train_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_unsuitable_model_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BertTrainStep().bind(replace(MODEL, **fields))
 
@@ -106,33 +106,33 @@ def test_a_model_that_this_objective_cannot_train_is_refused(fields: dict[str, A
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
-def _measured(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> dict[str, float]:
+def _compute_metrics(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> dict[str, float]:
     prepared = step.prepare_batch(batch)
     metrics = step.metrics()
     step.update_metrics(metrics, prepared, output)
-    # Filled-up rows must not count: copies of the last one.
+    # Padding rows, which repeat the last row, must not count.
     last = {name: tensor[-1:] for name, tensor in prepared.items()}
-    filled_up = {name: tensor[1:] for name, tensor in step.pad_rows(last, 4).items()}
-    step.update_metrics(metrics, filled_up, _copies_of_last_row(output, 3))
+    padding = {name: tensor[1:] for name, tensor in step.pad_rows(last, 4).items()}
+    step.update_metrics(metrics, padding, _repeat_last_row(output, 3))
     return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
-def _copies_of_last_row(output: Any, number: int) -> Any:
+def _repeat_last_row(output: Any, number: int) -> Any:
     if isinstance(output, tuple):
-        return tuple(_copies_of_last_row(part, number) for part in output)
+        return tuple(_repeat_last_row(part, number) for part in output)
     return output[-1:].expand(number, *output.shape[1:])
 
 
-def _one_hot(places: list[int] | list[list[int]], width: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(places), width).float()
+def _one_hot(classes: list[int] | list[list[int]], width: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(classes), width).float()
 
 
 MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, dict[str, float]]] = {
-    "masked tokens and their order": (
+    "masked tokens and sentence order": (
         "pretraining", {}, PRETRAINING, (TOKEN_LOSSES, ORDER_LOGITS),
         {"perplexity": math.exp(7 / 3), "sop_accuracy": 0.0},
     ),
-    "classes, of which the last does not count": (
+    "classes, the last one ignored": (
         "sequence_classification", {"num_labels": 3},
         {"input_ids": IDS.repeat(3, 1), "labels": torch.tensor([0, 1, 2, 2, 1, -100])}, _one_hot([0, 2, 2, 1, 1, 0], 3),
         {"accuracy": 3 / 5, "f1": (1 + 1 / 2 + 1 / 2) / 3},
@@ -142,28 +142,28 @@ MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, dic
         {"input_ids": IDS, "labels": torch.tensor([[-100, 1, 0], [0, -100, 1]])}, _one_hot([[1, 1, 1], [0, 0, 1]], 2),
         {"accuracy": 3 / 4, "f1": (2 / 3 + 4 / 5) / 2},
     ),
-    # All in 0..1: torchmetrics would take such logits for probabilities.
-    "several labels by the sign of their logits": (
+    # All in 0..1, where torchmetrics would treat logits as probabilities.
+    "multi-label by the sign of the logits": (
         "sequence_classification", {},
         {"input_ids": IDS, "labels": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}, torch.tensor([[0.1, -0.1], [0.2, 0.3]]),
         {"accuracy": 3 / 4, "f1": (2 / 3 + 1) / 2},
     ),
-    "values by their squared error": (
+    "regression by squared error": (
         "sequence_classification", {"num_labels": 1},
         {"input_ids": IDS, "labels": torch.tensor([0.5, -1.0])}, torch.tensor([[1.0], [1.0]]),
         {"mse": 4.25 / 2},
     ),
-    "answers of which both ends are right": (
+    "answers with both ends correct": (
         "question_answering", {},
         {"input_ids": IDS, "start_positions": torch.tensor([0, 0]), "end_positions": torch.tensor([2, 2])},
         _one_hot([[0, 2], [1, 2]], 3).transpose(1, 2),
         {"exact_match": 1 / 2},
     ),
 }  # fmt: skip
-"""Task, fields of the model, batch, the model's output, and metrics."""
+"""Task, model fields, batch, model output, and expected metrics."""
 
 
 @pytest.mark.parametrize("case", MEASURED)
-def test_metrics_are_those_of_arithmetic_by_hand(case: str) -> None:
+def test_metrics_equal_values_computed_by_hand(case: str) -> None:
     task, fields, batch, output, expected = MEASURED[case]
-    assert _measured(_step(task, **fields), batch, output) == {n: pytest.approx(x) for n, x in expected.items()}
+    assert _compute_metrics(_step(task, **fields), batch, output) == {n: pytest.approx(x) for n, x in expected.items()}

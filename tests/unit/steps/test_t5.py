@@ -1,4 +1,4 @@
-"""T5's inputs, targets, masks and refusals are those of arithmetic by hand."""
+"""T5 train step: inputs, targets and masks of Megatron's batches, computed by hand; refused batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ ENCODER_MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
 DECODER_MASK = torch.tensor([[1, 0, 0], [1, 1, 1]])
 
 
-def _megatrons(**changes: Any) -> dict[str, torch.Tensor]:
+def _megatron_batch(**changes: Any) -> dict[str, torch.Tensor]:
     return {
         "text_enc": IDS,
         "text_dec": torch.tensor([[1, 11, 2], [1, 13, 14]]),
@@ -45,7 +45,7 @@ def _outer(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("as_float", [False, True])
-def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
+def test_megatron_masks_may_be_per_key_or_per_pair(as_float: bool) -> None:
     square = {
         "enc_mask": _outer(ENCODER_MASK, ENCODER_MASK),
         "dec_mask": _outer(DECODER_MASK, DECODER_MASK).tril(),
@@ -54,9 +54,9 @@ def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
     if as_float:
         square = {name: mask.float() for name, mask in square.items()}
     step = _step()
-    # Megatron's dataset also says which rows it has cut: megatron-core 0.16.1, datasets/t5_dataset.py:__getitem__
-    whole = _megatrons(truncated=torch.tensor([0, 1]))
-    for batch in (whole, _megatrons(**square), _megatrons(enc_dec_mask=ENCODER_MASK)):
+    # Megatron's dataset also returns `truncated`: megatron-core 0.16.1, datasets/t5_dataset.py:__getitem__
+    per_key = _megatron_batch(truncated=torch.tensor([0, 1]))
+    for batch in (per_key, _megatron_batch(**square), _megatron_batch(enc_dec_mask=ENCODER_MASK)):
         step.check_batch(batch)
         prepared = step.prepare_batch(batch)
         assert prepared["encoder_mask"].equal(ENCODER_MASK)
@@ -80,6 +80,6 @@ def test_megatrons_masks_may_be_of_keys_or_of_pairs(as_float: bool) -> None:
         ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
     ],
 )
-def test_wrong_batches_are_refused_by_name(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_invalid_batch_is_refused(changes: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(DataError, match=message):
         _step().check_batch({**BATCH, **changes})

@@ -1,6 +1,6 @@
-"""Core attention where families and layouts do not reach: masks of blocks, padding, large biases, kernels of GPUs.
+"""Core attention cases that families and layouts do not cover: block masks, padding, large biases, GPU kernels.
 
-What it computes else is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
+The rest is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def _qkv(
 
 
 def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor:
-    """Documents with padding at the end, padding at the beginning, and numbers without any order or in runs."""
+    """Segment ids: documents with padding at the end, padding at the start, and random ids or a single run."""
     segments = torch.ones(rows, length, dtype=torch.int64)
     segments[0, length // 3 :] = 2
     segments[0, length // 2 :] = 3
@@ -46,7 +46,7 @@ def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor
     return segments
 
 
-def test_nothing_is_nan_where_a_row_is_all_padding() -> None:
+def test_rows_of_padding_only_give_finite_results() -> None:
     qkv = _qkv(12, 12)
     layers = (
         *(_layer(), _layer("padding"), _layer("padding", "cross")),
@@ -58,15 +58,15 @@ def test_nothing_is_nan_where_a_row_is_all_padding() -> None:
             assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), qkv)))
 
 
-def test_biases_of_near_keys_are_exact_in_bf16_however_long_the_row_is() -> None:
+def test_alibi_biases_of_near_keys_are_exact_in_bf16() -> None:
     qkv, layer = _qkv(1000, 1000, rows=1, width=8), _layer(alibi="bloom", width=8).eval()
     rounded = layer(*(x.bfloat16() for x in qkv), None).float()
-    # Rounding q, k, v and the output; a bias rounded at position 1000 would be wrong by up to 1.
+    # The error of rounding q, k, v and the output; a bias rounded at position 1000 would be off by up to 1.
     assert (layer(*qkv, None) - rounded).abs().mean() < 0.01
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["all", "keys and values"])
-def test_one_query_with_gradients_is_not_attended_to_in_parts(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_k_attention_is_not_used_with_gradients(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "num_key_splits", lambda q, k: 2)  # as on a GPU
     qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
@@ -76,16 +76,16 @@ def test_one_query_with_gradients_is_not_attended_to_in_parts(first: int, monkey
     q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
     hidden = (mask == 0)[:, None, None]
     expected = (q @ k.mT / 8).masked_fill(hidden, MASKED_SCORE).softmax(-1) @ v
-    for found, wanted in zip(actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
-def test_a_window_that_hides_a_token_from_itself_is_refused() -> None:
+def test_empty_sliding_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="sliding_window=0"):
         _layer(sliding_window=0)
 
 
-# ---- by blocks ------------------------------------------------------------------------------------------------------
+# ---- block masks ----------------------------------------------------------------------------------------------------
 
 PATTERNS = [
     Pattern(num_queries=queries, num_keys=keys, causal=causal, window=window, cross=cross)
@@ -101,8 +101,8 @@ PATTERNS = [
 
 
 def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which the kernels take for whole, and for which they ask pair by pair: bool [b, nq, nk]."""
-    found = []
+    """Full blocks, and partial blocks that kernels mask pair by pair: bool [b, nq, nk] each."""
+    masks = []
     for counts, indices in (
         (mask.full_kv_num_blocks, mask.full_kv_indices),
         (mask.kv_num_blocks, mask.kv_indices),
@@ -110,21 +110,21 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
         assert counts is not None
         assert indices is not None
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
-        found.append(torch.zeros_like(listed).scatter_(-1, indices.long(), listed)[:, 0])
-    return found[0], found[1]
+        masks.append(torch.zeros_like(listed).scatter_(-1, indices.long(), listed)[:, 0])
+    return masks[0], masks[1]
 
 
 @pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_blocks_are_listed_whole_or_in_part_as_torch_finds_pair_by_pair(pattern: Pattern, has_segments: bool) -> None:
+def test_block_mask_equals_torchs(pattern: Pattern, has_segments: bool) -> None:
     segments = _segments(pattern.num_keys) if has_segments else None
     mask, rows = block_mask(segments, pattern, CPU), None if segments is None else len(segments)
-    whole, part = _blocks(mask)
+    full, partial = _blocks(mask)
     expected = create_block_mask(mask.mask_mod, rows, None, pattern.num_queries, pattern.num_keys, "cpu", BLOCK)
-    expected_whole, expected_part = _blocks(expected)
-    assert torch.equal(whole, expected_whole)
-    assert not (whole & part).any()
-    assert (expected_part <= part).all()
+    expected_full, expected_partial = _blocks(expected)
+    assert torch.equal(full, expected_full)
+    assert not (full & partial).any()
+    assert (expected_partial <= partial).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
@@ -138,71 +138,69 @@ def test_blocks_are_listed_whole_or_in_part_as_torch_finds_pair_by_pair(pattern:
     ],
     ids=str,
 )
-def test_single_pairs_are_scored_as_the_dense_mask_says(
-    pattern: Pattern, has_segments: bool, options: dict[str, Any]
-) -> None:
+def test_flex_attention_equals_dense_masks(pattern: Pattern, has_segments: bool, options: dict[str, Any]) -> None:
     layer = _layer(width=16, softmax_scale=0.3, **options)
     layer.config.num_attention_heads, layer.tp_rank = 2 * HEADS, 1
     q, k, v = (x.detach().permute(1, 2, 0, 3) for x in _qkv(pattern.num_queries, pattern.num_keys, width=16))
     segments = _segments(pattern.num_keys) if has_segments else None
-    by_blocks = layer._attend_flex(q, k, v, segments, pattern)
-    torch.testing.assert_close(by_blocks, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
+    flex = layer._attend_flex(q, k, v, segments, pattern)
+    torch.testing.assert_close(flex, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "bounds"),
     [
         ([[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]], [0, 2, 3, 4, 5, 8, 12]),  # no run crosses a row
-        ([[0, 1, 0, 2]], [0, 1, 2, 3, 4]),  # padding may be in pieces
-        ([[1, 2, 1, 0]], None),  # a segment may not: dense masks do it
+        ([[0, 1, 0, 2]], [0, 1, 2, 3, 4]),  # padding may be in several runs
+        ([[1, 2, 1, 0]], None),  # a segment may not; dense masks handle it
     ],
 )
-def test_runs_are_where_numbers_change(rows: list[list[int]], bounds: list[int] | None) -> None:
-    found = attention.segment_runs(torch.tensor(rows))
-    assert (None if found is None else found.cu_seqlens.tolist()) == bounds
-    if found is not None:
-        assert found.max_seqlen == int(found.cu_seqlens.diff().max())
+def test_segment_runs_start_where_ids_change(rows: list[list[int]], bounds: list[int] | None) -> None:
+    runs = attention.segment_runs(torch.tensor(rows))
+    assert (None if runs is None else runs.cu_seqlens.tolist()) == bounds
+    if runs is not None:
+        assert runs.max_seqlen == int(runs.cu_seqlens.diff().max())
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
 class _Calls:
-    """How often which kernels attended."""
+    """Number of calls per kernel."""
 
     blocks = runs = 0
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
-    found, by_blocks, by_runs = _Calls(), SDPAttention._attend_flex, attention.attend_varlen
-    # torch falls back to scores of s x s without a word if a function needs too many graphs.
+    counts, attend_flex, attend_varlen = _Calls(), SDPAttention._attend_flex, attention.attend_varlen
+    # Otherwise torch silently falls back to s x s scores if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
     def counted_blocks(*args: Any) -> torch.Tensor:
-        found.blocks += 1
-        return by_blocks(*args)
+        counts.blocks += 1
+        return attend_flex(*args)
 
     def counted_runs(*args: Any, **options: Any) -> torch.Tensor:
-        found.runs += 1
-        return by_runs(*args, **options)
+        counts.runs += 1
+        return attend_varlen(*args, **options)
 
     monkeypatch.setattr(SDPAttention, "_attend_flex", counted_blocks)
     monkeypatch.setattr(attention, "attend_varlen", counted_runs)
-    return found
+    return counts
 
 
 def _assert_equals_cpu(layer: SDPAttention, qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
-    """Output and gradients in fp32, which families compare with transformers; of padding it does not matter what."""
+    """Compare output and gradients with fp32 on the CPU, which families compare with transformers; ignore padding."""
     out = layer(*qkv, None if mask is None else mask.cuda())
     on_cpu = [x.detach().float().cpu().requires_grad_() for x in qkv]
     expected = layer(*on_cpu, mask)
-    seen = torch.ones(1)
+    visible = torch.ones(1)
     if mask is not None and mask.dim() == 2 and not layer.is_cross:
-        seen = (mask != 0).t()[:, :, None].float()
-    weight = seen * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        visible = (mask != 0).t()[:, :, None].float()
+    weight = visible * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
-    torch.testing.assert_close(out.float().cpu() * seen, expected * seen, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.float().cpu() * visible, expected * visible, rtol=2e-2, atol=2e-2)
     grads = torch.autograd.grad((out.float() * weight.cuda()).sum(), qkv)
     for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True):
         torch.testing.assert_close(grad.float().cpu(), reference, rtol=5e-2, atol=0.1)
@@ -211,7 +209,7 @@ def _assert_equals_cpu(layer: SDPAttention, qkv: list[torch.Tensor], mask: torch
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [HEADS, 1])
 @pytest.mark.parametrize("length", [64, 192])  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
-def test_short_rows_and_dense_masks_agree_with_the_cpu(groups: int, length: int, calls: _Calls) -> None:
+def test_short_rows_and_dense_masks_equal_the_cpu(groups: int, length: int, calls: _Calls) -> None:
     hidden = torch.zeros(3, 1, 1, length, dtype=torch.bool)
     hidden[1, ..., -5:] = True
     for mask in (None, hidden):
@@ -222,7 +220,7 @@ def test_short_rows_and_dense_masks_agree_with_the_cpu(groups: int, length: int,
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "padding"])
 @pytest.mark.parametrize(("length", "groups"), [(96, 8), (300, 2), (500, 1)])
-def test_runs_agree_with_the_cpu(length: int, groups: int, mask: str, calls: _Calls) -> None:
+def test_varlen_attention_equals_the_cpu(length: int, groups: int, mask: str, calls: _Calls) -> None:
     layer, segments = _layer(mask, groups=groups, width=32), _segments(length, in_runs=True)
     _assert_equals_cpu(layer, _qkv(length, length, groups, width=32, device="cuda"), segments)
     assert (calls.blocks, calls.runs) == (0, 1)
@@ -242,8 +240,8 @@ def test_runs_agree_with_the_cpu(length: int, groups: int, mask: str, calls: _Ca
     ],
     ids=str,
 )
-def test_blocks_agree_with_the_cpu(options: dict[str, Any], groups: int, has_segments: bool, calls: _Calls) -> None:
-    # The second length makes the graphs dynamic; no length but the first is a multiple of a block.
+def test_flex_attention_equals_the_cpu(options: dict[str, Any], groups: int, has_segments: bool, calls: _Calls) -> None:
+    # The second length makes graphs dynamic; only the first length is a multiple of the block size.
     for length in (640, 700, 1000, 523):
         segments = _segments(length) if has_segments else None
         layer = _layer(groups=groups, **options)
@@ -253,7 +251,7 @@ def test_blocks_agree_with_the_cpu(options: dict[str, Any], groups: int, has_seg
 
 
 @pytest.mark.gpu
-def test_cross_attention_is_by_blocks_too(calls: _Calls) -> None:
+def test_cross_attention_uses_flex_attention(calls: _Calls) -> None:
     segments = (_segments(900)[:2] != 0).long()
     _assert_equals_cpu(_layer("padding", "cross", groups=8), _qkv(600, 900, 8, 2, device="cuda"), segments)
     assert calls.blocks == 1
@@ -261,7 +259,7 @@ def test_cross_attention_is_by_blocks_too(calls: _Calls) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"alibi": "bloom"}, {"sliding_window": 4096}], ids=str)
-def test_a_long_row_takes_memory_in_proportion_to_its_length(options: dict[str, Any], calls: _Calls) -> None:
+def test_memory_is_linear_in_the_row_length(options: dict[str, Any], calls: _Calls) -> None:
     length, megabyte = 32768, 2**20
     segments = torch.ones(1, length, dtype=torch.int64, device="cuda")
     segments[0, 20000:] = 2
@@ -270,7 +268,7 @@ def test_a_long_row_takes_memory_in_proportion_to_its_length(options: dict[str, 
     before = torch.cuda.memory_allocated()
     layer(*qkv, segments).float().square().sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
-    # Output, its gradient in float32, and gradients of q, k, v: some multiples of 32 MB. One byte per pair is 1024 MB.
+    # Output, its float32 gradient, and gradients of q, k, v: a few multiples of 32 MB. One byte per pair is 1024 MB.
     assert peak < 512 * megabyte
     assert calls.blocks == 1
 
@@ -278,25 +276,23 @@ def test_a_long_row_takes_memory_in_proportion_to_its_length(options: dict[str, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_parts_give_on_a_gpu_what_all_keys_give_at_once_and_none_waits(
-    dtype: torch.dtype, atol: float, rows: int
-) -> None:
-    """One query per row beside its formula in fp64. In 16 bits the result of size 1 is rounded to 8 digits, twice."""
+def test_split_k_attention_is_exact_without_host_synchronization(dtype: torch.dtype, atol: float, rows: int) -> None:
+    """One query per row compared with fp64. In bf16 a result near 1 is rounded to 8 bits, twice."""
     groups, repeats, length, width = 3, 4, 512, 16
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(rows, groups, repeats, width, generator=generator)
     k, v = (torch.randn(rows, groups, length + 128, width, generator=generator)[:, :, :length] for _ in range(2))
     scores = torch.zeros(rows, 1, 1, length)
-    scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # whole parts
-    given = [x.to("cuda", dtype) for x in (q, k, v, scores)]
-    parts = attention.num_key_splits(given[0], given[1])
-    assert parts == length // attention.SPLIT_SIZE
-    attention.attend_split_k(*given, parts, 0.3)  # compiles
+    scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # complete splits
+    inputs = [x.to("cuda", dtype) for x in (q, k, v, scores)]
+    splits = attention.num_key_splits(inputs[0], inputs[1])
+    assert splits == length // attention.SPLIT_SIZE
+    attention.attend_split_k(*inputs, splits, 0.3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = attention.attend_split_k(*given, parts, 0.3)
+        actual = attention.attend_split_k(*inputs, splits, 0.3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    q, k, v, scores = (x.double().cpu() for x in given)
+    q, k, v, scores = (x.double().cpu() for x in inputs)
     expected = (q @ k.mT * 0.3 + scores).softmax(-1) @ v
     torch.testing.assert_close(actual.double().cpu(), expected, rtol=0.0, atol=atol)

@@ -1,4 +1,4 @@
-"""fp8 linears beside products of quantized and dequantized fp32 tensors, on one rank and split over two."""
+"""fp8 linears compared with fp32 products of quantized and dequantized tensors, on one rank and with tp=2."""
 
 from typing import Any
 
@@ -13,58 +13,58 @@ from tests.ranks import run_ranks
 FORMATS = (fp8.E4M3, fp8.E5M2)
 
 ROUNDED = 4e-3
-"""Of bf16, 2^-9 at most each time: the product, and the sum of two ranks' products."""
+"""Relative error of bf16, at most 2^-9 per rounding: the product, and the sum of two ranks' products."""
 EXACT = 1e-5
-"""Of fp32 sums in another order."""
+"""Relative error of fp32 sums in another order."""
 
 
-def _dequantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is left of ``x``, in fp32."""
+def _round_trip(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` after quantization and dequantization, in fp32."""
     scale = x.float().abs().max() / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype).float() * scale
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- quantization ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_matrix_and_its_transpose_have_one_scale_and_full_range(dtype: torch.dtype) -> None:
+def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> None:
     x = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = fp8.quantize(x, dtype)
-    assert found.rows.float().abs().max() == torch.finfo(dtype).max
+    quantized = fp8.quantize(x, dtype)
+    assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
     half_a_step = {fp8.E4M3: 2**-4, fp8.E5M2: 2**-3}[dtype]
-    torch.testing.assert_close(found.rows.float() * found.scale, x.float(), rtol=half_a_step, atol=1e-4)
-    # Filled up to a multiple of 16, which a product over tokens needs, with what adds nothing.
-    assert found.columns.shape == (48, 32)
-    assert torch.equal(found.columns.float()[:, :20], found.rows.float().t())
-    assert not found.columns.float()[:, 20:].any()
-    assert torch.equal(fp8.Fp8Linear.transposed(None, found.rows).float(), found.columns.float())
+    torch.testing.assert_close(quantized.rows.float() * quantized.scale, x.float(), rtol=half_a_step, atol=1e-4)
+    # Padded with zeros to a multiple of 16, as a product over tokens requires.
+    assert quantized.columns.shape == (48, 32)
+    assert torch.equal(quantized.columns.float()[:, :20], quantized.rows.float().t())
+    assert not quantized.columns.float()[:, 20:].any()
+    assert torch.equal(fp8.Fp8Linear.transposed(None, quantized.rows).float(), quantized.columns.float())
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, float("nan"), float("inf")])
-def test_very_small_gradients_keep_their_size_and_what_is_not_finite_stays_so(size: float) -> None:
+def test_tiny_and_nonfinite_gradients_survive_quantization(size: float) -> None:
     x = torch.full((16, 16), size).bfloat16()
-    found = fp8.quantize(x, fp8.E5M2)
-    kept = found.rows.float() * found.scale
-    assert torch.equal(kept.isfinite(), x.isfinite())
-    torch.testing.assert_close(kept.nan_to_num(), x.float().nan_to_num(posinf=0.0))
+    quantized = fp8.quantize(x, fp8.E5M2)
+    dequantized = quantized.rows.float() * quantized.scale
+    assert torch.equal(dequantized.isfinite(), x.isfinite())
+    torch.testing.assert_close(dequantized.nan_to_num(), x.float().nan_to_num(posinf=0.0))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
-def test_the_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
-    largest = x.abs().amax().float().reshape(1).cpu()
-    found, expected = fp8.quantize(x, dtype), fp8._cast(x.cpu(), dtype, largest, rows=True, columns=True)
-    for each, other in zip(found, expected, strict=True):
+    amax = x.abs().amax().float().reshape(1).cpu()
+    quantized, expected = fp8.quantize(x, dtype), fp8._cast(x.cpu(), dtype, amax, rows=True, columns=True)
+    for each, other in zip(quantized, expected, strict=True):
         torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0)
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
 TOKENS, IN, OUT = 24, 64, 96
-"""8 tokens of each of 3 rows: 24, and 12 on each of two ranks, are no multiples of 16."""
+"""8 tokens of each of 3 rows; neither 24 nor 12 per rank of two is a multiple of 16."""
 
 
 def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,7 +80,7 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _run_linear(
     kind: str, sequence_parallel: bool, is_aligned: bool = True, main_grad: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """On each rank: two microbatches of a step through one linear, this rank's parts of all results."""
+    """Run two microbatches of a step through one linear; return this rank's shards of all results."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -110,80 +110,80 @@ def _run_linear(
         else:
             linear = RowParallelLinear(IN, OUT, **{**common, "skip_bias_add": True}, input_is_parallel=True)
         weight, inputs, gradients = _tensors()
-        whole = 0 if sequence_parallel else None
-        split_in, split_out = (whole, -1) if kind == "column" else (-1, whole)
+        sequence = 0 if sequence_parallel else None
+        split_in, split_out = (sequence, -1) if kind == "column" else (-1, sequence)
         inputs, gradients = (
             torch.stack([each if axis is None else each.chunk(tp, axis)[rank] for each in both])
             for both, axis in ((inputs, split_in), (gradients, split_out))
         )
         with torch.no_grad():
             linear.weight.copy_(weight.chunk(tp, 0 if kind == "column" else 1)[rank])
-        # What the step before has left, where the first microbatch writes.
+        # Left over from the previous step; the first microbatch overwrites it.
         buffer = torch.full((2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0, dtype=main_grad)
         first = -buffer.data_ptr() % 256 // buffer.itemsize + (not is_aligned)
         linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(linear.weight)
-        linear._forward_impl = taken = fp8.Fp8Linear(linear)
-        found: dict[str, Any] = {"y": [], "dx": []}
-        with fp8.quantized_weights([taken]):
+        linear._forward_impl = fp8_linear = fp8.Fp8Linear(linear)
+        results: dict[str, Any] = {"y": [], "dx": []}
+        with fp8.quantized_weights([fp8_linear]):
             for x, dy in zip(inputs, gradients, strict=True):
                 x = x.clone().requires_grad_()
                 y, _ = linear(x)
                 y.backward(dy)
-                found["y"].append(y.detach())
-                found["dx"].append(x.grad)
-                found["weight_address"] = [*found.get("weight_address", []), taken.weight.rows.data_ptr()]
-        found["dw"] = linear.weight.main_grad
-        found["bias"] = None if linear.bias is None else linear.bias.grad
+                results["y"].append(y.detach())
+                results["dx"].append(x.grad)
+                results["weight_address"] = [*results.get("weight_address", []), fp8_linear.weight.rows.data_ptr()]
+        results["dw"] = linear.weight.main_grad
+        results["bias"] = None if linear.bias is None else linear.bias.grad
         with torch.no_grad():
-            found["y in bf16"] = linear(inputs[0])[0]
+            results["y in bf16"] = linear(inputs[0])[0]
         parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
-def _parts(kind: str, of_ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool) -> torch.Tensor:
-    """The whole of what the ranks hold."""
-    parts = [found[name][i].float() for found in of_ranks]
+def _gather(kind: str, ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool) -> torch.Tensor:
+    """Concatenate the ranks' shards of a result."""
+    shards = [results[name][i].float() for results in ranks]
     if (name == "y") == (kind == "column"):
-        return torch.cat(parts, -1)
+        return torch.cat(shards, -1)
     if sequence_parallel:
-        return torch.cat(parts, 0)
-    assert all(torch.equal(part, parts[0]) for part in parts)
-    return parts[0]
+        return torch.cat(shards, 0)
+    assert all(torch.equal(shard, shards[0]) for shard in shards)
+    return shards[0]
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_linear_multiplies_what_is_left_of_its_operands(kind: str, tp: int, sequence_parallel: bool) -> None:
-    of_ranks = run_ranks(_run_linear, tp, kind, sequence_parallel)
+def test_linear_multiplies_its_quantized_operands(kind: str, tp: int, sequence_parallel: bool) -> None:
+    ranks = run_ranks(_run_linear, tp, kind, sequence_parallel)
     weight, inputs, gradients = _tensors()
-    # Shards of weights and of what is inside a block have scales of their own; what is gathered has one.
+    # Weight shards and activations split over tp have a scale per rank; gathered activations have one.
     axis = 0 if kind == "column" else 1
-    weights = [_dequantized(shard, fp8.E4M3) for shard in weight.chunk(tp, axis)]
-    of_weights = [torch.zeros_like(shard) for shard in weights]
+    weights = [_round_trip(shard, fp8.E4M3) for shard in weight.chunk(tp, axis)]
+    weight_gradients = [torch.zeros_like(shard) for shard in weights]
     for i, (x, dy) in enumerate(zip(inputs.flatten(1, 2), gradients.flatten(1, 2), strict=True)):
-        xs = [_dequantized(part, fp8.E4M3) for part in (x.chunk(tp, 1) if kind == "row" else [x] * tp)]
-        dys = [_dequantized(part, fp8.E5M2) for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)]
+        xs = [_round_trip(part, fp8.E4M3) for part in (x.chunk(tp, 1) if kind == "row" else [x] * tp)]
+        dys = [_round_trip(part, fp8.E5M2) for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)]
         y = [each @ shard.t() for each, shard in zip(xs, weights, strict=True)]
         dx = [each @ shard for each, shard in zip(dys, weights, strict=True)]
         y = torch.cat(y, 1) if kind == "column" else sum(y)
         dx = torch.cat(dx, 1) if kind == "row" else sum(dx)
         for rank in range(tp):
-            of_weights[rank] += dys[rank].t() @ xs[rank]
+            weight_gradients[rank] += dys[rank].t() @ xs[rank]
         for name, expected in (("y", y), ("dx", dx)):
-            found = _parts(kind, of_ranks, name, i, sequence_parallel).flatten(0, 1)
-            assert relative_error(found, expected) < ROUNDED, name
-    for found, expected in zip(of_ranks, of_weights, strict=True):
-        assert relative_error(found["dw"], expected) < EXACT
-        assert len(set(found["weight_address"])) == 1, "the weight is quantized once for both microbatches"
-    # Outside of a step the product is that of bf16, with the communication that the linear has taken over.
-    outside = _parts(kind, [{"y": [found["y in bf16"]]} for found in of_ranks], "y", 0, sequence_parallel)
+            actual = _gather(kind, ranks, name, i, sequence_parallel).flatten(0, 1)
+            assert relative_error(actual, expected) < ROUNDED, name
+    for results, expected in zip(ranks, weight_gradients, strict=True):
+        assert relative_error(results["dw"], expected) < EXACT
+        assert len(set(results["weight_address"])) == 1, "the weight is quantized once for both microbatches"
+    # Outside of a step the product is in bf16, with the communication of the replaced forward pass.
+    outside = _gather(kind, [{"y": [results["y in bf16"]]} for results in ranks], "y", 0, sequence_parallel)
     assert relative_error(outside.flatten(0, 1), inputs[0].flatten(0, 1).float() @ weight.float().t()) < ROUNDED
     if kind == "column":
-        biases = torch.cat([found["bias"] for found in of_ranks]).float()
+        biases = torch.cat([results["bias"] for results in ranks]).float()
         assert relative_error(biases, gradients.float().sum((0, 1, 2))) < ROUNDED
 
 
-def test_a_gradient_buffer_that_cublas_cannot_write_to_is_added_to() -> None:
+def test_unaligned_or_bf16_gradient_buffer_gets_the_same_gradient() -> None:
     (aligned,) = run_ranks(_run_linear, 1, "column", False)
     (not_aligned,) = run_ranks(_run_linear, 1, "column", False, False)
     assert relative_error(not_aligned["dw"], aligned["dw"]) < EXACT
@@ -191,10 +191,10 @@ def test_a_gradient_buffer_that_cublas_cannot_write_to_is_added_to() -> None:
     assert relative_error(in_bf16["dw"].float(), aligned["dw"]) < ROUNDED
 
 
-# ---- what can be combined --------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     model: Any = None
@@ -202,6 +202,6 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fp8.check_fp8(model, 1, torch.bfloat16, torch.device("cuda"))
 
 
-def test_layers_without_megatrons_linears_are_refused() -> None:
+def test_model_without_megatron_linears_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp8: expected Megatron's parallel linears, got none"):
         fp8.use_fp8(torch.nn.ModuleList([torch.nn.Linear(16, 16)]))

@@ -1,4 +1,4 @@
-"""Kernels in place of Transformer Engine's and Apex's beside their formulas, and what is kept for the backward pass."""
+"""Replacements of Transformer Engine's and Apex's kernels: values, gradients, and activations kept for backward."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    """A group of one rank in the pytest process."""
+    """Process group of one rank in the pytest process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -26,20 +26,20 @@ def world() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-# ---- what is made again ----------------------------------------------------------------------------------------------
+# ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_experts_are_gathered_again_where_norms_are() -> None:
+def test_expert_rows_are_recomputed_if_norms_are() -> None:
     tokens, probs = torch.randn(5, 1, 8), torch.rand(5, 2)
-    chosen, weights = torch.tensor([[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]]), torch.randn(4, 8, 8)
+    experts, weights = torch.tensor([[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]]), torch.randn(4, 8, 8)
     kept, gradients = [], []
     for modules in (["layernorm"], ["core_attn"]):
         config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=modules)
-        alone: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
-        dispatcher = Dispatcher(4, [0, 1, 2, 3], config, alone)
+        group: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
+        dispatcher = Dispatcher(4, [0, 1, 2, 3], config, group)
         inputs = [each.clone().requires_grad_() for each in (tokens, probs, weights)]
-        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], chosen, inputs[1]))
-        rows, ends, factors = dispatcher.dispatch_postprocess(*sent)
+        dispatched = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], experts, inputs[1]))
+        rows, ends, factors = dispatcher.dispatch_postprocess(*dispatched)
         outputs = dispatcher.combine_preprocess(_grouped_matmul(rows, inputs[2], ends) * factors[:, None])
         outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
         kept.append(rows.untyped_storage().nbytes())
@@ -55,7 +55,7 @@ class _Linear(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_an_mlp_does_not_keep_its_activation(gated: bool) -> None:
+def test_mlp_recomputes_its_activation(gated: bool) -> None:
     mlp: Any = MLP.__new__(MLP)
     torch.nn.Module.__init__(mlp)
     mlp.config = SimpleNamespace(
@@ -84,8 +84,8 @@ def test_an_mlp_does_not_keep_its_activation(gated: bool) -> None:
 VOCAB, S, B = 11, 6, 3
 
 
-def _case(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [s, b, padded], the padding the largest of all, labels of which two do not count, and loss weights."""
+def _inputs(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [s, b, padded] with maximal padding logits, labels with two ignored positions, and loss weights."""
     generator = torch.Generator().manual_seed(3)
     logits = 4 * torch.randn(S, B, padded, generator=generator)
     logits[..., VOCAB:] = 50.0
@@ -94,7 +94,7 @@ def _case(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
     return logits.to(dtype), labels, torch.randn(S, B, generator=generator)
 
 
-def _dense(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
     x = logits[..., :VOCAB].double().requires_grad_()
     counted = labels.masked_fill(labels < 0, -100)
@@ -106,13 +106,13 @@ def _dense(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device: str, world: Any) -> None:
-    logits, labels, weights = (x.to(device) for x in _case(padded, dtype))
+def test_token_losses_equal_a_dense_softmax(padded: int, dtype: torch.dtype, device: str, world: Any) -> None:
+    logits, labels, weights = (x.to(device) for x in _inputs(padded, dtype))
     leaf = logits.clone().requires_grad_()
-    # The product stands for the output layer: its result is no leaf, as in a model.
+    # The product makes the logits a non-leaf tensor, as after an output layer.
     losses = token_losses(mask_padded_vocab_(leaf * 1.0, VOCAB, 0), labels, world)
     (gradient,) = torch.autograd.grad((losses * weights).sum(), leaf)
-    expected_losses, expected_gradient = _dense(logits, labels, weights)
+    expected_losses, expected_gradient = _dense_loss(logits, labels, weights)
     assert losses.dtype == torch.float32
     assert gradient.dtype == dtype
     # The softmax is computed in float32; only the gradient is rounded to the dtype of the logits.
@@ -124,8 +124,8 @@ def test_one_rank_equals_a_dense_softmax(padded: int, dtype: torch.dtype, device
     assert not gradient[[0, 5], [0, 2]].any()
 
 
-def test_the_compiled_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
-    logits, labels, _ = _case(VOCAB, torch.bfloat16)
+def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
+    logits, labels, _ = _inputs(VOCAB, torch.bfloat16)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         token_losses(logits.requires_grad_(), labels, world)
