@@ -9,9 +9,8 @@ import pytest
 from lightning_megatron.convert.convert import build_on_cpu
 from lightning_megatron.convert.hugging_face import copy_companions
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError
 
 
 def test_link_to_a_parent_directory_is_not_copied(tmp_path: Path) -> None:
@@ -41,15 +40,3 @@ def test_link_to_a_parent_directory_is_not_copied(tmp_path: Path) -> None:
 def test_invalid_config_is_refused_before_building(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_on_cpu(model_config({"model_type": "gpt2", **fields}), ParallelConfig())
-
-
-def test_tokenizer_with_non_numeric_length_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    text = '{"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "model_max_length": %s}'
-    (tmp_path / "tokenizer_config.json").write_text(text % "8")
-    assert load_tokenizer(tmp_path).encode("a") == [0]
-    (tmp_path / "tokenizer_config.json").write_text(text % '"x"')
-    with pytest.raises(DataError, match="holds no tokenizer that transformers can load"):
-        load_tokenizer(tmp_path)

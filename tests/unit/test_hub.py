@@ -1,4 +1,4 @@
-"""Models are found by their names on the hub: in its cache first, fetched once, or it is told how to get them."""
+"""Hugging Face hub: models are resolved from the cache or downloaded once, and pushed; errors say how to get them."""
 
 import json
 import re
@@ -26,15 +26,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, offline."""
+    """Empty hub cache, offline."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "hub"
 
 
-def _put(cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT) -> Path:
-    """Lay ``source`` out as the hub's cache has it: files are links to blobs."""
+def _add_to_cache(cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT) -> Path:
+    """Add the files of ``source`` in the layout of the hub cache: links to blobs. Return the snapshot directory."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     for part in ("refs", "blobs", f"snapshots/{commit}"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -46,17 +46,17 @@ def _put(cache: Path, repo: str, source: Path, branch: str = "main", commit: str
     return folder / "snapshots" / commit
 
 
-def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
+def test_cached_model_and_tokenizer_are_loaded_and_converted(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_as(tiny_gpt2(vocab_size=300), tmp_path / "model", "sharded_safetensors")
     make_tokenizer(tmp_path / "model")
-    snapshot = _put(cache, "org/gpt", tmp_path / "model")
+    snapshot = _add_to_cache(cache, "org/gpt", tmp_path / "model")
     other = "f" * 40
     changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"n_layer": 1}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
-    _put(cache, "org/gpt", tmp_path / "other", "small", other)
+    _add_to_cache(cache, "org/gpt", tmp_path / "other", "small", other)
 
     assert MegatronModule(model="org/gpt", pretrained=True).pretrained_path == snapshot
     assert MegatronModule(model="org/gpt@small").model_config.num_layers == 1
@@ -66,7 +66,7 @@ def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
-    # What exists on the disk has the name first.
+    # An existing local path takes precedence over the hub.
     (tmp_path / "org" / "gpt").mkdir(parents=True)
     (tmp_path / "org" / "gpt" / "config.json").write_text(json.dumps(changed))
     assert MegatronModule(model="org/gpt").model_config.num_layers == 1
@@ -74,8 +74,8 @@ def test_a_cached_model_is_read_converted_and_its_tokenizer_loaded(
     assert "got config.json; give one of these" in capfd.readouterr().err
 
 
-def test_models_tokenizers_and_checkpoints_are_found_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``~`` in the paths of a YAML file, which no shell has read."""
+def test_home_directory_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` in a YAML file is not expanded by a shell."""
     monkeypatch.setenv("HOME", str(tmp_path))
     make_tokenizer(tmp_path / "model")
     (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 311}))
@@ -84,7 +84,7 @@ def test_models_tokenizers_and_checkpoints_are_found_at_home(tmp_path: Path, mon
     assert f"{tmp_path}/a.ckpt" in refusal(find_newest, Path("~/a.ckpt"))
 
 
-def test_what_is_not_there_is_named_with_the_way_to_get_it(
+def test_missing_model_error_says_how_to_download_it(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     missing = refusal(MegatronModule, model="org/gpt")
@@ -96,18 +96,18 @@ def test_what_is_not_there_is_named_with_the_way_to_get_it(
     save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
     *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
     last.unlink()
-    _put(cache, "org/gpt", tmp_path / "model")
+    _add_to_cache(cache, "org/gpt", tmp_path / "model")
     assert f"its {last.name} is not in the cache" in refusal(MegatronModule, model="org/gpt", pretrained=True)
     assert MegatronModule(model="org/gpt").model_config.num_layers
     for name in ("runs/last.ckpt", "../model", "a/b/c", "model", "/a/b"):
-        assert local_folder(name, "model") == Path(name)  # whoever reads it says that it does not exist
+        assert local_folder(name, "model") == Path(name)  # reading it fails later
     capfd.readouterr()
     assert main(["generate", "--checkpoint", "org/nothing", "--prompt", "a"]) == 2
     assert re.fullmatch(r".*hf download org/nothing.*\n", capfd.readouterr().err)
 
 
-def _fetched(source: str, cache: str, log: str) -> str:
-    """Ask for a model as every rank does in its own ``__init__``, before there is a process group."""
+def _load_on_rank(source: str, cache: str, log: str) -> str:
+    """Load a model in the constructor of each rank's module, before there is a process group."""
     import time
 
     import huggingface_hub
@@ -119,8 +119,8 @@ def _fetched(source: str, cache: str, log: str) -> str:
             return real(repo, revision=revision, allow_patterns=allow_patterns, local_files_only=True)
         with Path(log).open("a") as opened:
             opened.write(f"{' '.join(allow_patterns)}\n")
-        time.sleep(1)  # long enough for the others to come
-        return str(_put(Path(cache), repo, Path(source)))
+        time.sleep(1)  # long enough for the other ranks to arrive
+        return str(_add_to_cache(Path(cache), repo, Path(source)))
 
     huggingface_hub.snapshot_download = download
     constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, False
@@ -129,14 +129,14 @@ def _fetched(source: str, cache: str, log: str) -> str:
 
 def test_ranks_without_a_process_group_download_once(cache: Path, tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
-    paths = run_ranks(_fetched, 4, str(tmp_path / "model"), str(cache), str(tmp_path / "log"))
+    paths = run_ranks(_load_on_rank, 4, str(tmp_path / "model"), str(cache), str(tmp_path / "log"))
     assert len(set(paths)) == 1
     (patterns,) = (tmp_path / "log").read_text().splitlines()
     assert [part in patterns for part in ("config.json", ".py", ".bin")] == [True, False, False]
 
 
-def _pushed(case: Case, log: str, fails: bool) -> str:
-    """Train a step, and push; what a rank got."""
+def _train_and_push(case: Case, log: str, fails: bool) -> str:
+    """Train a step and push; return the URL or the error on this rank."""
     import huggingface_hub
 
     class Api:
@@ -152,7 +152,7 @@ def _pushed(case: Case, log: str, fails: bool) -> str:
 
         def upload_folder(self, *, folder_path: str, **rest: Any) -> Any:
             shutil.copytree(folder_path, Path(log, "uploaded"))
-            Path(log, "asked.json").write_text(json.dumps(rest))
+            Path(log, "request.json").write_text(json.dumps(rest))
             return type("Info", (), {"pr_url": None, "commit_url": "https://hub/commit/1"})
 
     huggingface_hub.HfApi = Api  # type: ignore[assignment, misc]
@@ -164,17 +164,17 @@ def _pushed(case: Case, log: str, fails: bool) -> str:
     return refusal(push) if fails else str(push())
 
 
-def test_a_model_is_pushed_by_rank_0_and_a_push_that_fails_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_push_by_rank_0_and_its_failure_on_all_ranks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     case = Case(layout=Layout(tp=2), steps=1)
-    assert common_result(_pushed, case, str(tmp_path), False) == "https://hub/commit/1"
+    assert common_result(_train_and_push, case, str(tmp_path), False) == "https://hub/commit/1"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "uploaded")
     assert model.config.n_layer == 4
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
-    asked = json.loads((tmp_path / "asked.json").read_text())
-    assert asked == {"repo_id": "org/new", "commit_message": "One step", "revision": "dev", "create_pr": False}
+    request = json.loads((tmp_path / "request.json").read_text())
+    assert request == {"repo_id": "org/new", "commit_message": "One step", "revision": "dev", "create_pr": False}
     assert (tmp_path / "branch").read_text() == "dev"
-    for failed in run_ranks(_pushed, 2, case, str(tmp_path), True):
-        assert failed.startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
-        assert "hf auth login" in failed
+    for error in run_ranks(_train_and_push, 2, case, str(tmp_path), True):
+        assert error.startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
+        assert "hf auth login" in error

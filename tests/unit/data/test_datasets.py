@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from lightning_megatron.datamodules import DatasetDataModule, DatasetSamples
 from lightning_megatron.errors import DataError
@@ -27,7 +27,6 @@ def _hugging_face() -> Any:
 SOURCES: dict[str, Any] = {
     "unsigned_arrays": _items(lambda row: row.numpy().astype(np.uint16)),
     "lists": _items(torch.Tensor.tolist),
-    "subset": Subset(_items(torch.Tensor.clone), range(5)),  # type: ignore[arg-type]
     "hugging_face": _hugging_face(),
     "hugging_face_on_the_fly": _hugging_face().with_transform(dict),
 }

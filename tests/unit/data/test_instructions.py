@@ -154,7 +154,7 @@ def _instructions(*lengths: int) -> Instructions:
     return Instructions(tokens=tokens, is_answer=positions > 1, starts=starts, padding_token=np.array(99))
 
 
-def test_rows_hold_one_padded_sample_or_packed_samples() -> None:
+def test_unpacked_rows_hold_one_padded_sample() -> None:
     rows = InstructionSamples(_instructions(3, 5), 8, pad_to_multiple_of=2).rows([1, 0])
     assert {name: tensor.tolist() for name, tensor in rows.items()} == {
         "input_ids": [[4, 5, 6, 7, 8, 99], [1, 2, 3, 99, 99, 99]],
@@ -165,14 +165,6 @@ def test_rows_hold_one_padded_sample_or_packed_samples() -> None:
     assert all(tensor.dtype == torch.int64 for tensor in rows.values())
     fixed = InstructionSamples(_instructions(3, 5), 8)
     assert (len(fixed), fixed.rows([0])["input_ids"].shape) == (2, (1, 8))
-    packed = InstructionSamples(_instructions(3, 5), 8, packing_seed=1234)
-    assert len(packed) == 1
-    assert {name: tensor.tolist() for name, tensor in packed.rows([0]).items()} == {
-        "input_ids": [[4, 5, 6, 7, 8, 1, 2, 3]],
-        "labels": [[-100, -100, 6, 7, 8, -100, -100, 3]],
-        "attention_mask": [[1, 1, 1, 1, 1, 2, 2, 2]],
-        "position_ids": [[0, 1, 2, 3, 4, 0, 1, 2]],
-    }
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

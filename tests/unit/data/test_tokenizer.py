@@ -62,6 +62,7 @@ def test_invalid_lines_can_be_skipped_and_output_is_not_overwritten(tmp_path: Pa
         ("../absent", "", "tokenizer directory .*tokenizer is missing; train one with train-tokenizer"),
         ("readme.txt", "x", ""),
         ("tokenizer_config.json", '{"eos_token": 5}', ""),
+        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "model_max_length": "x"}', ""),
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}', ""),
     ],
 )
