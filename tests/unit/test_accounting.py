@@ -47,9 +47,9 @@ def _build_both(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module
     """Model config and transformers' model, after a check that their parameter counts are equal."""
     config = getattr(transformers, f"{name.split('For')[0]}Config")(**fields, architectures=[name])
     with torch.device("meta"):
-        model, theirs = model_config(config), getattr(transformers, name)(config)
-    assert total_parameters(model) == sum(parameter.numel() for parameter in theirs.parameters())
-    return model, theirs
+        model, reference = model_config(config), getattr(transformers, name)(config)
+    assert total_parameters(model) == sum(parameter.numel() for parameter in reference.parameters())
+    return model, reference
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -59,12 +59,12 @@ def test_total_parameters_equal_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_active_parameters_and_flops_of_experts(name: str) -> None:
-    model, theirs = _build_both(f"{name}ForCausalLM", MIXTURES[name])
-    experts = [p for n, p in theirs.named_parameters() if ".experts." in n]
+    model, reference = _build_both(f"{name}ForCausalLM", MIXTURES[name])
+    experts = [p for n, p in reference.named_parameters() if ".experts." in n]
     idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in experts)
     assert active_parameters(model) == total_parameters(model) - idle
     # Without attention, each weight of a matrix except the embedding is one multiply-add per token.
-    not_multiplied = sum(p.numel() for n, p in theirs.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
+    not_multiplied = sum(p.numel() for n, p in reference.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
     scores = sum(layer_flops(model, (8,), layer)[1] for layer in range(4))
     assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (active_parameters(model) - not_multiplied)
 

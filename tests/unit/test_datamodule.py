@@ -134,30 +134,30 @@ def test_resume_with_another_batch_size_or_length_is_exact_within_a_pass(
 def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     _run(tmp_path, max_steps=3)
     _run(tmp_path, max_steps=5, ckpt_path="step=3.ckpt")
-    assert not any("another order" in str(each.message) for each in recwarn)
+    assert not any("another order" in str(warning.message) for warning in recwarn)
     with pytest.warns(UserWarning, match="another order than the checkpoint's"):
         _run(tmp_path, max_steps=5, data={"seed": 1}, ckpt_path="step=3.ckpt")
 
 
-@pytest.mark.parametrize(("before", "after", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)])
+@pytest.mark.parametrize(("old_size", "new_size", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)])
 def test_epochs_after_a_resume_with_another_batch_size_are_complete(
-    tmp_path: Path, before: int, after: int, saved_at: int, ask_num_steps: bool
+    tmp_path: Path, old_size: int, new_size: int, saved_at: int, ask_num_steps: bool
 ) -> None:
     options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
     options["reload_dataloaders_every_n_epochs"] = 1
     first, rest = (
         _run(tmp_path, size, module=Recorder(ask_num_steps), ckpt_path=path, **options)
-        for size, path in ((before, None), (after, f"step={saved_at}.ckpt"))
+        for size, path in ((old_size, None), (new_size, f"step={saved_at}.ckpt"))
     )
     num_samples = len(_expected(tmp_path, None))
-    old, new = num_samples // (2 * before), num_samples // (2 * after)  # steps of an epoch
-    epoch, done = divmod(saved_at, old)
-    ends = [saved_at + (num_samples - done * 2 * before) // (2 * after)]
-    ends += [ends[0] + new * number for number in range(1, 3 - epoch)]
+    old_steps, new_steps = num_samples // (2 * old_size), num_samples // (2 * new_size)  # per epoch
+    epoch, epoch_step = divmod(saved_at, old_steps)
+    ends = [saved_at + (num_samples - epoch_step * 2 * old_size) // (2 * new_size)]
+    ends += [ends[0] + new_steps * number for number in range(1, 3 - epoch)]
     assert rest.validated == ends
-    assert len(rest.rows) == (ends[-1] - saved_at) * 2 * after
-    begin = epoch * old * 2 * before
-    taken = np.concatenate([first.rows[begin : saved_at * 2 * before], rest.rows])[: (num_samples // 8) * 8]
+    assert len(rest.rows) == (ends[-1] - saved_at) * 2 * new_size
+    begin = epoch * old_steps * 2 * old_size
+    taken = np.concatenate([first.rows[begin : saved_at * 2 * old_size], rest.rows])[: (num_samples // 8) * 8]
     assert len(np.unique(taken, axis=0)) == len(taken)  # the resumed epoch repeats no row
 
 
@@ -184,7 +184,7 @@ def test_unused_split_may_be_empty(tmp_path: Path) -> None:
 
 def test_legacy_formats_give_the_same_samples(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
     """In a blend with a dataset in the current format."""
-    first, second = ([[each.tolist()] for each in documents[half::2]] for half in (0, 1))
+    first, second = ([[tokens.tolist()] for tokens in documents[half::2]] for half in (0, 1))
     new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
     paths = (new, [write_legacy(tmp_path / "old", first), new[1]])
     current, legacy = (_run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths)

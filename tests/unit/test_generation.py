@@ -92,9 +92,9 @@ def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
     options = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.3}
     (decaying,) = logits_processors(build_request({"input_ids": _ids([1])}, options, model_of("gpt2")))
     logits, sequences = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
-    kept = [int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)]
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] > kept[2] == kept[3] >= 1
+    num_kept = [int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)]
+    assert num_kept == sorted(num_kept, reverse=True)
+    assert num_kept[0] > num_kept[2] == num_kept[3] >= 1
 
 
 def test_sampled_frequencies_match_probabilities() -> None:

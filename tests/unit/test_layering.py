@@ -123,7 +123,9 @@ def test_imports_follow_the_layers() -> None:
 
 
 def test_imports_have_no_cycles() -> None:
-    graph = {module: {each for each in _imports(path) if each in MODULES} for module, path in MODULES.items()}
+    graph = {
+        module: {imported for imported in _imports(path) if imported in MODULES} for module, path in MODULES.items()
+    }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 

@@ -75,10 +75,11 @@ def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
 def test_plans_fit_and_are_sorted_by_time() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
     run, small = Run(model=model, world_size=8, lengths=(4096,)), replace(H200, memory=60 * GIB)
-    found = plans(run, 64, small)
-    assert [each.time.total for each in found] == sorted(each.time.total for each in found)
-    assert all(each.memory.total < small.memory for each in found)
-    assert all(each.run.tokens == 64 * 4096 for each in found)
+    candidates = plans(run, 64, small)
+    seconds = [candidate.time.total for candidate in candidates]
+    assert seconds == sorted(seconds)
+    assert all(candidate.memory.total < small.memory for candidate in candidates)
+    assert all(candidate.run.tokens == 64 * 4096 for candidate in candidates)
     # With enough memory the best plan is one replica per GPU without recomputation.
     best = plans(run, 64, H200)[0].run
     assert (best.parallel.tp, best.parallel.pp, best.recompute) == (1, 1, None)
@@ -86,8 +87,8 @@ def test_plans_fit_and_are_sorted_by_time() -> None:
 
 def test_first_and_last_stage_may_have_fewer_layers() -> None:
     even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
-    found = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
-    best = next(each for each in found if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
+    candidates = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
+    best = next(each for each in candidates if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
     first, *_, last = best.run.chunks
     # The output layer has 525 million parameters, a transformer layer 218 million.
     assert (sum(best.run.chunks), last < first < 9) == (32, True)

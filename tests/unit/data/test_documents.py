@@ -140,8 +140,12 @@ def test_damaged_file_is_one_error_and_later_files_are_read(tmp_path: Path, name
         path.write_bytes(COMPRESS[path.suffix](_lines(5000)))
     data = path.read_bytes()
     middle = len(data) // 2
-    flipped = bytes(byte ^ 0x55 for byte in data[middle : middle + 50])
-    damaged = {"cut": data[:-9], "foreign": b"plain text" * 20, "bytes": data[:middle] + flipped + data[middle + 50 :]}
+    corrupted = bytes(byte ^ 0x55 for byte in data[middle : middle + 50])
+    damaged = {
+        "cut": data[:-9],
+        "foreign": b"plain text" * 20,
+        "bytes": data[:middle] + corrupted + data[middle + 50 :],
+    }
     path.write_bytes(damaged[damage])
     (tmp_path / "y.jsonl").write_text('{"text": "after"}\n')
 

@@ -219,11 +219,11 @@ class _Letters(str):
 def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "CHUNK", 2)
     prefix = build(tmp_path / "x", [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]])
-    described = describe_dataset(prefix)
+    description = describe_dataset(prefix)
 
     bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]
     counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
-    assert described == {
+    assert description == {
         **{"kind": "dataset", "prefix": prefix, "format": "mmap", "dtype": "uint16"},
         **{"documents": 4, "sequences": 5, "tokens": 306},
         **{"bin_bytes": 2 * 306, "idx_bytes": (tmp_path / "x.idx").stat().st_size},
@@ -231,11 +231,11 @@ def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "histogram": [{"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)],
         "sequences_per_document": {"min": 0, "mean": 1.25, "max": 2},
     }
-    assert json.loads(json.dumps(described)) == described
-    shown = describe_dataset(prefix, 9)["first_documents"]
-    assert [each["tokens"] for each in shown] == [[5, 6, 7, 1], [], [2, 3], list(range(MAX_TOKENS_SHOWN))]
-    assert [(each["number"], each["num_tokens"]) for each in shown] == [(0, 4), (1, 0), (2, 2), (3, 300)]
-    shown = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
-    assert [each["text"] for each in shown] == ["fghb", "", "cd"]
+    assert json.loads(json.dumps(description)) == description
+    documents = describe_dataset(prefix, 9)["first_documents"]
+    assert [each["tokens"] for each in documents] == [[5, 6, 7, 1], [], [2, 3], list(range(MAX_TOKENS_SHOWN))]
+    assert [(each["number"], each["num_tokens"]) for each in documents] == [(0, 4), (1, 0), (2, 2), (3, 300)]
+    documents = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
+    assert [each["text"] for each in documents] == ["fghb", "", "cd"]
     with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give the one that made"):
         describe_dataset(prefix, 4, _Letters("abcdefgh"))

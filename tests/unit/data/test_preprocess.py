@@ -171,15 +171,15 @@ def test_invalid_options_and_inputs_are_refused(
 
     _write_inputs(tmp_path)
     (tmp_path / "empty.txt").write_text("")
-    endless = load_tokenizer(tokenizer)
-    endless.eos_token = None
-    endless.save_pretrained(tmp_path / "endless")
+    without_eos = load_tokenizer(tokenizer)
+    without_eos.eos_token = None
+    without_eos.save_pretrained(tmp_path / "without_eos")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(tmp_path / "words")
     monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
     for options, message in (
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         ({"tokenizer": tmp_path / "words"}, r"words cannot encode a text \(.*UNK.*\); use another tokenizer"),
-        ({"tokenizer": tmp_path / "endless", "append_eod": True}, "needs an eos_token, .*endless has none"),
+        ({"tokenizer": tmp_path / "without_eos", "append_eod": True}, "needs an eos_token, .*without_eos has none"),
         ({"json_keys": ("text", "a/b")}, "json_keys='text a/b': expected keys, each once, without a slash"),
         ({"split_sentences": True}, r"split_sentences needs the library sentencex; .*\[data\]"),
     ):
@@ -195,7 +195,7 @@ def test_killed_worker_ends_the_run(
     _write_inputs(tmp_path)
     (tmp_path / "in" / "c.txt").write_text("one")
 
-    class Deadly(DocumentEncoder):
+    class KilledEncoder(DocumentEncoder):
         def __call__(self, piece: Piece) -> EncodedPiece:
             encoded = super().__call__(piece)
             if piece.files:
@@ -206,7 +206,7 @@ def test_killed_worker_ends_the_run(
                 encoded.keys[0] = (bytes(50_000_000), *encoded.keys[0][1:])
             return encoded
 
-    monkeypatch.setattr(preprocess, "DocumentEncoder", Deadly)
+    monkeypatch.setattr(preprocess, "DocumentEncoder", KilledEncoder)
     with pytest.raises(RuntimeError, match="a tokenizing worker failed; .*memory may have run out: DataLoader worker"):
         _run(tmp_path, tokenizer, workers=2)
     assert list((tmp_path / "out").iterdir()) == []

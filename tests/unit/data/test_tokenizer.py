@@ -124,8 +124,8 @@ def test_word_starts_of_word_pieces_equal_transformers() -> None:
 def test_word_starts_of_unigram_and_byte_level_pieces_follow_spaces(make: Any) -> None:
     tokenizer = make()
     tokens = np.array(tokenizer.encode(WORDS, add_special_tokens=False))
-    begins = TokenizerFacts.of(tokenizer, "test").begins_word[tokens]
-    words = np.split(tokens, np.flatnonzero(begins[1:]) + 1)
+    starts = TokenizerFacts.of(tokenizer, "test").begins_word[tokens]
+    words = np.split(tokens, np.flatnonzero(starts[1:]) + 1)
     assert [tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words] == WORDS.split()
 
 

@@ -136,7 +136,7 @@ def test_hostile_pickle_is_refused_without_running(
 
 
 def _tensor(items: int, shape: int, stride: int) -> bytes:
-    items_, shape_, stride_ = (b"\x8a\x06" + each.to_bytes(6, "little") for each in (items, shape, stride))
+    items_, shape_, stride_ = (b"\x8a\x06" + number.to_bytes(6, "little") for number in (items, shape, stride))
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + items_
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"%sQK\0" + shape_ + b"\x85" + stride_ + b"\x85\x89}tR."
 

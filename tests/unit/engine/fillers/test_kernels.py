@@ -32,7 +32,7 @@ def world() -> Iterator[Any]:
 def test_expert_rows_are_recomputed_if_norms_are() -> None:
     tokens, probs = torch.randn(5, 1, 8), torch.rand(5, 2)
     experts, weights = torch.tensor([[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]]), torch.randn(4, 8, 8)
-    kept, gradients = [], []
+    saved_bytes, gradients = [], []
     for modules in (["layernorm"], ["core_attn"]):
         config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=modules)
         group: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
@@ -42,9 +42,9 @@ def test_expert_rows_are_recomputed_if_norms_are() -> None:
         rows, ends, factors = dispatcher.dispatch_postprocess(*dispatched)
         outputs = dispatcher.combine_preprocess(_grouped_matmul(rows, inputs[2], ends) * factors[:, None])
         outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
-        kept.append(rows.untyped_storage().nbytes())
+        saved_bytes.append(rows.untyped_storage().nbytes())
         gradients.append(torch.autograd.grad(outputs.square().sum(), inputs))
-    assert kept == [0, 10 * 8 * 4]
+    assert saved_bytes == [0, 10 * 8 * 4]
     assert all(torch.equal(*each) for each in zip(*gradients, strict=True))
 
 
@@ -126,7 +126,7 @@ def test_token_losses_equal_a_dense_softmax(padded: int, dtype: torch.dtype, dev
 
 def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
     logits, labels, _ = _inputs(VOCAB, torch.bfloat16)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         token_losses(logits.requires_grad_(), labels, world)
-    assert [x.dtype for x in kept if x.shape == logits.shape] == [torch.bfloat16]
+    assert [x.dtype for x in saved if x.shape == logits.shape] == [torch.bfloat16]
