@@ -163,7 +163,7 @@ def _print_progress(capsys: pytest.CaptureFixture[str], folder: Path, line: Prog
     return re.split(r"[\r\n]", capsys.readouterr().out.replace("\x1b[K", ""))
 
 
-def test_progress_is_one_row_on_a_terminal_and_several_in_a_file(
+def test_progress_is_one_terminal_row_or_several_file_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for line, steps in ((ProgressLine(), (1, 6)), (ProgressLine(every_seconds=0), range(1, 7))):
@@ -204,7 +204,7 @@ class _FakeClock(Callback):
 
 
 def _measure(
-    folder: Path, monitor: ThroughputMonitor, clock: _FakeClock, *, model: Any = MODEL, **options: Any
+    folder: Path, monitor: ThroughputMonitor, clock: _FakeClock, **options: Any
 ) -> tuple[list[dict[str, float]], Trainer]:
     """Logged throughput of a run whose strategy reports 64 tokens per step, and its Trainer."""
     # The monitor comes before the callback that saves, as Lightning moves ModelCheckpoint to the end.
@@ -212,7 +212,7 @@ def _measure(
     trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
     trainer.strategy.tp = 2
     module = ToyModule([1.0] * 20, [1.0] * 20)
-    module.model_config = model
+    module.model_config = MODEL
     trainer.fit(module, loader(20), loader(2))
     with (folder / "log" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("tokens_per_s")]

@@ -116,7 +116,7 @@ def _expected(folder: Path, num_samples: int | None) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
-def test_resume_with_another_batch_size_or_length_is_exact_within_a_pass(
+def test_resume_with_another_batch_size_is_exact_within_a_pass(
     tmp_path: Path, num_microbatches: int, max_steps: int
 ) -> None:
     first = _run(tmp_path, 6, max_steps=3)
@@ -194,7 +194,7 @@ def test_legacy_formats_give_the_same_samples(tmp_path: Path, documents: list[ND
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_missing_data_is_refused_before_other_processes_start_without_prepare_data(
+def test_missing_data_is_refused_before_launch_unless_prepared_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Preparing(IndexedDataModule):

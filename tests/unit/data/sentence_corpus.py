@@ -50,21 +50,21 @@ def first_text_id() -> int:
     return len(SPECIAL) + NUM_SENTINELS
 
 
-def random_documents(num_documents: int, seed: int = 0, sentences: int = 12, longest: int = 40) -> Documents:
+def random_documents(num_documents: int, seed: int = 0, sentences: int = 12) -> Documents:
     """Documents of sentences, each starting with a word-initial piece. Some documents and sentences are tiny."""
     random = np.random.default_rng(seed)
     low = first_text_id()
 
     def sentence() -> list[int]:
-        length = int(random.integers(1, longest))
+        length = int(random.integers(1, 40))
         # The piece after the first text id begins a word.
         return [low + 1, *random.integers(low, low + NUM_PIECES, size=length - 1).tolist()]
 
     return [[sentence() for _ in range(random.integers(1, sentences))] for _ in range(num_documents)]
 
 
-def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234, name: Any = "train") -> Part:
-    return Part(prefix=str(prefix), split=SPLIT, name=name, seed=seed, num_samples=num_samples)
+def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234) -> Part:
+    return Part(prefix=str(prefix), split=SPLIT, name="train", seed=seed, num_samples=num_samples)
 
 
 def engine_samples(

@@ -64,9 +64,7 @@ def _parts(instructions: Instructions, tokenizer: Any, index: int = 0) -> list[t
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
     parts = zip(np.split(is_answer, cuts), np.split(tokens, cuts), strict=True)
-    return [
-        (bool(is_target[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for is_target, part in parts
-    ]
+    return [(bool(mask[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for mask, part in parts]
 
 
 def _targets(*read: Any) -> list[str]:

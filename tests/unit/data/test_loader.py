@@ -14,12 +14,12 @@ from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
 
-def _shape(mbs: int = 2, num: int = 3, dp: int = 1, rank: int = 0) -> BatchShape:
+def _shape(mbs: int, num: int, dp: int = 1, rank: int = 0) -> BatchShape:
     return BatchShape(micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank)
 
 
-def _loader(shape: BatchShape, num_samples: int = 100) -> TrainLoader:
-    return TrainLoader(None, PassOrder(num_samples, 5, "later passes"), shape, None, 0)
+def _loader(shape: BatchShape) -> TrainLoader:
+    return TrainLoader(None, PassOrder(200, 5, "later passes"), shape, None, 0)
 
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
@@ -30,7 +30,7 @@ LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_resume_at_any_layout_continues_with_the_next_sample(
     before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
 ) -> None:
-    first, one_row = _loader(_shape(*before), num_samples=200), _loader(_shape(1, 1), num_samples=200)
+    first, one_row = _loader(_shape(*before)), _loader(_shape(1, 1))
     for loader in (first, one_row):
         loader.set_epoch(epoch)
     order = [index for batch in one_row.batches() for index in batch]
@@ -39,7 +39,7 @@ def test_resume_at_any_layout_continues_with_the_next_sample(
 
     per_rank = []
     for rank in range(after[2]):
-        loader = _loader(_shape(*after, rank=rank), num_samples=200)
+        loader = _loader(_shape(*after, rank=rank))
         loader.seek(vars(first.position))
         per_rank.append(list(loader.batches()))
         assert len(loader) == done + len(per_rank[-1])
@@ -71,7 +71,7 @@ def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
     return loader
 
 
-def test_worker_randomness_differs_per_rank_epoch_and_resume_but_is_reproducible() -> None:
+def test_worker_randomness_is_reproducible_per_rank_epoch_and_position() -> None:
     values = {
         key: torch.cat([batch["random"] for batch in _random_loader(*key)]).tolist()
         for key in ((0, 0), (1, 0), (0, 1), (0, 0, 2))

@@ -112,7 +112,7 @@ def test_document_numbers_match_across_keys_and_output_is_not_overwritten(tmp_pa
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_invalid_lines_end_the_run_or_are_skipped_for_every_key(
+def test_invalid_lines_end_the_run_or_are_skipped(
     tmp_path: Path, tokenizer: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_inputs(tmp_path)
