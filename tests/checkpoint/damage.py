@@ -1,4 +1,4 @@
-"""Ways to spoil a checkpoint: missing, cut, foreign and malicious files."""
+"""Ways to damage a checkpoint: missing, truncated, foreign and malicious files."""
 
 import io
 import os
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 Damage = Callable[[Path], None]
-"""Spoils the checkpoint at a path."""
+"""Damages the checkpoint at a path."""
 
 
 class Evil:
-    """Creates a file when it is unpickled."""
+    """Object that creates a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -23,8 +23,8 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def marker_of(path: Path) -> Path:
-    """Exists after code in the checkpoint has run."""
+def marker_path(path: Path) -> Path:
+    """Directory that exists once code in the checkpoint has run."""
     return path.with_name(path.name + ".code_has_run")
 
 
@@ -32,7 +32,7 @@ def missing(name: str) -> Damage:
     return lambda path: (path / name).unlink()
 
 
-def cut_in_half(name: str) -> Damage:
+def truncated(name: str) -> Damage:
     def damage(path: Path) -> None:
         data = (path / name).read_bytes()
         (path / name).write_bytes(data[: len(data) // 2])
@@ -50,30 +50,23 @@ def flipped_bit(name: str) -> Damage:
 
 
 def malicious_torch_file(name: str) -> Damage:
-    return lambda path: torch.save({"optimizer": Evil(marker_of(path))}, path / name)
+    return lambda path: torch.save({"optimizer": Evil(marker_path(path))}, path / name)
 
 
 def malicious_pickle(name: str) -> Damage:
-    return lambda path: (path / name).write_bytes(pickle.dumps(Evil(marker_of(path)))) and None
-
-
-def malicious_table_of_contents(path: Path) -> None:
-    """A real table with an object in it that loads last."""
-    table = _table(path)
-    table.mcore_data = {"decoder": Evil(marker_of(path))}
-    _write_table(path, table)
+    return lambda path: (path / name).write_bytes(pickle.dumps(Evil(marker_path(path)))) and None
 
 
 def malicious_data(name: str) -> Damage:
-    """What should be a tensor, or another object, of that name leads to another pickle, behind the end of a file."""
+    """Point the entry ``name`` (a tensor or an object) to a malicious pickle appended to its file."""
 
     def damage(path: Path) -> None:
         table, payload = _table(path), io.BytesIO()
-        torch.save(Evil(marker_of(path)), payload)
-        index = min((each for each in table.storage_data if name in each.fqn), key=lambda each: len(each.fqn))
-        place = table.storage_data[index]
-        file = path / place.relative_path
-        place.offset, place.length = file.stat().st_size, len(payload.getvalue())
+        torch.save(Evil(marker_path(path)), payload)
+        index = min((index for index in table.storage_data if name in index.fqn), key=lambda index: len(index.fqn))
+        entry = table.storage_data[index]
+        file = path / entry.relative_path
+        entry.offset, entry.length = file.stat().st_size, len(payload.getvalue())
         with file.open("ab") as stream:
             stream.write(payload.getvalue())
         _write_table(path, table)
@@ -88,7 +81,7 @@ def pointing_outside(path: Path) -> None:
 
 
 def without_tensor(path: Path) -> None:
-    """As of a model that has no such parameter."""
+    """Remove a parameter from the table, as if the saved model had none."""
     table = _table(path)
     del table.state_dict_metadata["decoder.final_layernorm.weight"]
     _write_table(path, table)
@@ -99,23 +92,23 @@ def other_version(path: Path) -> None:
     torch.save({**meta, "format_version": 99}, path / "meta.pt")
 
 
-def another_strategys_meta(path: Path) -> None:
-    """As Lightning's FSDP strategy writes it: a file of the same name with other content."""
+def fsdp_meta(path: Path) -> None:
+    """Write ``meta.pt`` as Lightning's FSDP strategy does: same name, other content."""
     torch.save({"epoch": 1, "global_step": 5}, path / "meta.pt")
 
 
 def fsdp_checkpoint(path: Path) -> None:
-    """A folder as Lightning's FSDP strategy leaves it."""
-    another_strategys_meta(path)
+    """Leave only the files that Lightning's FSDP strategy writes."""
+    fsdp_meta(path)
     (path / "metadata.json").unlink()
     (path / "common.pt").unlink()
 
 
 def update_checksums(path: Path) -> None:
-    """Write ``checksums.json`` anew, for the files as they are."""
+    """Rewrite ``checksums.json`` to match the current files."""
     from lightning_megatron.files import CHECKSUMS, FileChecksums, write_checksums
 
-    files = [each for each in path.iterdir() if each.is_file() and each.name != CHECKSUMS]
+    files = [file for file in path.iterdir() if file.is_file() and file.name != CHECKSUMS]
     write_checksums(path, {file.name: FileChecksums().update(file.read_bytes()) for file in files})
 
 

@@ -1,6 +1,6 @@
-"""One small training run on any layout, and everything about it that must come back after a restart.
+"""A small training run on any layout, and all of its state that a resume must restore.
 
-For rank functions: nothing here is heavy before it is called.
+For rank functions: heavy imports happen inside the functions.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ NUM_SAMPLES = 40
 VOCAB_SIZE = 100
 
 GPT2: dict[str, Any] = {"model_type": "gpt2", **models.GPT2, "vocab_size": VOCAB_SIZE, "n_positions": SEQ_LENGTH}
-"""With transformers' dropout of 0.1."""
+"""Dropout is transformers' default of 0.1."""
 LLAMA: dict[str, Any] = {"model_type": "llama", **models.LLAMA, "vocab_size": VOCAB_SIZE}
-LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "intermediate_size": 64}  # halves of which fp8 can take
+LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "intermediate_size": 64}  # fp8 can take half of it
 EXPERT_BIAS: dict[str, Any] = {
     "transformer_config_overrides": {
         "moe_router_bias_update_rate": 0.05,
@@ -30,20 +30,20 @@ EXPERT_BIAS: dict[str, Any] = {
         "moe_router_enable_expert_bias": True,
     }
 }
-"""Of ``MegatronStrategy``: the load of experts is balanced by a bias."""
+"""Arguments of ``MegatronStrategy`` that balance expert load with a router bias."""
 NO_DROPOUT = models.NO_DROPOUT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one ``trainer.fit`` of a test consists of."""
+    """Arguments of one ``trainer.fit`` of a test."""
 
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``MegatronStrategy``; two microbatches unless they say otherwise."""
+    """Arguments of ``MegatronStrategy``; the default is two microbatches."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``Trainer``."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``GPT2`` that differ; another model if it names a ``model_type``."""
+    """Overrides of ``GPT2``; a complete config if it has a ``model_type``."""
     module: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``MegatronModule``."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -54,16 +54,16 @@ class Run:
     loader: Callable[[int], Any] | None = None
     """Makes the training ``DataLoader`` for a data-parallel size; None for ``shuffled_loader``."""
     validate: bool = False
-    """Whether there is a validation ``DataLoader`` too."""
+    """Whether to pass a validation ``DataLoader``."""
     ckpt_path: str | None = None
-    """What to resume from."""
+    """Checkpoint to resume from."""
     global_batch: int = GLOBAL_BATCH
-    """Rows of a step of ``indexed``; a ``loader`` has its own."""
+    """Rows per step of ``indexed``; a ``loader`` sets its own."""
     seed: int = 7
-    """Of weights, dropout and the order of samples."""
+    """Seed of weights, dropout and sample order."""
 
     def but(self, **changes: Any) -> Self:
-        """The same run with ``trainer`` and other fields changed; mappings are merged."""
+        """Copy of this run with some fields changed; mappings are merged."""
         merged = {
             name: {**(getattr(self, name) or {}), **value} if isinstance(value, dict) else value
             for name, value in changes.items()
@@ -73,16 +73,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a run did on one rank."""
+    """Steps and final state of a run on one rank."""
 
     steps: dict[int, dict[str, Any]]
-    """By global step: loss, learning rates, gradient norm, and the tokens that were trained on."""
+    """By global step: loss, learning rates, weight decay, gradient norm and tokens."""
     state: dict[str, Any]
-    """At the end: each weight, moment, step count, learning rate and random state by name."""
+    """Final state by name: each weight, moment, step count, learning rate and random state."""
 
 
 def rows_dataset(num_samples: int = NUM_SAMPLES, vocab_size: int = VOCAB_SIZE) -> Any:
-    """Rows that tell which sample they are: arithmetic sequences of their own start and stride."""
+    """Distinguishable rows: arithmetic sequences with different starts and strides."""
     import torch
 
     index = torch.arange(num_samples)[:, None]
@@ -91,7 +91,7 @@ def rows_dataset(num_samples: int = NUM_SAMPLES, vocab_size: int = VOCAB_SIZE) -
 
 
 def shuffled_loader(dp: int) -> Any:
-    """What a user would write."""
+    """Plain ``DataLoader`` with ``shuffle=True``."""
     from torch.utils.data import DataLoader
 
     return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True)
@@ -123,14 +123,14 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
         "gradient_clip_val": 1.0,
         **run.trainer,
     }
-    if settings.get("precision") == "16-mixed":  # Lightning itself would turn it into bf16-mixed on a CPU
+    if settings.get("precision") == "16-mixed":  # Lightning would turn it into bf16-mixed on a CPU
         settings |= {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     strategy = MegatronStrategy(**{"num_microbatches": 2, **run.strategy})
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
 
 
 def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace]:
-    """Train; returns the Trainer, whose run may then be saved, and what happened."""
+    """Train; return the Trainer, which can then save a checkpoint, and the trace."""
     import lightning.pytorch as pl
 
     pl.seed_everything(run.seed, verbose=False)
@@ -160,7 +160,7 @@ def train(run: Run, save_as: Path | None = None) -> Trace:
 
 
 def train_with_checkpoints(run: Run, folder: Path, options: Mapping[str, Any] | None = None) -> Trace:
-    """With a stock ``ModelCheckpoint`` that keeps every checkpoint, unless ``options`` say otherwise."""
+    """Train with a stock ``ModelCheckpoint`` that keeps every checkpoint unless ``options`` change that."""
     return fit(run, checkpoints_at(folder, **(options or {})))[1]
 
 
@@ -174,21 +174,21 @@ def _data(run: Run, trainer: Any) -> dict[str, Any]:
     if run.indexed is None:
         validation = DataLoader(rows_dataset(12), batch_size=rows) if run.validate else None
         return {"train_dataloaders": (run.loader or shuffled_loader)(dp), "val_dataloaders": validation}
-    given = {"data_path": run.indexed, "split": "1,0,0"} if isinstance(run.indexed, str) else run.indexed
+    arguments = {"data_path": run.indexed, "split": "1,0,0"} if isinstance(run.indexed, str) else run.indexed
     length = {"seq_length": SEQ_LENGTH} if run.data_module == "IndexedDataModule" else {}
-    settings = {**length, "micro_batch_size": rows // trainer.strategy.num_microbatches, **given}
+    settings = {**length, "micro_batch_size": rows // trainer.strategy.num_microbatches, **arguments}
     return {"datamodule": getattr(lightning_megatron, run.data_module)(**settings)}
 
 
 def callback(**hooks: Callable[..., Any]) -> Any:
-    """A callback of Lightning's with these hooks, which are called without ``self``."""
+    """Lightning callback with the given hooks, which are called without ``self``."""
     import lightning.pytorch as pl
 
     return type("Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()})()
 
 
 def live_state(trainer: Any) -> dict[str, Any]:
-    """Weights, optimizer and random states of this rank as flat names and plain values."""
+    """Weights, optimizer and random states of this rank by flat name."""
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
     flat: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.lightning_module.model_chunks):
@@ -207,17 +207,17 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
     import torch
 
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            _flatten(f"{prefix}.{key}", each, into)
+        for key, item in value.items():
+            _flatten(f"{prefix}.{key}", item, into)
     elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            _flatten(f"{prefix}.{index}", each, into)
+        for index, item in enumerate(value):
+            _flatten(f"{prefix}.{index}", item, into)
     else:
         into[prefix] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not the same to the last bit."""
+    """Names whose values are not bitwise equal."""
     import torch
 
     names = [name for name in expected if name not in found] + [name for name in found if name not in expected]
@@ -229,8 +229,17 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
     return sorted(names)
 
 
+def assert_exact_resume(uninterrupted: list[Trace], resumed: list[Trace], *first_steps: int) -> None:
+    """Check on every rank that a resume began at one of ``first_steps`` and took the steps of the uninterrupted run."""
+    for rank, (expected, found) in enumerate(zip(uninterrupted, resumed, strict=True)):
+        first = min(found.steps)
+        assert first in first_steps
+        assert found.steps == {step: values for step, values in expected.steps.items() if step >= first}
+        assert differences(expected.state, found.state) == [], f"rank {rank} ended in another state"
+
+
 def read_tensors(path: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, unsharded, by torch's own reader: nothing of ours or of Megatron's is involved."""
+    """All tensors of a checkpoint, unsharded, by torch's own reader, without our code or Megatron's."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -245,7 +254,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def read_plain_state(path: Path) -> dict[str, Any]:
-    """Parameter groups and loss scale of a checkpoint's optimizer as flat names and plain values."""
+    """Parameter groups and loss scale of a checkpoint's optimizer by flat name."""
     import torch
 
     flat: dict[str, Any] = {}
@@ -254,11 +263,11 @@ def read_plain_state(path: Path) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path) -> str:
-    """The prefix of an indexed dataset of 112 samples: eight steps are less than one pass."""
+    """Prefix of an indexed dataset of 112 samples: eight steps are less than one epoch."""
     from tests.unit.data.corpus import build
 
-    numbers = np.random.default_rng(0)
-    return build(folder / "corpus", [[numbers.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)])
+    rng = np.random.default_rng(0)
+    return build(folder / "corpus", [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)])
 
 
 def checkpoints_at(folder: Path, **options: Any) -> Any:
@@ -269,19 +278,19 @@ def checkpoints_at(folder: Path, **options: Any) -> Any:
     return pl.callbacks.ModelCheckpoint(folder, **settings)
 
 
-# ---- saves by the engine itself, without Lightning's checkpoints around it -------------------------------------------
+# ---- saves by the engine, without Lightning -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def engine_run() -> Iterator[Any]:
-    """What one step on as many copies as there are ranks has left, as a ``RunState``, inside the engine."""
+    """``RunState`` after one step of plain data parallelism over all ranks, inside the engine."""
     trainer, _ = fit(Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2}))
     with trainer.strategy.engine():
         yield trainer.strategy._run_state()
 
 
 def change(state: Any) -> None:
-    """Weights, masters and moments become others, in place and the same way in every process."""
+    """Change weights, masters and moments in place, in the same way in every process."""
     import torch
 
     with torch.no_grad():
@@ -303,7 +312,7 @@ def save(state: Any, content: dict[str, Any], path: Path) -> None:
 
 
 def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: bool = False) -> Any:
-    """Begin to write one beside training; returns the ``Save``."""
+    """Begin to write a checkpoint asynchronously; return the ``Save``."""
     from lightning_megatron.checkpoint.save import HostMemory, Save
 
     saving = Save(state, {**content, "optimizer_states": []}, path)

@@ -1,4 +1,4 @@
-"""A checkpoint written beside training is the run as it was when it began, to the last bit, and can be abandoned."""
+"""An asynchronous save is an exact snapshot of the step at which it began, and can be abandoned."""
 
 import time
 from pathlib import Path
@@ -25,26 +25,26 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], list[float]]:
-    """What differs between the state that was saved and the one that came back, and the losses after it of both."""
+    """Differences between the saved and the resumed state, and the later losses of both runs."""
     from lightning_megatron.checkpoint import save
 
-    save._PINNED_AT_ONCE = 2**12  # tensors reach over several pieces, as those of large models do
+    save._PINNED_AT_ONCE = 2**12  # split tensors into several pieces, as for large models
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
 
-    def keep(trainer: Any, *_: Any) -> None:
+    def save_once(trainer: Any, *_: Any) -> None:
         if trainer.global_step == SAVED_AT:
-            # In this order: the gathering of new weights may overlap with the next step, and a save waits for it.
+            # Save first: it waits for the all-gather of new weights, which may overlap with the next step.
             trainer.save_checkpoint(path)
             before.update(_on_host(live_state(trainer)))
 
-    loaded = callback(on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer))))
-    _, whole = fit(run.but(strategy={"async_save": True}), callback(on_train_batch_end=keep))
-    _, resumed = fit(run.but(ckpt_path=str(path)), loaded)
+    record_start = callback(on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer))))
+    _, uninterrupted = fit(run.but(strategy={"async_save": True}), callback(on_train_batch_end=save_once))
+    _, resumed = fit(run.but(ckpt_path=str(path)), record_start)
     later = range(SAVED_AT + 1, LAST + 1)
     return (
         differences(before, after),
-        [whole.steps[step]["loss"] for step in later],
+        [uninterrupted.steps[step]["loss"] for step in later],
         [resumed.steps[step]["loss"] for step in later],
     )
 
@@ -53,15 +53,15 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
     ("accelerator", "world_size", "strategy", "precision"),
     [pytest.param(*case, marks=[pytest.mark.gpu(case[1])] * (case[0] == "gpu")) for case in CASES],
 )
-def test_it_is_the_run_of_the_step_that_was_saved(
+def test_async_save_is_an_exact_snapshot(
     accelerator: str, world_size: int, strategy: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
     run = Run(strategy=strategy, trainer={"accelerator": accelerator, "max_steps": LAST, "precision": precision})
-    # Every bit comes back; what follows may differ on GPUs by the order in which some kernels add.
+    # The restored state is bitwise equal; later GPU steps may differ by the summation order of some kernels.
     rel = 0.0 if accelerator == "cpu" else 1e-3
-    for differing, whole, resumed in run_ranks(_save_then_resume, world_size, run, tmp_path / "saved.ckpt"):
+    for differing, losses, resumed in run_ranks(_save_then_resume, world_size, run, tmp_path / "saved.ckpt"):
         assert differing == []
-        assert resumed == pytest.approx(whole, rel=rel, abs=0.0)
+        assert resumed == pytest.approx(losses, rel=rel, abs=0.0)
 
 
 def _abandon(path: Path) -> list[Any]:
@@ -79,11 +79,11 @@ def _abandon(path: Path) -> list[Any]:
         saving.abandon()
         seconds = time.monotonic() - start
         dist.barrier()
-        return [sorted(each.name for each in path.parent.iterdir()), read_meta(path)["lightning"]["save"], seconds]
+        return [sorted(file.name for file in path.parent.iterdir()), read_meta(path)["lightning"]["save"], seconds]
 
 
-def test_an_abandoned_save_leaves_the_old_checkpoint_and_ends_at_once(tmp_path: Path) -> None:
+def test_abandoned_save_ends_quickly_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     for names, content, seconds in run_ranks(_abandon, 2, tmp_path / "a.ckpt"):
         assert names == ["a.ckpt"]
         assert content == "old"
-        assert seconds < 2  # one piece, of dozens
+        assert seconds < 2  # time for one piece out of dozens

@@ -1,10 +1,9 @@
-"""Files of a checkpoint: every changed byte is found and named, and none of their code is run."""
+"""Checkpoint files: checksums locate every changed byte, and reading the files runs no code."""
 
 import io
 import json
 import warnings
 import zlib
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from lightning_megatron import files
 from lightning_megatron.checkpoint.files import read_table
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, verify_checksums
-from tests.checkpoint.damage import update_checksums
+from tests.checkpoint.damage import Damage, flipped_bit, missing, truncated, update_checksums
 from tests.ranks import run_ranks
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
 SEGMENT = 1000
-"""Instead of 64 MiB; three segments and a bit in the longest file."""
+"""Bytes per checksum, instead of 64 MiB; the longest file has three segments and a remainder."""
 LENGTHS = {"__0_0.distcp": 3210, "__0_1.distcp": 1000, ".metadata": 999, "common.pt": 1, "empty.pt": 0}
 
 
@@ -42,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_file_holds_zlibs_crc32_of_every_segment(folder: Path) -> None:
+def test_checksums_are_zlib_crc32_of_every_segment(folder: Path) -> None:
     content = json.loads((folder / CHECKSUMS).read_text())
 
     assert content["files"].keys() == {*LENGTHS, "meta.pt"}
@@ -50,26 +49,22 @@ def test_the_file_holds_zlibs_crc32_of_every_segment(folder: Path) -> None:
         data = _content(name)
         expected = [zlib.crc32(data[start : start + SEGMENT]) for start in range(0, length, SEGMENT)]
         assert content["files"][name] == {"size": length, "segments": expected}
-    # The check value that every description of this CRC gives.
+    # The published check value of this CRC.
     assert content["files"]["meta.pt"] == {"size": 9, "segments": [0xCBF43926]}
     verify_checksums(folder)
 
 
-def _changed(data: bytes) -> bytes:
-    return data[:2500] + b"\0" + data[2501:]
-
-
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("damage", "message"),
     [
-        ("__0_0.distcp", lambda data: data[:-1], "has 3209 of 3210 bytes"),
-        ("__0_0.distcp", _changed, "__0_0.distcp differs from its checksum in bytes 2000-3000;"),
-        ("meta.pt", lambda data: data[::-1], "meta.pt differs from its checksum in bytes 0-9;"),
-        ("common.pt", None, "lacks its file common.pt"),
+        (truncated("__0_0.distcp"), "has 1605 of 3210 bytes"),
+        (flipped_bit("__0_0.distcp"), "__0_0.distcp differs from its checksum in bytes 1000-2000;"),
+        (flipped_bit("meta.pt"), "meta.pt differs from its checksum in bytes 0-9;"),
+        (missing("common.pt"), "lacks its file common.pt"),
     ],
 )
-def test_other_damage_is_named(folder: Path, name: str, change: Callable[[bytes], bytes] | None, message: str) -> None:
-    (folder / name).write_bytes(change((folder / name).read_bytes())) if change else (folder / name).unlink()
+def test_verification_names_the_damage(folder: Path, damage: Damage, message: str) -> None:
+    damage(folder)
     with pytest.raises(CheckpointError, match=message):
         verify_checksums(folder)
 
@@ -94,21 +89,21 @@ _SIZE = b"ctorch\nSize\n"
         (b"\x82\x01", "unreadable"),  # an extension
     ],
 )
-def test_instructions_of_a_table_reach_nothing(tmp_path: Path, instructions: bytes, message: str) -> None:
+def test_pickle_opcodes_of_a_table_run_no_code(tmp_path: Path, instructions: bytes, message: str) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
     with pytest.raises(CheckpointError, match=message):
         read_table(tmp_path)
 
 
-# ---- what meta.pt keeps ---------------------------------------------------------------------------------------------
+# ---- content of meta.pt ---------------------------------------------------------------------------------------------
 
 
 class _Color(Enum):
     RED = Path("red")
 
 
-def _kept(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
-    """What ``meta.pt`` gives back for hyper-parameters, and the warnings."""
+def _save_and_load(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
+    """``meta.pt`` of a run with these hyper-parameters as it is loaded, and the warnings."""
     import torch
 
     from lightning_megatron.checkpoint.save import plain_state, torch_bytes
@@ -116,12 +111,12 @@ def _kept(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         written = torch_bytes(plain_state({"epoch": 3, "hyper_parameters": hyper_parameters}))
-    return torch.load(io.BytesIO(written), weights_only=True), [str(each.message) for each in caught]
+    return torch.load(io.BytesIO(written), weights_only=True), [str(warning.message) for warning in caught]
 
 
-def test_hyper_parameters_are_kept_as_data_and_objects_as_their_text() -> None:
+def test_hyper_parameters_are_saved_as_plain_data_or_text() -> None:
     data = {"lr": np.float32(0.5), "color": _Color.RED, "sizes": (1, [np.int64(2)]), "none": None}
-    ((found, warned),) = run_ranks(_kept, 1, {**data, "module": [io.StringIO, 3]})
+    ((meta, warned),) = run_ranks(_save_and_load, 1, {**data, "module": [io.StringIO, 3]})
     plain = {"lr": 0.5, "color": "red", "sizes": (1, [2]), "none": None, "module": ["<class '_io.StringIO'>", 3]}
-    assert found == {"epoch": 3, "hyper_parameters": plain}
+    assert meta == {"epoch": 3, "hyper_parameters": plain}
     assert warned == ["hyper-parameter 'module' is a type; the checkpoint keeps its text only"]

@@ -1,7 +1,7 @@
-"""There is a whole checkpoint, the old or the new one, wherever kill -9 hits a save, a replacement or a removal.
+"""A complete checkpoint, old or new, survives SIGKILL at any moment of a save, a replacement or a removal.
 
-The program dies before one of its calls that change files, which one a seed says. What is on the disk is then read by
-torch's own reader and compared, tensor by tensor, with what is known to be the old and the new state.
+The process is killed before one of its file-changing calls, chosen by a seed. The files left are read by torch's own
+reader and compared, tensor by tensor, with the known old and new states.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from tests.ranks import RankError, run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
-"""Of Python's audit hooks: what is about to change names."""
+"""Audit events of Python that precede a change of file names."""
 
 _random = random.Random(20)
 MOMENTS = [
@@ -35,11 +35,11 @@ MOMENTS = [
     )
     for _ in range(times)
 ]
-"""What dies, on which of two ranks, and when: as a share of the calls that it makes."""
+"""Kind of operation, rank that is killed, and the fraction of its file-changing calls before that."""
 
 
 class _Calls:
-    """Counts the calls of this process that change files, and dies before the one that it is told."""
+    """Counter of this process's file-changing calls that kills the process before a given one."""
 
     def __init__(self, folder: Path) -> None:
         from lightning_megatron import files
@@ -54,7 +54,7 @@ class _Calls:
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def begin(self, last: int | None = None) -> None:
-        """Count from 0 again, and die before call number ``last``."""
+        """Restart the count; kill the process before call number ``last``."""
         self._counter, self.count, self.last = itertools.count(1), 0, last
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
@@ -82,7 +82,7 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
     from lightning_megatron import files
 
     if kind == "remove":
-        if int(os.environ["RANK"]) == 0:  # as in a run
+        if int(os.environ["RANK"]) == 0:  # only rank 0 removes checkpoints in a run
             files.remove(path)
     elif kind == "save beside training":
         begin_save(state, {"name": name}, path).finish()
@@ -93,8 +93,8 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
     files.wait_for_deletions()
 
 
-def _die_in(path: Path, kind: str, victim: int, share: float) -> None:
-    """Save the old state under two names, count the calls once, then die in the same with the new state."""
+def _die_during(path: Path, kind: str, victim: int, share: float) -> None:
+    """Save the old state under two names, count the calls of the operation, repeat it with the new state and die."""
     with engine_run() as state:
         save(state, {"name": "old"}, path.with_name("kept.ckpt"))
         save(state, {"name": "old"}, path)
@@ -125,8 +125,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {name: read_tensors(folder / f"{name}.ckpt") for name in ("old", "new")}
 
 
-def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
-    """Which of the known states a checkpoint is, whose checksums and description must agree with its tensors."""
+def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
+    """Name of the known state that a checkpoint holds, after checking its checksums and tensors."""
     import torch
 
     from lightning_megatron.files import CHECKSUMS, verify_checksums
@@ -140,10 +140,10 @@ def _name_of(path: Path, known: dict[str, dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "victim", "share"),
-    # Half of them in every run.
+    # Every second one only in exhaustive runs.
     [pytest.param(*moment, marks=[pytest.mark.exhaustive] * (index % 2)) for index, moment in enumerate(MOMENTS)],
 )
-def test_there_is_always_a_whole_checkpoint(
+def test_a_complete_checkpoint_survives_sigkill(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:
     from lightning_megatron.checkpoint.save import _start_partial
@@ -151,29 +151,29 @@ def test_there_is_always_a_whole_checkpoint(
 
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match=rf"rank {victim} died without a result"):
-        run_ranks(_die_in, 2, path, kind, victim, share)
+        run_ranks(_die_during, 2, path, kind, victim, share)
 
-    assert _name_of(tmp_path / "kept.ckpt", known) == "old"
+    assert _known_name(tmp_path / "kept.ckpt", known) == "old"
     found = recover(path)
     if kind == "remove":
-        assert not found.exists() or _name_of(found, known) == "old"
+        assert not found.exists() or _known_name(found, known) == "old"
     else:
-        assert _name_of(found, known) in ("old", "new")
-    # The next save of that name leaves nothing else behind.
+        assert _known_name(found, known) in ("old", "new")
+    # The next save under that name cleans up everything else.
     partial = tmp_path / "last.ckpt.partial"
     lock = _start_partial(path)
     (partial / "meta.pt").touch()
     publish(partial, path)
     wait_for_deletions()
     lock.release()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
     remove(path)
     wait_for_deletions()
-    assert [each.name for each in tmp_path.iterdir()] == ["kept.ckpt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.ckpt"]
 
 
 def _train(run: Run, path: Path, *, dies: bool = False) -> int:
-    """Save after each step to the same name, and die in the second save; returns the first step."""
+    """Save after each step under the same name, or die in the second save; return the first step."""
 
     def die(self: Path, target: Path) -> Path:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -188,17 +188,17 @@ def _train(run: Run, path: Path, *, dies: bool = False) -> int:
 
 
 def _save_interrupted_twice(run: Run, path: Path) -> None:
-    """Over what a crash between the renames left: the old one aside, the new one not yet named."""
+    """Crash in a save after a crash between the two renames, which left the old checkpoint set aside."""
     _train(run.but(trainer={"max_steps": 1}), path)
     path.rename(path.with_name(path.name + ".replaced"))
     _train(run.but(ckpt_path=str(path)), path, dies=True)
 
 
-def test_a_run_goes_on_from_the_only_whole_checkpoint_after_a_second_crash(tmp_path: Path) -> None:
+def test_resume_after_two_crashes_finds_the_only_complete_checkpoint(tmp_path: Path) -> None:
     run, path = Run(trainer={"max_steps": 3}), tmp_path / "last.ckpt"
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(_save_interrupted_twice, 1, run, path)
 
     assert not path.exists()
     assert run_ranks(_train, 1, run.but(ckpt_path=str(path)), path) == [2]
-    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,6 +1,6 @@
-"""``ckpt_path`` always means a complete checkpoint, whatever a killed run has left behind.
+"""``ckpt_path`` always resolves to a complete checkpoint, whatever files a killed run left.
 
-The folders are made by hand, and no process is started: what ``ckpt_path`` means is known before.
+The directories are made by hand and no process is started, because ``ckpt_path`` is resolved before that.
 """
 
 import os
@@ -15,9 +15,9 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Run, fit
 from tests.ranks import RankError, run_ranks
 
-Left = dict[str, Any]
-"""Of a killed run: the steps of complete checkpoints (with what ``meta.pt`` says besides), None of unfinished ones, and
-where links lead; files of other programs have no such ending."""
+Files = dict[str, Any]
+"""Files of a killed run. By checkpoint name: its step (and more of ``meta.pt``), None if unfinished, or the target of a
+link. Names without ``.ckpt`` are files of other programs."""
 
 
 def _complete(path: Path, step: int, **more: Any) -> None:
@@ -25,21 +25,21 @@ def _complete(path: Path, step: int, **more: Any) -> None:
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
     torch.save({"lightning": {"global_step": step}, **more}, path / "meta.pt")
-    changed = 100 - step if "time" in more else step  # a copy has another time than what was copied
+    changed = 100 - step if "time" in more else step  # a copied checkpoint has a later file time than its original
     os.utime(path / "meta.pt", (changed, changed))
 
 
-def _leave(folder: Path, left: Left) -> None:
-    for name, what in left.items():
-        if isinstance(what, str):
-            (folder / name).symlink_to(what)
+def _make(folder: Path, files: Files) -> None:
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / name).symlink_to(content)
         elif ".ckpt" not in name:
             (folder / name).touch()
-        elif what is None:
+        elif content is None:
             (folder / name).mkdir(parents=True)
             (folder / name / "common.pt").touch()
         else:
-            step, more = what if isinstance(what, tuple) else (what, {})
+            step, more = content if isinstance(content, tuple) else (content, {})
             _complete(folder / name, step, **more)
 
 
@@ -56,58 +56,58 @@ def _find(folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = 
     from lightning_megatron.checkpointing import find_checkpoint
 
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    keeper = pl.callbacks.ModelCheckpoint(folder)
-    trainer = pl.Trainer(default_root_dir=folder.parent, callbacks=[keeper], **options)
+    callbacks = [pl.callbacks.ModelCheckpoint(folder)]
+    trainer = pl.Trainer(default_root_dir=folder.parent, callbacks=callbacks, **options)
     trainer.state.fn = TrainerFn.FITTING
     trainer.strategy.load_weights_only = load_weights_only  # type: ignore[attr-defined]
     return find_checkpoint(trainer, ckpt_path)
 
 
-LIKE_6: Left = {"step=4.ckpt": 4, "last.ckpt": "step=6.ckpt"}
+LIKE_6: Files = {"step=4.ckpt": 4, "last.ckpt": "step=6.ckpt"}
 WEIGHTS = (4, {"has_optimizer": False, "time": 5.0})
-NEWER_WEIGHTS: Left = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
-"""As two callbacks leave them, one of which saves only weights."""
-EARLIER: Left = {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})}
-FOUND: dict[str, tuple[Left, str, str | None] | tuple[Left, str, str | None, bool]] = {
-    "whole": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
+NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
+"""Files of two callbacks, one of which saves only weights."""
+EARLIER: Files = {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})}
+FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, bool]] = {
+    "complete": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
     "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "last", "step=4.ckpt"),
     "link to a save that was killed": ({**LIKE_6, "step=6.ckpt.partial": None}, "last", "step=4.ckpt"),
     "link to an unfinished folder": ({**LIKE_6, "step=6.ckpt": None}, "last", "step=4.ckpt"),
     "between two renames": ({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "a.ckpt.partial": None}, "last", "last.ckpt"),
-    "a removal was killed": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
-    "before the last one was renewed": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
-    "more steps, of an earlier run": (EARLIER, "last", "step=6.ckpt"),
-    "a folder means most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
-    "a newer one has only weights": (NEWER_WEIGHTS, "last", "step=4.ckpt"),
-    "a newer one of a folder has only weights": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
-    "weights will do": (NEWER_WEIGHTS, "last", "last.ckpt", True),
-    "weights of a folder will do": (NEWER_WEIGHTS, ".", "last.ckpt", True),
-    "there are only weights": ({"step=4.ckpt": None, "last.ckpt": WEIGHTS}, ".", "last.ckpt"),  # loading it tells
+    "killed removal": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
+    "last is older": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
+    "earlier run with more steps": (EARLIER, "last", "step=6.ckpt"),
+    "directory: most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
+    "newer weights only": (NEWER_WEIGHTS, "last", "step=4.ckpt"),
+    "directory: newer weights only": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
+    "weights suffice": (NEWER_WEIGHTS, "last", "last.ckpt", True),
+    "directory: weights suffice": (NEWER_WEIGHTS, ".", "last.ckpt", True),
+    "only weights": ({"step=4.ckpt": None, "last.ckpt": WEIGHTS}, ".", "last.ckpt"),  # refused when it is loaded
     "nothing": ({}, "last", None),
-    "the first save was killed": ({"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}, "last", None),
+    "killed first save": ({"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}, "last", None),
 }
-"""What is left, what is asked for, and what is found; and whether weights are all that is wanted."""
+"""Files, ``ckpt_path``, the expected checkpoint and optionally ``load_weights_only``."""
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_is_found_is_a_complete_checkpoint(folder: Path, name: str) -> None:
-    left, ckpt_path, found, *wanted = FOUND[name]
-    _leave(folder, left)
+def test_ckpt_path_resolves_to_a_complete_checkpoint(folder: Path, name: str) -> None:
+    files, ckpt_path, found, *weights_only = FOUND[name]
+    _make(folder, files)
     before = sorted(folder.rglob("*"))
-    expected = "last" if found is None else str(folder / found)  # for Lightning, which warns
-    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *wanted) == expected
+    expected = "last" if found is None else str(folder / found)  # left to Lightning, which warns
+    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *weights_only) == expected
     assert sorted(folder.rglob("*")) == before
 
 
-def test_weights_for_a_new_run_are_read_where_a_crash_between_two_renames_left_them(folder: Path) -> None:
+def test_load_from_finds_a_checkpoint_set_aside_by_a_crash(folder: Path) -> None:
     from lightning_megatron import LoadFrom
 
-    _leave(folder, {"last.ckpt.replaced": 4, "last.ckpt.partial": None})
+    _make(folder, {"last.ckpt.replaced": 4, "last.ckpt.partial": None})
     assert LoadFrom(path=str(folder / "last.ckpt")).resolve() == folder / "last.ckpt.replaced"
 
 
 @pytest.mark.parametrize(
-    ("left", "ckpt_path", "message"),
+    ("name", "ckpt_path", "message"),
     [
         ("step=2.ckpt", "last", "finds no complete checkpoint, but .*step=2.ckpt"),
         ("step=2.ckpt", "step=2.ckpt", "step=2.ckpt lacks its file meta.pt: it was never finished"),
@@ -117,14 +117,14 @@ def test_weights_for_a_new_run_are_read_where_a_crash_between_two_renames_left_t
         ("latest_checkpointed_iteration.txt", ".", "is a checkpoint of Megatron-LM; convert it with"),
     ],
 )
-def test_what_is_not_complete_is_an_error(folder: Path, left: str, ckpt_path: str, message: str) -> None:
-    _leave(folder, {left: None})
+def test_incomplete_and_foreign_checkpoints_are_refused(folder: Path, name: str, ckpt_path: str, message: str) -> None:
+    _make(folder, {name: None})
     with pytest.raises(CheckpointError, match=message):
         _find(folder, ckpt_path if ckpt_path == "last" else folder / ckpt_path)
 
 
-def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    """Neither to begin with nor, in stock callbacks, to save to; this is known before any process starts."""
+def test_unknown_protocols_are_refused_before_any_process_starts(tmp_path: Path) -> None:
+    """As ``ckpt_path`` and as directory of a stock callback."""
     import lightning.pytorch as pl
 
     from lightning_megatron import MegatronStrategy
@@ -132,10 +132,10 @@ def test_an_address_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     message = "nowhere://bucket.* cannot be opened .*; pip install 'lightning-megatron.remote.' and the package of that"
     with pytest.raises(ConfigError, match=message):
         _find(tmp_path, "nowhere://bucket/a.ckpt")
-    keeper = pl.callbacks.ModelCheckpoint("memory://bucket")
-    keeper.dirpath = "nowhere://bucket"
+    saver = pl.callbacks.ModelCheckpoint("memory://bucket")
+    saver.dirpath = "nowhere://bucket"
     strategy = MegatronStrategy()
-    trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[keeper], strategy=strategy)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[saver], strategy=strategy)
     with pytest.raises(ConfigError, match=message):
         strategy.checkpointing.resolve_ckpt_path(trainer, None)
 
@@ -156,47 +156,47 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
         ([3], 9, "checkpoints/last.ckpt", "hpc_ckpt_1.ckpt"),
     ],
 )
-def test_a_requeued_job_goes_on_from_its_newest_checkpoint(
+def test_requeued_job_resumes_from_its_newest_checkpoint(
     folder: Path, tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
 ) -> None:
-    requeued = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
-    _leave(tmp_path, {**requeued, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
-    given = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
-    assert _find(folder, given) == str(tmp_path / found)
+    checkpoints = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
+    _make(tmp_path, {**checkpoints, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
+    path = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
+    assert _find(folder, path) == str(tmp_path / found)
 
 
 @pytest.mark.usefixtures("requeued")
-def test_a_requeued_job_without_a_complete_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
-    _leave(tmp_path, {"hpc_ckpt_1.ckpt.partial": None})
+def test_requeued_job_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
+    _make(tmp_path, {"hpc_ckpt_1.ckpt.partial": None})
     with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
         _find(tmp_path / "checkpoints", None)
 
 
-def _resume_from_a_folder_of_its_own(folder: Path) -> None:
-    """As on two machines that share no disk: rank 1 does not see the checkpoint."""
-    there = os.environ["RANK"] == "0"
-    trainer = {"default_root_dir": str(folder if there else folder / "empty"), "max_steps": 1}
+def _resume_without_shared_disk(folder: Path) -> None:
+    """Resume where only rank 0 sees the checkpoint, as on two nodes without a shared disk."""
+    is_first = os.environ["RANK"] == "0"
+    trainer = {"default_root_dir": str(folder if is_first else folder / "empty"), "max_steps": 1}
     fit(Run(strategy={"tp": 2}, trainer=trainer, ckpt_path="last"))
 
 
-def test_ranks_that_find_different_checkpoints_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_path: Path) -> None:
     _complete(tmp_path / "last.ckpt", 3)
     with pytest.raises(RankError, match="would begin with no checkpoint and rank 0 with .*last.ckpt; keep checkpoints"):
-        run_ranks(_resume_from_a_folder_of_its_own, 2, tmp_path, timeout=60)
+        run_ranks(_resume_without_shared_disk, 2, tmp_path, timeout=60)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_passed_over_in_silence(tmp_path: Path) -> None:
-    _leave(tmp_path, {"step=2.ckpt": 2, "step=4.ckpt": 4})
+def test_skipped_unreadable_checkpoint_is_warned_about(tmp_path: Path) -> None:
+    _make(tmp_path, {"step=2.ckpt": 2, "step=4.ckpt": 4})
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
     shutil.rmtree(tmp_path / "step=2.ckpt")
     refused = pytest.raises(CheckpointError, match="finds no complete checkpoint, but .*step=4")
     with pytest.warns(UserWarning, match="passed over"), refused:
-        _find(tmp_path, "last")  # a run that shall go on does not begin anew
+        _find(tmp_path, "last")  # a resume never starts from scratch instead
 
 
-def test_last_is_found_in_the_numbered_folders_of_a_logger(tmp_path: Path) -> None:
+def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
 

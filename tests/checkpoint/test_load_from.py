@@ -1,4 +1,4 @@
-"""A new run begins with the weights of ``load_from``, and with nothing else of it; checkpoints of weights alone."""
+"""``load_from`` starts a new run from the weights of a checkpoint; weights-only checkpoints."""
 
 import shutil
 from pathlib import Path
@@ -35,7 +35,7 @@ def _ordered_loader(dp: int) -> Any:
 
 
 def _train(run: Run, folder: Path) -> dict[str, Any]:
-    """A checkpoint of each step; what there is at the end, and how the model does then."""
+    """Save each step; return the final state and validation loss."""
     trainer, trace = fit(run, checkpoints_at(folder))
     (metrics,) = trainer.validate(
         trainer.lightning_module, _ordered_loader(trainer.strategy.data_parallel_size), verbose=False
@@ -43,35 +43,37 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
     return {"state": trace.state, "loss": metrics["val_loss"]}
 
 
+Trained = tuple[Path, list[dict[str, Any]]]
+"""Directory with a checkpoint of each step; by rank, final state and loss."""
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     return folder, run_ranks(_train, 2, RUN, folder)
 
 
 def _begin(run: Run) -> dict[str, Any]:
-    """How a run begins, what it does, and how a Trainer that only validates finds the model before and after."""
+    """Initial and final state, losses and learning rates of a run; the loss in another Trainer's validation."""
     state: dict[str, Any] = {}
     trainer, trace = fit(run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer))))
     loader = _ordered_loader(trainer.strategy.data_parallel_size)
     (after,) = make_trainer(run).validate(trainer.lightning_module, loader, verbose=False)
     return {
         "state": state,
-        "losses": {step: each["loss"] for step, each in trace.steps.items()},
-        "lr": [each["lr"] for each in trace.steps.values()],
+        "losses": {step: values["loss"] for step, values in trace.steps.items()},
+        "lr": [values["lr"] for values in trace.steps.values()],
         "end": trace.state,
         "after": after["val_loss"],
     }
 
 
-def _of(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name.startswith(prefix)}
+def _weights(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("weights.")}
 
 
-@pytest.mark.parametrize("by", ["load_from a folder, with moments", "load_from", "load_weights_only"])
-def test_a_new_run_begins_with_weights_and_if_asked_with_moments(
-    trained: tuple[Path, list[dict[str, Any]]], by: str
-) -> None:
+@pytest.mark.parametrize("by", ["load_from a directory, with moments", "load_from", "load_weights_only"])
+def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str) -> None:
     from lightning_megatron import LoadFrom, LRSchedule
 
     folder, before = trained
@@ -80,7 +82,7 @@ def test_a_new_run_begins_with_weights_and_if_asked_with_moments(
     run = RUN.but(
         strategy={"load_weights_only": True} if by == "load_weights_only" else {"load_from": options},
         seed=99,
-        # Nothing was saved before, so "last" gives nothing.
+        # Nothing has been saved yet, so "last" finds nothing.
         ckpt_path=path if by == "load_weights_only" else "last",
         trainer={"max_steps": 3},
         module={"lr": 1e-3, "lr_schedule": LRSchedule(warmup_steps=2, init_lr=1e-4)},
@@ -88,27 +90,27 @@ def test_a_new_run_begins_with_weights_and_if_asked_with_moments(
     )
 
     for old, new in zip(before, run_ranks(_begin, 2, run), strict=True):
-        weights = _of(old["state"], "weights.")
+        weights = _weights(old["state"])
         assert weights
         assert all(new["state"][name].equal(value) for name, value in weights.items())
         assert new["state"]["global_step"] == 0
         assert list(new["losses"]) == [1, 2, 3]
         assert new["losses"][1] == pytest.approx(old["loss"], rel=1e-6)
-        # Recorded after the step, so it is the next one's.
+        # Recorded after the step: the rate of the next step.
         assert new["lr"] == [pytest.approx([lr, lr]) for lr in (5.5e-4, 1e-3, 1e-3)]
         moments = {name: value for name, value in old["state"].items() if "exp_avg" in name and value.any()}
         assert moments
-        found = [name in new["state"] and new["state"][name].equal(value) for name, value in moments.items()]
-        assert all(found) if with_moments else not any(found)
-        # Three steps, which a Trainer that validates with the same option does not undo.
+        loaded = [name in new["state"] and new["state"][name].equal(value) for name, value in moments.items()]
+        assert all(loaded) if with_moments else not any(loaded)
+        # Validation with the same option does not load the weights again.
         assert new["after"] != pytest.approx(old["loss"], rel=1e-4)
 
 
-def test_a_run_that_resumes_does_not_read_it(trained: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained
     shutil.copytree(folder / "step=2.ckpt", tmp_path / "a.ckpt")
     run = RUN.but(strategy={"load_from": str(tmp_path / "missing.ckpt")}, ckpt_path=str(tmp_path / "a.ckpt"))
-    assert [min(begin["losses"]) for begin in run_ranks(_begin, 2, run)] == [3, 3]
+    assert [min(result["losses"]) for result in run_ranks(_begin, 2, run)] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_a_run_that_resumes_does_not_read_it(trained: tuple[Path, list[dict[str,
         ({"path": "step=2.ckpt", "step": 3}, "has no complete checkpoint of step=3; those it has: 2"),
     ],
 )
-def test_what_is_missing_is_an_error_before_any_process_starts(
-    trained: tuple[Path, list[dict[str, Any]]], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_missing_load_from_is_refused_before_any_process_starts(
+    trained: Trained, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_megatron import ConfigError, LoadFrom
 
@@ -131,10 +133,8 @@ def test_what_is_missing_is_an_error_before_any_process_starts(
         fit(RUN.but(strategy={"load_from": LoadFrom(**options)}))
 
 
-def test_weights_that_would_mean_something_else_are_refused_though_not_strict(
-    trained: tuple[Path, list[dict[str, Any]]],
-) -> None:
-    """Their shapes fit all the same."""
+def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained: Trained) -> None:
+    """Though their shapes match."""
     from lightning_megatron import LoadFrom
 
     strategy = {"tp": 1, "load_from": LoadFrom(path=str(trained[0]), strict=False)}
@@ -144,10 +144,8 @@ def test_weights_that_would_mean_something_else_are_refused_though_not_strict(
 
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(110, marks=pytest.mark.exhaustive), 300])
-def test_rows_of_new_tokens_keep_their_initial_values(
-    trained: tuple[Path, list[dict[str, Any]]], vocab_size: int
-) -> None:
-    """Within the padding of the vocabulary of 100 tokens, and beyond it; at tp=2 each rank has half of the rows."""
+def test_embeddings_of_new_tokens_keep_their_initial_values(trained: Trained, vocab_size: int) -> None:
+    """New tokens within and beyond the padding of the vocabulary of 100; at tp=2 each rank has half of the rows."""
     import torch
 
     from lightning_megatron import LoadFrom
@@ -159,22 +157,14 @@ def test_rows_of_new_tokens_keep_their_initial_values(
     loaded = run_ranks(_begin_and_warn, 2, lenient)
 
     name = "weights.0.module.embedding.word_embeddings.weight"
-    old, new, fresh = (
-        torch.cat([each[name] for each in states])
-        for states in (
-            [each["state"] for each in before],
-            [state for state, _ in loaded],
-            [each["state"] for each in initial],
-        )
-    )
+    old, fresh = (torch.cat([result["state"][name] for result in results]) for results in (before, initial))
+    new = torch.cat([state[name] for state, _ in loaded])
     assert new[:100].equal(old[:100])
     assert new[100:].equal(fresh[100:])
     assert f"initial values (rows 100 to {vocab_size - 1} of embedding.word_embeddings.weight)" in loaded[0][1]
 
 
-def test_weights_that_only_one_side_has_are_listed_and_the_rest_is_loaded(
-    trained: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_missing_and_unused_weights_are_listed_if_not_strict(trained: Trained) -> None:
     from lightning_megatron import LoadFrom
 
     folder, before = trained
@@ -188,7 +178,7 @@ def test_weights_that_only_one_side_has_are_listed_and_the_rest_is_loaded(
 
     assert silent == ""
     assert "keep their initial values (output_layer.weight); not used are none" in text
-    weights = _of(before[0]["state"], "weights.")
+    weights = _weights(before[0]["state"])
     assert "weights.0.output_layer.weight" not in weights
     assert all(new[name].equal(value) for name, value in weights.items())
 
@@ -198,50 +188,50 @@ def _begin_and_warn(run: Run) -> tuple[dict[str, Any], str]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        begin = _begin(run)
-    text = "\n".join(str(each.message) for each in caught if "The run begins" in str(each.message))
-    return begin["state"], text
+        result = _begin(run)
+    texts = [str(warning.message) for warning in caught]
+    return result["state"], "\n".join(text for text in texts if "The run begins" in text)
 
 
-# ---- weights alone --------------------------------------------------------------------------------------------------
+# ---- weights-only checkpoints ---------------------------------------------------------------------------------------
 
 
-def _saved_both_ways(run: Run, folder: Path) -> tuple[float, dict[str, Any]]:
-    """``full.ckpt`` and ``weights.ckpt`` of the same moment; the loss and the weights there."""
+def _save_full_and_weights(run: Run, folder: Path) -> tuple[float, dict[str, Any]]:
+    """Save ``full.ckpt`` and ``weights.ckpt`` of the same step; return its validation loss and weights."""
     trainer, trace = fit(run)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     (metrics,) = trainer.validate(trainer.lightning_module, _ordered_loader(1), verbose=False)
-    return metrics["val_loss"], _of(trace.state, "weights.")
+    return metrics["val_loss"], _weights(trace.state)
 
 
-def _evaluated(run: Run, path: Path) -> list[float]:
+def _evaluate(run: Run, path: Path) -> list[float]:
     trainer, module, loader = make_trainer(run), make_module(run), _ordered_loader(1)
     (validated,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
     (tested,) = trainer.test(module, loader, ckpt_path=path, verbose=False)
     return [validated["val_loss"], tested["test_loss"]]
 
 
-def _around_a_step_at_rate_zero(run: Run) -> list[dict[str, Any]]:
-    """Weights as they were loaded, and after an optimizer step that must not move them."""
+def _step_at_rate_zero(run: Run) -> list[dict[str, Any]]:
+    """Weights after loading and after an optimizer step with learning rate 0."""
     before: dict[str, Any] = {}
-    watch = callback(on_train_start=lambda trainer, _: before.update(live_state(trainer)))
-    _, trace = fit(run.but(module={"lr": 0.0}), watch)
-    return [_of(before, "weights."), _of(trace.state, "weights.")]
+    record = callback(on_train_start=lambda trainer, _: before.update(live_state(trainer)))
+    _, trace = fit(run.but(module={"lr": 0.0}), record)
+    return [_weights(before), _weights(trace.state)]
 
 
-def test_weights_alone_evaluate_as_the_whole_and_begin_a_run_but_resume_none(tmp_path: Path) -> None:
-    """An optimizer that keeps fp32 masters of the random weights would bring those back at its first step."""
+def test_weights_only_checkpoints_evaluate_and_start_but_never_resume(tmp_path: Path) -> None:
+    """Stale fp32 masters of the random weights would overwrite the loaded ones at the first optimizer step."""
     run = RUN.but(trainer={"max_steps": 1, "precision": "bf16-mixed"})
-    saved = run_ranks(_saved_both_ways, 2, run, tmp_path)
+    saved = run_ranks(_save_full_and_weights, 2, run, tmp_path)
     path = str(tmp_path / "weights.ckpt")
-    assert run_ranks(_evaluated, 2, run, tmp_path / "weights.ckpt") == [[saved[0][0]] * 2] * 2
+    assert run_ranks(_evaluate, 2, run, tmp_path / "weights.ckpt") == [[saved[0][0]] * 2] * 2
     weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
     assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
     assert all(tensor.equal(full[name]) for name, tensor in weights.items())
 
     fresh = run.but(strategy={"load_weights_only": True}, seed=99, ckpt_path=path)
-    for (_, trained), states in zip(saved, run_ranks(_around_a_step_at_rate_zero, 2, fresh), strict=True):
+    for (_, trained), states in zip(saved, run_ranks(_step_at_rate_zero, 2, fresh), strict=True):
         assert all(state[name].equal(trained[name]) for name in trained for state in states)
 
     with pytest.raises(RankError, match="holds only weights; resume from a full one.*load_weights_only=True") as caught:

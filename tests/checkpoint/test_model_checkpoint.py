@@ -1,4 +1,4 @@
-"""Lightning's own ``ModelCheckpoint`` keeps, links, finds and deletes checkpoints that are folders."""
+"""Lightning's ``ModelCheckpoint`` keeps, links, finds and deletes checkpoints, which are directories."""
 
 import os
 import warnings
@@ -10,15 +10,12 @@ import pytest
 from tests.checkpoint.runs import GLOBAL_BATCH, Run, callback, checkpoints_at, fit, rows_dataset
 from tests.ranks import run_ranks
 
-PP2 = {"pp": 2}
-EVERY_TWO_STEPS = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
-
-def _keeper(folder: Path, save_last: bool | str) -> Any:
+def _monitor_loss(folder: Path, save_last: bool | str) -> Any:
     return checkpoints_at(
         folder,
         monitor="val_loss",
-        mode="max",  # the loss falls, so the best is the first and each later one competes for the second place
+        mode="max",  # the loss falls: the first checkpoint is best, later ones compete for second place
         save_top_k=2,
         save_last=save_last,
         filename="{step}-{val_loss:.3f}",
@@ -26,30 +23,29 @@ def _keeper(folder: Path, save_last: bool | str) -> Any:
     )
 
 
-def _unvalidated(folder: Path) -> tuple[list[str], list[str]]:
+def _train_unvalidated(folder: Path) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(Run(strategy={}, trainer={"max_steps": 2}), _keeper(folder, True))
-    return [str(each.message) for each in caught], [path.name for path in folder.glob("*.ckpt")]
+        fit(Run(strategy={}, trainer={"max_steps": 2}), _monitor_loss(folder, True))
+    return [str(warning.message) for warning in caught], [path.name for path in folder.glob("*.ckpt")]
 
 
-def test_a_loss_of_validation_that_a_run_never_has_is_told_before_it_is_waited_for(tmp_path: Path) -> None:
-    ((warned, kept),) = run_ranks(_unvalidated, 1, tmp_path)
-    assert any("ModelCheckpoint(monitor='val_loss'): expected validation, got a run without" in each for each in warned)
+def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
+    ((warned, kept),) = run_ranks(_train_unvalidated, 1, tmp_path)
+    assert any("ModelCheckpoint(monitor='val_loss'): expected validation, got a run without" in text for text in warned)
     assert kept == ["last.ckpt"]
 
 
-def _kept_by_two(folder: Path) -> list[list[str]]:
-    for is_async in (False, True):
-        place = folder / str(is_async)
-        keepers = checkpoints_at(place, save_top_k=1), checkpoints_at(place, every_n_train_steps=2)
-        fit(Run(strategy={"async_save": is_async}, trainer={"max_steps": 4}), *keepers)
-    return [sorted(path.name for path in (folder / str(is_async)).iterdir()) for is_async in (False, True)]
+def _train_with_two_callbacks(folder: Path, is_async: bool) -> list[str]:
+    callbacks = checkpoints_at(folder, save_top_k=1), checkpoints_at(folder, every_n_train_steps=2)
+    fit(Run(strategy={"async_save": is_async}, trainer={"max_steps": 4}), *callbacks)
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_callbacks_that_would_use_the_same_names_do_not_lose_each_others_checkpoints(tmp_path: Path) -> None:
-    ((alone, beside),) = run_ranks(_kept_by_two, 1, tmp_path)
-    assert alone == beside == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
+@pytest.mark.parametrize("is_async", [False, True])
+def test_callbacks_with_the_same_names_keep_each_others_checkpoints(tmp_path: Path, is_async: bool) -> None:
+    (names,) = run_ranks(_train_with_two_callbacks, 1, tmp_path, is_async)
+    assert names == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
 
 
 def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
@@ -57,13 +53,13 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
 
     losses: dict[int, float] = {}
 
-    def keep(trainer: Any, _: Any) -> None:
+    def record(trainer: Any, _: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
 
-    keeper = _keeper(folder, save_last)
-    trainer, _ = fit(run, callback(on_validation_end=keep), keeper)
-    trainer.strategy.barrier()  # rank 0 removes the old ones
+    saver = _monitor_loss(folder, save_last)
+    trainer, _ = fit(run, callback(on_validation_end=record), saver)
+    trainer.strategy.barrier()  # rank 0 removes old checkpoints
     listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.glob("*.ckpt")}
     trainer.strategy.barrier()
     loader = DataLoader(rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size)
@@ -74,8 +70,8 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
         evaluated[name] = (validated["val_loss"], tested["test_loss"])
     return {
         "losses": losses,
-        "best": Path(keeper.best_model_path).name,
-        "best_score": float(keeper.best_model_score),
+        "best": Path(saver.best_model_path).name,
+        "best_score": float(saver.best_model_score),
         "listing": listing,
         "evaluated": evaluated,
     }
@@ -83,16 +79,14 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
 
 @pytest.mark.parametrize(
     ("strategy", "save_last"),
-    [
-        (PP2, True),
-        ({"async_save": True}, "link"),
-    ],
+    [({"pp": 2}, True), ({"async_save": True}, "link")],
     ids=["pp2", "async, link"],
 )
-def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
+def test_top_k_best_and_last_checkpoints_are_kept_and_found(
     tmp_path: Path, strategy: dict[str, Any], save_last: bool | str
 ) -> None:
-    run = Run(strategy=strategy, validate=True, trainer={"max_steps": 6, **EVERY_TWO_STEPS})
+    trainer = {"max_steps": 6, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    run = Run(strategy=strategy, validate=True, trainer=trainer)
 
     result, other = run_ranks(_train_then_evaluate_best_and_last, 2, run, tmp_path, save_last)
 
@@ -100,11 +94,8 @@ def test_top_k_best_and_last_are_kept_and_found_alike_on_all_ranks(
     losses = result["losses"]
     assert losses[2] > losses[4] > losses[6]
     names = {step: f"step={step}-val_loss={loss:.3f}.ckpt" for step, loss in losses.items()}
-    # The third was worse than both, so it was not kept, and Lightning renews the last one only when it keeps one.
+    # The third is not kept because it is worse than both, and Lightning updates the last one only when it keeps one.
     last: Any = True if save_last is True else names[4]
     assert result["listing"] == {names[2]: True, names[4]: True, "last.ckpt": last}
     assert (result["best"], result["best_score"]) == (names[2], losses[2])
-    assert result["evaluated"] == {
-        "best": (losses[2], losses[2]),
-        "last": (losses[4], losses[4]),
-    }
+    assert result["evaluated"] == {"best": (losses[2], losses[2]), "last": (losses[4], losses[4])}

@@ -1,6 +1,6 @@
-"""A run goes on with other sizes of tp, pp, vpp, cp and dp, with or without distributed optimizer.
+"""A run resumes at other sizes of tp, pp, vpp, cp and dp, with or without distributed optimizer.
 
-Megatron's buckets are padded to multiples of dp, so dp = 3 puts everything into other places than dp = 1, 2 and 4 do.
+Megatron pads its buckets to multiples of dp, so at dp = 3 all offsets differ from those at dp = 1, 2 and 4.
 """
 
 from pathlib import Path
@@ -39,9 +39,9 @@ DP3: Layout = (3, {})
 PP2_UNEVEN: Layout = (2, {"pp": 2, "num_layers_in_last_pipeline_stage": 1})
 
 BATCH = 12
-"""Rows of a step: a multiple of every dp."""
+"""Rows per step: a multiple of every dp."""
 SAMPLES = 48
-"""Four steps an epoch."""
+"""Four steps per epoch."""
 
 
 def _unsharded(layout: Layout) -> Layout:
@@ -63,7 +63,7 @@ FP16: dict[str, Any] = {
 
 EXPERTS: dict[str, Any] = {
     "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4},
-    # Which tokens are balanced together depends on the layout.
+    # With more microbatches, the tokens that are balanced together would depend on the layout.
     "strategy": {"num_microbatches": 1, **EXPERT_BIAS},
 }
 EP2: Layout = (2, {"ep": 2})
@@ -80,14 +80,14 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],
 )
-def test_weights_and_moments_pass_through_other_layouts_unchanged(
+def test_resume_at_other_layouts_keeps_weights_and_moments(
     tmp_path: Path, changes: dict[str, Any], layouts: list[Layout]
 ) -> None:
     """The padded vocabulary is 104 rows at tp=1 and 112 at tp=2; only the real rows are compared."""
     run = Run(loader=_loader, module={"make_vocab_size_divisible_by": 8}, trainer={"max_steps": 3}).but(**changes)
     paths = [tmp_path / f"{index}.ckpt" for index in range(len(layouts))]
     for index, (world_size, strategy) in enumerate(layouts):
-        # From the second on, max_steps is reached already: what was loaded is saved again.
+        # From the second layout on, max_steps is already reached: the loaded state is saved again.
         resumed_from = str(paths[index - 1]) if index else None
         run_ranks(train, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
 
@@ -98,7 +98,7 @@ def test_weights_and_moments_pass_through_other_layouts_unchanged(
         for name, tensor in original.items():
             rows = VOCAB_SIZE if "word_embeddings" in name or "output_layer" in name else None
             assert tensor[:rows].equal(copy[name][:rows]), f"{name} changed on the way to {strategy}"
-        assert differences(plain, read_plain_state(path)) == [], f"it changed on the way to {strategy}"
+        assert differences(plain, read_plain_state(path)) == [], f"the optimizer changed on the way to {strategy}"
     assert original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE].abs().sum() > 0
     if changes is EXPERTS:
         assert original["decoder.layers.mlp.router.expert_bias"].abs().sum() > 0
@@ -107,20 +107,20 @@ def test_weights_and_moments_pass_through_other_layouts_unchanged(
         assert original[weight].dtype != original[f"optimizer.state.param.{weight}"].dtype
         assert original[f"optimizer.state.param.{weight}"].to(original[weight].dtype).equal(original[weight])
     if changes is FP16:
-        # 512, doubled after two good steps; one more has been counted since.
+        # 512, doubled after two finite steps; one more has been counted since.
         assert plain[".grad_scaler.scale"] == 2.0**10
         assert plain[".grad_scaler.growth_tracker"] == 1
 
 
-# ---- the optimizer's state is what megatron-core gathers, and comes back in another precision -----------------------
+# ---- the optimizer's state equals megatron-core's, and is loaded in another precision -------------------------------
 
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
 LLAMA_RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max_steps": 2})
-"""Without rows that pad the vocabulary."""
+"""Without padding of the vocabulary."""
 
 
 def _save_and_gather(run: Run, now: Path, before: Path) -> None:
-    """Save as we do, and as Megatron does."""
+    """Save our sharded state dict to ``now`` and the one that Megatron gathers to ``before``."""
     from megatron.core.optimizer import distrib_optimizer
 
     from lightning_megatron.checkpoint.save import SHARDING
@@ -132,13 +132,13 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
 
     trainer, _ = fit(run)
     trainer.save_checkpoint(now)
-    # The step is kept in the groups, as Apex's Adam has it.
+    # Keep the step count in the parameter groups, as Apex's Adam does.
     like_apex = patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
     with like_apex, patch.object(MegatronOptimizer, "sharded_state_dict", gathered), trainer.strategy.engine():
         trainer.save_checkpoint(before)
 
 
-def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path) -> None:
+def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path) -> None:
     now, before = tmp_path / "now.ckpt", tmp_path / "before.ckpt"
     run_ranks(_save_and_gather, 3, LLAMA_RUN, now, before)
 
@@ -153,12 +153,10 @@ def test_a_sharded_optimizer_writes_what_megatron_gathers(tmp_path: Path) -> Non
     [{}, pytest.param(_unsharded(ONE)[1], marks=pytest.mark.exhaustive)],
     ids=["sharded optimizer", "unsharded optimizer"],
 )
-def test_masters_become_the_weights_of_a_32_bit_run_and_the_other_way_round(
-    tmp_path: Path, optimizer: dict[str, Any]
-) -> None:
+def test_master_weights_survive_a_change_of_precision(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
     run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16), in_16_bits)
-    first, *others = run_ranks(train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
+    first, *other_traces = run_ranks(train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
     run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
 
     source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
@@ -169,6 +167,6 @@ def test_masters_become_the_weights_of_a_32_bit_run_and_the_other_way_round(
         assert copy[name].equal(master)
         assert not source[name].float().equal(master) or name.endswith("layer_norm_weight"), "nothing was rounded"
     assert differences(source, read_tensors(back)) == []
-    for trace in others:  # every rank has the masters of all, also those that its optimizer does not hold
-        mine = {name: value for name, value in trace.state.items() if name.startswith("weights.")}
-        assert differences({name: first.state[name] for name in mine}, mine) == []
+    for trace in other_traces:  # every rank has all masters, also those that its optimizer does not hold
+        weights_of_rank = {name: value for name, value in trace.state.items() if name.startswith("weights.")}
+        assert differences({name: first.state[name] for name in weights_of_rank}, weights_of_rank) == []

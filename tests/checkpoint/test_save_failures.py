@@ -1,4 +1,4 @@
-"""A save that fails costs a warning: the run goes on, nothing is removed, and the next save makes it good."""
+"""A failed save is a warning: the run continues, no checkpoint is removed, and the next save is tried as usual."""
 
 import os
 import re
@@ -17,10 +17,10 @@ RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
 
 
 def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], folder: Path) -> Any:
-    """A limit on the size of files stands in for a disk without room, for the saves of some steps."""
+    """Callback that limits file sizes, like a full disk, during the saves of steps ``first`` to ``last``."""
 
     def limit(trainer: Any, *_: Any) -> None:
-        # Else it would depend on the clock which save meets the limit.
+        # Otherwise timing would decide which save meets the limit.
         trainer.strategy.checkpointing.finish()
         trainer.strategy.barrier()
         seen[trainer.global_step] = _names(folder)
@@ -38,7 +38,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int, int]) -> Any:
-    """Which checkpoints there were before each step, and at the end; the warnings."""
+    """Steps taken, checkpoints before each step, and warnings."""
     seen: dict[int, list[str]] = {}
     disk = _full_disk(victim, *steps, seen, folder)
     with warnings.catch_warnings(record=True) as caught:
@@ -47,18 +47,16 @@ def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int,
             _, trace = fit(run, disk, checkpoints_at(folder, save_top_k=1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    texts = [str(each.message) for each in caught if "is not written" in str(each.message)]
+    texts = [text for warning in caught if "is not written" in (text := str(warning.message))]
     return list(trace.steps), seen, texts
 
 
 @pytest.mark.parametrize(
     ("victim", "async_save"),
     [pytest.param(0, False, marks=pytest.mark.exhaustive), (1, True)],
-    ids=["rank 0", "rank 1, beside training"],
+    ids=["rank 0", "rank 1, async"],
 )
-def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
-    tmp_path: Path, victim: int, async_save: bool
-) -> None:
+def test_full_disk_warns_and_keeps_the_older_checkpoint(tmp_path: Path, victim: int, async_save: bool) -> None:
     run = RUN.but(strategy={"async_save": async_save})
 
     results = run_ranks(_train_on_a_full_disk, 2, run, tmp_path, victim, (2, 3))
@@ -73,7 +71,7 @@ def test_a_full_disk_costs_a_warning_and_keeps_the_older_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
 
 
-def _train_with_state_that_is_no_data(run: Run, folder: Path) -> None:
+def _train_with_unserializable_state(run: Run, folder: Path) -> None:
     fit(run, callback(state_dict=lambda: {"path": object()}), checkpoints_at(folder))
 
 
@@ -83,22 +81,24 @@ def _train_below_a_file(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "given", "message", "left"),
+    ("train", "arguments", "message", "left"),
     [
         (_train_on_a_full_disk, (1, (4, 4)), "step=4.ckpt is not written", ["step=3.ckpt"]),
-        (_train_with_state_that_is_no_data, (), "its state must be plain data", []),
+        (_train_with_unserializable_state, (), "its state must be plain data", []),
         (_train_below_a_file, (), r"cannot be saved in \S+file/below: \S+file is not a directory; give", ["file"]),
     ],
-    ids=["a last save fails", "a user's mistake", "a folder that cannot be made, before the first step"],
+    ids=["last save", "unserializable state", "directory that cannot be made"],
 )
-def test_what_ends_a_run(tmp_path: Path, train: Any, given: tuple[Any, ...], message: str, left: list[str]) -> None:
+def test_fatal_save_failures_end_the_run(
+    tmp_path: Path, train: Any, arguments: tuple[Any, ...], message: str, left: list[str]
+) -> None:
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(train, 2, RUN.but(strategy={"async_save": True}), tmp_path, *given)
+        run_ranks(train, 2, RUN.but(strategy={"async_save": True}), tmp_path, *arguments)
     assert caught.value.error_type == "CheckpointError"
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
-def _fails(error: Exception, rank: int | None = None) -> Any:
+def _raise_at_step_3(error: Exception, rank: int | None = None) -> Any:
     def fail(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and rank in (None, trainer.global_rank):
             raise error
@@ -107,7 +107,7 @@ def _fails(error: Exception, rank: int | None = None) -> Any:
 
 
 def _fail_on_one_rank(run: Run, folder: Path) -> None:
-    """A save is under way when rank 1 alone meets what the library takes for a user's mistake."""
+    """Raise a user's mistake on rank 1 alone while a save is in progress."""
     from datetime import timedelta
 
     import lightning.pytorch as pl
@@ -120,13 +120,13 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
 
     fit(
         run,
-        _fails(DataError("a bad sample"), rank=1),
+        _raise_at_step_3(DataError("a bad sample"), rank=1),
         pl.callbacks.OnExceptionCheckpoint(folder, "rescue"),
         checkpoints_at(folder, save_top_k=1),
     )
 
 
-def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     run = RUN.but(strategy={"tp": 1, "async_save": True}, trainer={"enable_checkpointing": True})
     with pytest.raises(RankError, match="a bad sample") as caught:
         run_ranks(_fail_on_one_rank, 2, run, tmp_path, timeout=60)
@@ -138,10 +138,10 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) ->
 def _fail_on_all_ranks(run: Run, folder: Path) -> None:
     import lightning.pytorch as pl
 
-    fit(run, _fails(RuntimeError("everywhere")), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
+    fit(run, _raise_at_step_3(RuntimeError("everywhere")), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
 
 
-def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path) -> None:
+def test_on_exception_checkpoint_saves_if_all_ranks_fail(tmp_path: Path) -> None:
     run = RUN.but(strategy={"async_save": True}, trainer={"enable_checkpointing": True})
     with pytest.raises(RankError, match="everywhere"):
         run_ranks(_fail_on_all_ranks, 2, run, tmp_path)
@@ -149,7 +149,7 @@ def test_ranks_that_fail_together_save_where_a_callback_says_so(tmp_path: Path) 
 
 
 def _save_over(path: Path, is_shared: bool = True) -> str:
-    """What saving raises; ``is_shared`` says whether the ranks see the same disk."""
+    """Save to ``path``, which each rank has on a disk of its own unless ``is_shared``; return the error."""
     from lightning_megatron.errors import CheckpointError
 
     if not is_shared:
@@ -165,7 +165,7 @@ def _save_over(path: Path, is_shared: bool = True) -> str:
     return ""
 
 
-def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
+def test_directory_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
     (results / "notes.txt").touch()
@@ -173,12 +173,12 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
         assert message.startswith(f"checkpoint {results} is not written: {results} is a directory of other files")
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "notes.txt"]
     (results / "notes.txt").rename(tmp_path / "notes.txt")
-    assert run_ranks(_save_over, 1, results) == [""]  # the folder is empty
+    assert run_ranks(_save_over, 1, results) == [""]  # an empty directory
     (results / ".DS_Store").touch()
-    assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint is replaced, whatever else somebody put into it
+    assert run_ranks(_save_over, 1, results) == [""]  # a checkpoint with foreign files in it
 
 
-def test_hosts_that_share_no_disk_do_not_complete_a_checkpoint(tmp_path: Path) -> None:
+def test_nodes_without_a_shared_disk_complete_no_checkpoint(tmp_path: Path) -> None:
     for message in run_ranks(_save_over, 2, tmp_path / "a.ckpt", False):
         expected = r"checkpoint a.ckpt is not written: rank 0 does not see (__1_\d.distcp|rng_00001.pt), as another"
         assert re.match(expected, message), message

@@ -1,7 +1,7 @@
-"""Checkpoints in object stores: saved, resumed, replaced and removed as on a disk, and never half.
+"""Checkpoints in object stores are saved, resumed, replaced and removed as on a disk, and are always complete.
 
-The store is a file system of fsspec that is none of the operating system's: a folder under addresses, without links or
-renames of folders, as an object store has none. Several processes see the same, as ``memory://`` does not.
+The store is an fsspec file system over a directory, without links and without renames of directories, like an object
+store. Unlike ``memory://``, several processes share it.
 """
 
 import os
@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint.runs import Run, Trace, callback, checkpoints_at, differences, fit, train
+from tests.checkpoint.runs import Run, Trace, assert_exact_resume, callback, checkpoints_at, differences, fit, train
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
@@ -23,11 +23,11 @@ PROTOCOL = "shared"
 
 
 class SharedFileSystem(LocalFileSystem):
-    """``shared:///tmp/x`` is the folder ``/tmp/x``."""
+    """Store in which ``shared:///tmp/x`` is the directory ``/tmp/x``."""
 
     protocol = PROTOCOL
     copies_left: int | None = None
-    """Files that may yet be copied before the store fails; None for any number."""
+    """Number of copies until the store fails; None for no failure."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "auto_mkdir": True})
@@ -52,51 +52,55 @@ RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
 NEEDS_S3 = pytest.mark.skipif(find_spec("moto") is None or find_spec("s3fs") is None, reason="needs moto and s3fs")
 
 
-def _kept(address: str, is_async: bool) -> tuple[Trace, Trace, list[str], list[str]]:
-    """A run of 4 steps, the resumed one to 6, and the checkpoints in the store after each."""
+def _train_and_resume(address: str, is_async: bool) -> tuple[Trace, list[str], list[str]]:
+    """Train 4 steps, resume to step 6; return its trace and the checkpoints in the store after each run."""
     register()
     options = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
     run = RUN.but(strategy={"async_save": is_async})
-    first = fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
-    names = _checkpoints(address)  # beside them the other rank may be trying already whether it can write
+    fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))  # type: ignore[arg-type]
+    names = _checkpoints(address)  # the other rank may already have files of its write test there
     resumed = fit(run.but(ckpt_path="last"), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
-    return first, resumed, names, _checkpoints(address)
+    return resumed, names, _checkpoints(address)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def _checkpoints(address: str) -> list[str]:
     from lightning_megatron.files import as_path
 
-    return sorted(each.name for each in as_path(address).iterdir() if each.suffix == ".ckpt")
+    return sorted(path.name for path in as_path(address).iterdir() if path.suffix == ".ckpt")
 
 
-def _resumed_elsewhere(path: str) -> Trace:
+def _resume_at_tp1(path: str) -> Trace:
     register()
     return train(RUN.but(strategy={"tp": 1}, ckpt_path=path))
 
 
 def _check(address: str, is_async: bool) -> Trace:
-    """What another layout makes of a checkpoint, after all else is compared."""
-    whole = run_ranks(train, 2, RUN)
-    for uninterrupted, (first, resumed, *names) in zip(whole, run_ranks(_kept, 2, address, is_async), strict=True):
-        assert {**first.steps, **resumed.steps} == uninterrupted.steps
-        assert differences(uninterrupted.state, resumed.state) == []
+    """Compare a run in the store with an uninterrupted one; return the trace of a resume at another layout."""
+    uninterrupted = run_ranks(train, 2, RUN)
+    results = run_ranks(_train_and_resume, 2, address, is_async)
+    assert_exact_resume(uninterrupted, [resumed for resumed, *_ in results], 5)
+    for _, *names in results:
         for steps, found in zip(((3, 4), (5, 6)), names, strict=True):
             assert found == ["last.ckpt", *(f"step={step}.ckpt" for step in steps)]
-    (elsewhere,) = run_ranks(_resumed_elsewhere, 1, f"{address}/step=5.ckpt")
-    assert elsewhere.steps[6]["tokens"] == whole[0].steps[6]["tokens"]
-    assert elsewhere.state["global_step"] == 6
-    return elsewhere
+    (at_tp1,) = run_ranks(_resume_at_tp1, 1, f"{address}/step=5.ckpt")
+    assert at_tp1.steps[6]["tokens"] == uninterrupted[0].steps[6]["tokens"]
+    assert at_tp1.state["global_step"] == 6
+    return at_tp1
 
 
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_run_is_kept_in_a_store_as_on_a_disk(tmp_path: Path, is_async: bool) -> None:
-    of_store = _check(f"shared://{tmp_path}/run", is_async)
-    (of_disk,) = run_ranks(_resumed_elsewhere, 1, f"{tmp_path}/run/step=5.ckpt")
-    assert differences(of_disk.state, of_store.state) == []
+def test_checkpoints_in_a_store_resume_as_from_a_disk(tmp_path: Path, is_async: bool) -> None:
+    from_store = _check(f"shared://{tmp_path}/run", is_async)
+    (from_disk,) = run_ranks(_resume_at_tp1, 1, f"{tmp_path}/run/step=5.ckpt")
+    assert differences(from_disk.state, from_store.state) == []
 
 
-def _replaced_half(address: str) -> list[str]:
-    """What is left of a name under which a second checkpoint was being published when the store failed."""
+def _fail_during_replacement(address: str) -> list[str]:
+    """Let the store fail while a checkpoint is replaced; return the files and the errors afterwards."""
     from lightning_megatron.checkpoint.files import find_newest
     from lightning_megatron.errors import CheckpointError
     from lightning_megatron.files import as_path
@@ -104,29 +108,29 @@ def _replaced_half(address: str) -> list[str]:
     register()
     run = Run(trainer={"max_steps": 2})
 
-    def fail_from_now_on(trainer: Any, *_: Any) -> None:
+    def limit_copies(trainer: Any, *_: Any) -> None:
         SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
 
-    keeper = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)  # type: ignore[arg-type]
+    saver = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="the store is gone"):
-        fit(run, callback(on_train_batch_end=fail_from_now_on), keeper)
+        fit(run, callback(on_train_batch_end=limit_copies), saver)
     path = as_path(address) / "same.ckpt"
-    found = [f"{find_newest(path).step} of {sorted(each.name for each in as_path(address).iterdir())}"]
+    results = [f"{find_newest(path).step} of {_names(as_path(address))}"]
     SharedFileSystem.copies_left = None
     resumed = fit(run.but(trainer={"max_steps": 3}, ckpt_path=str(path)), checkpoints_at(address, filename="same"))  # type: ignore[arg-type]
-    found.append(f"{resumed[0].global_step} of {sorted(each.name for each in as_path(address).iterdir())}")
+    results.append(f"{resumed[0].global_step} of {_names(as_path(address))}")
     (path / "meta.pt").unlink()
     try:
         find_newest(path)
     except CheckpointError as error:
-        found.append(str(error))
-    return found
+        results.append(str(error))
+    return results
 
 
-def test_a_checkpoint_that_is_half_replaced_is_found_whole_and_half_of_one_is_none(tmp_path: Path) -> None:
-    (found,) = run_ranks(_replaced_half, 1, f"shared://{tmp_path}/run")
-    assert found[:2] == ["2 of ['same.ckpt', 'same.ckpt.partial']", "3 of ['same.ckpt']"]
-    assert "lacks its file meta.pt: it was never finished" in found[2]
+def test_interrupted_replacement_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    (results,) = run_ranks(_fail_during_replacement, 1, f"shared://{tmp_path}/run")
+    assert results[:2] == ["2 of ['same.ckpt', 'same.ckpt.partial']", "3 of ['same.ckpt']"]
+    assert "lacks its file meta.pt: it was never finished" in results[2]
 
 
 def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,20 +140,18 @@ def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.Ca
     register()
     run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
     inspect_path(f"shared://{tmp_path}/one.ckpt")
-    of_store = capsys.readouterr().out
+    from_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")
-    assert of_store.split("\n")[1:] == capsys.readouterr().out.split("\n")[1:]
+    assert from_store.split("\n")[1:] == capsys.readouterr().out.split("\n")[1:]
     copy = local_folder(Path(f"shared://{tmp_path}/one.ckpt"), "model")
-    assert sorted(each.name for each in copy.iterdir()) == sorted(
-        each.name for each in (tmp_path / "one.ckpt").iterdir()
-    )
+    assert _names(copy) == _names(tmp_path / "one.ckpt")
     assert copy.name == "one.ckpt"
     assert copy.parent.parent != tmp_path
 
 
 @pytest.fixture
 def s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of a server of the protocol, on this machine."""
+    """Bucket of a local S3 server."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -168,19 +170,19 @@ def s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @NEEDS_S3
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_run_is_kept_in_s3(s3_bucket: str, is_async: bool) -> None:
+def test_checkpoints_in_s3_resume_exactly(s3_bucket: str, is_async: bool) -> None:
     _check(f"{s3_bucket}/run", is_async)
 
 
 @NEEDS_S3
 @pytest.mark.exhaustive
-def test_a_bucket_that_is_not_there_and_a_server_that_is_gone_are_told(s3_bucket: str) -> None:
-    (missing,) = run_ranks(_refused, 1, "s3://nobucket/run")
+def test_missing_bucket_and_server_are_refused(s3_bucket: str) -> None:
+    (missing,) = run_ranks(_refuse_address, 1, "s3://nobucket/run")
     assert missing.startswith("checkpoints cannot be saved in s3://nobucket/run: "), missing
     os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
-    (gone,) = run_ranks(_refused, 1, "s3://bucket/run")
+    (gone,) = run_ranks(_refuse_address, 1, "s3://bucket/run")
     assert "127.0.0.1:9" in gone, gone
 
 
-def _refused(address: str) -> str:
+def _refuse_address(address: str) -> str:
     return refusal(fit, Run(trainer={"max_steps": 1}), checkpoints_at(address))  # type: ignore[arg-type]
