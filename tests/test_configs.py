@@ -1,4 +1,4 @@
-"""Every file in configs/ is read and instantiated as the command line would."""
+"""Every file in configs/ can be instantiated by the command line."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def _with_model_directory(fields: dict[str, Any], tokenizer: Path, folder: Path) -> list[str]:
-    """Where a config starts from a model's directory: one with a tokenizer and a config of the defaults' shape."""
+    """Overrides for configs that start from a model directory: one with a tokenizer and a default config."""
     if not isinstance(fields["model"]["init_args"]["model"], str):
         return []
     from transformers import LlamaConfig, MegatronBertConfig
@@ -35,12 +35,12 @@ def _with_model_directory(fields: dict[str, Any], tokenizer: Path, folder: Path)
     config_class = MegatronBertConfig if "task" in fields["model"]["init_args"] else LlamaConfig
     directory = shutil.copytree(tokenizer, folder / "model")
     config_class().save_pretrained(directory)
-    # It has no weights, which would be looked for at once.
+    # The directory has no weights.
     return ["--model.model", str(directory), "--model.pretrained", "false", "--data.tokenizer", str(directory)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path, corpus: Path, tmp_path: Path) -> None:
+def test_config_is_valid_and_its_layout_fits_the_model(config: Path, corpus: Path, tmp_path: Path) -> None:
     fields = yaml.safe_load(config.read_text())
     (made,) = run_ranks(_instantiate, 1, str(config), _with_model_directory(fields, corpus.parent / "tok", tmp_path))
     trainer = fields["trainer"]
@@ -51,7 +51,7 @@ def test_a_config_can_be_instantiated_and_its_layout_fits_its_model(config: Path
     assert {each["class_path"].rsplit(".", 1)[-1] for each in trainer["logger"]} == made["loggers"]
 
 
-def test_the_learning_rate_of_the_quickstart_decays_to_the_end_of_its_resumed_part() -> None:
+def test_quickstart_learning_rate_decays_until_its_last_step() -> None:
     fields = yaml.safe_load((ROOT / "configs" / "gpt2_tiny_cpu.yaml").read_text())
     decay_steps = fields["model"]["init_args"]["lr_schedule"]["decay_steps"]
     assert f'"--trainer.max_steps", "{decay_steps}"' in (ROOT / "noxfile.py").read_text()

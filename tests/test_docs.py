@@ -1,4 +1,4 @@
-"""README and docs/: every block of code is run, as a reader would run it, on small models; tables are the code's."""
+"""README and docs/: every code block runs on small models, and the tables match the code."""
 
 import contextlib
 import inspect
@@ -39,19 +39,19 @@ BLOCKS = {
     EVALUATION: ["python", "bash", "python"],
     FROM_ACCELERATE: ["bash", "python", "python"],
     GENERATION: ["bash", "python", "python", "yaml"],
-    PLANNER: ["bash"],  # by tests/cli/test_plan_command.py
-    SEVERAL_HOSTS: ["bash", "bash"],  # on hosts of a network: tests/hosts
+    PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
+    SEVERAL_HOSTS: ["bash", "bash"],  # run on several hosts by tests/hosts
 }
 PROMPTS = ("Once upon a time", "The house")
 
 
-def test_every_block_is_one_that_is_run_below() -> None:
+def test_no_page_has_an_unknown_code_block() -> None:
     pages = [README, *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     shown = {page: re.findall(r"^```(\w+)$", (ROOT / page).read_text(), flags=re.MULTILINE) for page in pages}
     assert {page: languages for page, languages in shown.items() if languages} == BLOCKS
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_reference_lists_every_public_name() -> None:
     page = (ROOT / "docs/reference.md").read_text()
     shown = re.findall(r"^::: lightning_megatron\.([\w.]+)\.(\w+)$", page, flags=re.MULTILINE)
     assert {name: f"lightning_megatron.{module}" for module, name in shown} == lightning_megatron._MODULES
@@ -59,7 +59,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 @pytest.fixture(scope="module")
 def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader stands: small models with tokenizers, a dataset, the configs, and what Accelerate wrote."""
+    """A reader's directory: small models with tokenizers, a dataset, the configs and an Accelerate config."""
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config
     from transformers import T5ForConditionalGeneration as T5
 
@@ -87,39 +87,39 @@ def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _printed(folder: Path, words: list[str], *more: str) -> str:
-    """What a command of a page prints."""
+def _run(folder: Path, words: list[str], *more: str) -> str:
+    """Output of a command of a page."""
     program, *arguments = words
     assert program == "lightning-megatron"
-    is_split = arguments[0] in ("generate", "test") and {"--tp", "--trainer.devices"} & {*arguments}
-    code, out, err = run_cli(folder, *arguments, *more, ranks=2 if is_split else 1)
+    is_parallel = arguments[0] in ("generate", "test") and {"--tp", "--trainer.devices"} & {*arguments}
+    code, out, err = run_cli(folder, *arguments, *more, ranks=2 if is_parallel else 1)
     assert code == 0, err
     return out
 
 
-def _is_so(folder: str, page: str, number: int, changes: dict[str, str], check: str) -> bool:
-    """Run a block of Python on this rank; whether ``check`` holds of its variables and of what it has ``printed``."""
+def _check_block(folder: str, page: str, number: int, changes: dict[str, str], check: str) -> bool:
+    """Run a Python block on this rank and evaluate ``check`` with its variables and its output ``printed``."""
     import torch
     from lightning.pytorch import Trainer
 
     from lightning_megatron import MegatronModule, MegatronStrategy
 
-    given: dict[str, Any] = {"__name__": "__main__", "loader": token_loader(), "prompts": torch.tensor([[3, 4, 5]])}
-    given |= {"torch": torch, "dataset": [{"input_ids": torch.full((5,), number)} for number in range(7)]}
+    variables: dict[str, Any] = {"__name__": "__main__", "loader": token_loader(), "prompts": torch.tensor([[3, 4, 5]])}
+    variables |= {"torch": torch, "dataset": [{"input_ids": torch.full((5,), number)} for number in range(7)]}
     if (page, number) == (README, 1):
         trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **QUIET)
-        given |= {"MegatronModule": MegatronModule, "trainer": trainer}
+        variables |= {"MegatronModule": MegatronModule, "trainer": trainer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        variables = execute(page, number, folder, changes, **given)
+        variables = execute(page, number, folder, changes, **variables)
     return bool(eval(check, variables | {"printed": printed.getvalue()}))
 
 
 def _run_python(folder: Path, page: str, number: int, ranks: int, changes: dict[str, str], check: str) -> None:
-    """Run a block of Python as ``ranks`` processes, made smaller by ``changes``."""
-    assert run_ranks(_is_so, ranks, str(folder), page, number, changes, check) == [True] * ranks
+    """Run a Python block with text replaced by ``changes`` on ``ranks`` ranks; ``check`` must hold on each."""
+    assert run_ranks(_check_block, ranks, str(folder), page, number, changes, check) == [True] * ranks
 
 
-def test_the_python_of_the_readme_trains_and_goes_from_hugging_face_weights_and_back(reader: Path) -> None:
+def test_readme_python_trains_and_fine_tunes_hugging_face_weights(reader: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     vocabulary = f'"vocab_size": {VOCAB_SIZE}'
@@ -135,7 +135,7 @@ def test_the_python_of_the_readme_trains_and_goes_from_hugging_face_weights_and_
 
 
 @pytest.mark.parametrize("command", [*commands(README), *commands("CONTRIBUTING.md")], ids=" ".join)
-def test_every_command_of_readme_and_contributing_exists_and_is_that_of_the_quickstart(command: list[str]) -> None:
+def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(command: list[str]) -> None:
     program, *arguments = command
     noxfile = (ROOT / "noxfile.py").read_text()
     if program == "lightning-megatron":
@@ -153,7 +153,7 @@ def test_every_command_of_readme_and_contributing_exists_and_is_that_of_the_quic
         assert program == "pip" or command[1:3] == ["-m", "pip"], command
 
 
-def test_the_readme_is_short_and_links_exist() -> None:
+def test_readme_is_short_and_links_exist() -> None:
     assert len((ROOT / README).read_text().splitlines()) <= 130
     for page in (ROOT / README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
@@ -169,30 +169,30 @@ YAML = {
 
 
 @pytest.mark.parametrize("page", YAML)
-def test_yaml_can_be_instantiated(reader: Path, page: str) -> None:
-    assert run_ranks(_is_so_of_yaml, 1, str(reader), page) == [True]
+def test_yaml_of_pages_can_be_instantiated(reader: Path, page: str) -> None:
+    assert run_ranks(_check_yaml, 1, str(reader), page) == [True]
 
 
-def _is_so_of_yaml(folder: str, page: str) -> bool:
+def _check_yaml(folder: str, page: str) -> bool:
     (Path(folder) / "shown.yaml").write_text(blocks(page, "yaml")[0])
     data = ["--data", "IndexedDataModule", "--data.data_path", "x", "--data.seq_length", "8"]
     more = ["--model.model", '{"model_type": "gpt2"}', *data, "--data.micro_batch_size", "1"]
-    given = ["--config", "shown.yaml", "--trainer.logger", "false", *(more if page != README else ())]
-    return bool(eval(YAML[page], {"cli": instantiate(folder, *given)}))
+    arguments = ["--config", "shown.yaml", "--trainer.logger", "false", *(more if page != README else ())]
+    return bool(eval(YAML[page], {"cli": instantiate(folder, *arguments)}))
 
 
-def test_what_several_hosts_start_is_a_command_of_ours(reader: Path) -> None:
+def test_commands_for_several_hosts_are_valid(reader: Path) -> None:
     for block in blocks(SEVERAL_HOSTS, "bash"):
         lines = block.replace("\\\n", "").splitlines()
         line = shlex.split(next(each for each in lines if " fit " in each).split("||")[0])
-        shown = yaml.safe_load(_printed(reader, ["lightning-megatron", *line[line.index("fit") :], "--print_config"]))
+        shown = yaml.safe_load(_run(reader, ["lightning-megatron", *line[line.index("fit") :], "--print_config"]))
         assert (shown["trainer"]["num_nodes"], shown["ckpt_path"]) == (2, "last")
 
 
-def test_checkpoints_convert_there_and_back_and_a_run_begins_and_goes_on(reader: Path) -> None:
-    assert "query_key_value" in [_printed(reader, words) for words in commands(CHECKPOINTS)][-1]
+def test_checkpoints_page_converts_starts_and_resumes_a_run(reader: Path) -> None:
+    assert "query_key_value" in [_run(reader, words) for words in commands(CHECKPOINTS)][-1]
     assert json.loads((reader / "exported/config.json").read_text())["dtype"] == "bfloat16"
-    for steps in (2, 3):  # as a run that is started again
+    for steps in (2, 3):  # the second run resumes
         smaller = {"max_steps=1000": f"max_steps={steps}, logger=False, enable_progress_bar=False"}
         smaller["every_n_train_steps=100"] = "every_n_train_steps=1"
         check = f"trainer.fit_loop.epoch_loop.batch_progress.total.completed == {steps}"
@@ -200,16 +200,16 @@ def test_checkpoints_convert_there_and_back_and_a_run_begins_and_goes_on(reader:
     assert (reader / "runs/a/last.ckpt").exists()
 
 
-def test_evaluations_print_their_metrics_and_predictions_are_the_logits_of_every_sample(reader: Path) -> None:
+def test_evaluation_page_prints_metrics_and_predicts_logits(reader: Path) -> None:
     _run_python(reader, EVALUATION, 0, 1, {}, "min(len(line.split()) for line in lines) == 4")
     for words, metric in zip(commands(EVALUATION), ("test_perplexity", "test_last_word_accuracy"), strict=True):
-        assert metric in _printed(reader, words, "--trainer.limit_test_batches", "2")
+        assert metric in _run(reader, words, "--trainer.limit_test_batches", "2")
     quiet = {"logger=False": "enable_progress_bar=False, enable_checkpointing=False, logger=False"}
     _run_python(reader, EVALUATION, 1, 4, quiet, "[each.shape for each in logits] == [(5, 311)] * 7")
 
 
-def test_a_run_of_accelerate_moves_over(reader: Path) -> None:
-    *_, printed = [_printed(reader, words) for words in commands(FROM_ACCELERATE)]
+def test_accelerate_page_migrates_a_run(reader: Path) -> None:
+    *_, printed = [_run(reader, words) for words in commands(FROM_ACCELERATE)]
     assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["num_microbatches"] == 2
     smaller = {"max_steps=4,": "max_steps=4, limit_val_batches=1, logger=False, enable_progress_bar=False,"}
     _run_python(reader, FROM_ACCELERATE, 0, 4, smaller, "trainer.global_step == 4")
@@ -218,7 +218,7 @@ def test_a_run_of_accelerate_moves_over(reader: Path) -> None:
     _run_python(reader, FROM_ACCELERATE, 1, 1, {}, halved)
 
 
-def test_every_option_of_accelerate_is_in_the_table() -> None:
+def test_foreign_names_cover_every_accelerate_option() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.utils import MegatronLMPlugin
 
@@ -226,20 +226,20 @@ def test_every_option_of_accelerate_is_in_the_table() -> None:
         assert {field.name for field in fields(kind)} <= {row.theirs for row in foreign_names() if row.used_by == tool}
 
 
-def test_commands_and_python_about_generation_write_texts(reader: Path) -> None:
-    shutil.rmtree(reader / "runs", ignore_errors=True)  # of the page about checkpoints
+def test_generation_page_generates_completions(reader: Path) -> None:
+    shutil.rmtree(reader / "runs", ignore_errors=True)  # left by the checkpoints page
     (reader / "runs/a").mkdir(parents=True)
     convert = "lightning-megatron convert --load-path llama --save-path runs/a/last.ckpt --to megatron"
-    _printed(reader, convert.split())
-    greedy, drawn, of_file, beams, stopped, answer = (
-        _printed(reader, words, "--accelerator", "cpu") for words in commands(GENERATION)
+    _run(reader, convert.split())
+    greedy, sampled, from_file, beams, stopped, translated = (
+        _run(reader, words, "--accelerator", "cpu") for words in commands(GENERATION)
     )
     assert greedy.startswith("Once upon a time")
-    assert re.fullmatch(r"Once.*\n\nTwice.*\n", drawn, flags=re.DOTALL)
-    assert [json.loads(line)["prompt"] for line in of_file.splitlines()] == list(PROMPTS)
+    assert re.fullmatch(r"Once.*\n\nTwice.*\n", sampled, flags=re.DOTALL)
+    assert [json.loads(line)["prompt"] for line in from_file.splitlines()] == list(PROMPTS)
     assert beams.count("Once") == 2
     assert stopped.startswith("Once")
-    assert answer.startswith("translate English to German: The house is wonderful.\n")
+    assert translated.startswith("translate English to German: The house is wonderful.\n")
     shapes = "texts[0].shape == best.shape == (2, rows.input_ids.shape[1] + 8)"
     _run_python(reader, GENERATION, 0, 2, {}, f"{shapes} and 'Once upon a time' in printed")
     smaller = {"max_steps=1000": "max_steps=2, max_epochs=1, logger=False, enable_checkpointing=False"}
@@ -250,18 +250,18 @@ def test_commands_and_python_about_generation_write_texts(reader: Path) -> None:
     _run_python(reader, GENERATION, 1, 2, smaller, samples)
 
 
-def test_every_option_of_generation_is_described() -> None:
+def test_generation_page_describes_every_option() -> None:
     from lightning_megatron import GenerationOptions
 
     page = (ROOT / GENERATION).read_text()
-    named = set(re.findall(r"`(\w+)`", page[page.index("## Options") :]))
-    assert {field.name for field in fields(GenerationOptions)} <= named | {"pad_token_id"}
+    documented = set(re.findall(r"`(\w+)`", page[page.index("## Options") :]))
+    assert {field.name for field in fields(GenerationOptions)} <= documented | {"pad_token_id"}
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_other_tools_names_is_that_of_their_errors() -> None:
+def test_table_of_foreign_names_matches_the_code() -> None:
     page = (ROOT / FROM_ACCELERATE).read_text()
     expected = set()
     for row in foreign_names():
@@ -274,37 +274,37 @@ def test_the_table_of_other_tools_names_is_that_of_their_errors() -> None:
 
 
 @pytest.mark.parametrize("kind", [OptimizerOptions, LRSchedule, LoRA, LoadFrom, Heartbeat, MaskingOptions])
-def test_the_tables_of_options_have_every_field_its_default_and_its_meaning(kind: Any) -> None:
+def test_option_tables_have_every_field_default_and_meaning(kind: Any) -> None:
     expected = []
-    described = {each.arg_name: each.description for each in parse(kind.__doc__, DocstringStyle.GOOGLE).params}
+    descriptions = {each.arg_name: each.description for each in parse(kind.__doc__, DocstringStyle.GOOGLE).params}
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         shown = "required" if default is MISSING else f"`{default!r}`"
-        meaning = " ".join(str(described[field.name]).split()).replace("``", "`").replace("|", r"\|")
+        meaning = " ".join(str(descriptions[field.name]).split()).replace("``", "`").replace("|", r"\|")
         expected.append(f"| `{field.name}` | {shown} | {meaning} |")
     section = (ROOT / OPTIONS).read_text().split(f"## {kind.__name__}\n")[1].split("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("| `")] == expected
 
 
-def test_the_table_of_a_train_step_has_every_method() -> None:
+def test_train_step_table_has_every_method() -> None:
     section = (ROOT / OPTIONS).read_text().split("## TrainStep\n")[1]
     public = {name for name, value in vars(TrainStep).items() if inspect.isfunction(value) and name[0] != "_"}
     shown = dict(re.findall(r"^\| `(\w+)` \| (\w*) \|", section, flags=re.MULTILINE))
     assert shown == {name: "yes" if name in TrainStep.__abstractmethods__ else "" for name in public}
 
 
-def test_the_command_line_takes_the_options_and_its_configuration_can_be_read_again(tmp_path: Path) -> None:
+def test_documented_options_are_accepted_and_printed_config_round_trips(tmp_path: Path) -> None:
     shown = re.findall(r"`(--[^`]+)` \|", (ROOT / OPTIONS).read_text())
     options = [word for line in shown for word in shlex.split(line)]
     options[options.index("my_module.MyStep")] = "lightning_megatron.T5TrainStep"
     data = ["--data", "IndexedDataModule", "--data.data_path", "x", "--data.seq_length", "8"]
-    first = ["--model.model", "t5", "--trainer.strategy", "MegatronStrategy", *data, "--data.micro_batch_size", "1"]
-    code, printed, err = run_cli(tmp_path, "fit", *first, *options, "--print_config")
+    required = ["--model.model", "t5", "--trainer.strategy", "MegatronStrategy", *data, "--data.micro_batch_size", "1"]
+    code, printed, err = run_cli(tmp_path, "fit", *required, *options, "--print_config")
     assert code == 0, err
     (tmp_path / "again.yaml").write_text(printed)
     code, again, err = run_cli(tmp_path, "fit", "--config", "again.yaml", "--print_config")
     assert (code, again) == (0, printed), err
-    made = yaml.safe_load(again)
-    assert made["model"]["init_args"]["optimizer"]["beta2"] == 0.95
-    assert made["trainer"]["strategy"]["init_args"]["load_from"]["path"] == "runs/a"
-    assert made["data"]["init_args"]["masking"]["probability"] == 0.2
+    config = yaml.safe_load(again)
+    assert config["model"]["init_args"]["optimizer"]["beta2"] == 0.95
+    assert config["trainer"]["strategy"]["init_args"]["load_from"]["path"] == "runs/a"
+    assert config["data"]["init_args"]["masking"]["probability"] == 0.2

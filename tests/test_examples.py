@@ -1,4 +1,4 @@
-"""Each program in examples/ is run as a user would run it."""
+"""Each program in examples/ runs as a user would run it."""
 
 import contextlib
 import csv
@@ -17,7 +17,7 @@ from tests.ranks import ROOT, run_ranks
 
 
 def _run(example: str, world_size: int, *arguments: object) -> str:
-    """What the first process prints, when the example is started as by torchrun."""
+    """Output of rank 0 of an example run on ``world_size`` ranks."""
     printed: list[str] = run_ranks(_main, world_size, example, [str(each) for each in arguments], timeout=240)
     return printed[0]
 
@@ -36,20 +36,20 @@ def _metrics(folder: Path) -> list[dict[str, str]]:
 
 
 def _check_losses(folder: Path, share: float = 1.0) -> list[float]:
-    """The training losses, of which the last one is less than this share of the first."""
+    """Training losses; asserts that the last is less than ``share`` of the first."""
     losses = [float(row["train_loss"]) for row in _metrics(folder) if row["train_loss"]]
     assert losses[-1] < losses[0] * share
     return losses
 
 
-def test_pretrain_gpt_trains_in_four_processes_and_leaves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_pretrain_gpt_trains_and_saves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     common = ("--data-path", corpus, "--vocab-size", VOCAB_SIZE, "--output", tmp_path)
     _run("pretrain_gpt.py", 4, *common, "--max-steps", 20)
     assert list(tmp_path.rglob("last.ckpt"))
     _check_losses(tmp_path)
 
 
-def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(corpus: Path, tmp_path: Path) -> None:
+def test_pretrain_clm_trains_resumes_and_saves_hugging_face(corpus: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -58,9 +58,9 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
 
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(250)))
-    given = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
-    first = _run("pretrain_clm.py", 4, *given, "--epochs", 2, "--with-tracking", "--report-to", "csv")
-    second = _run("pretrain_clm.py", 4, *given, "--epochs", 3, "--resume")
+    common = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
+    first = _run("pretrain_clm.py", 4, *common, "--epochs", 2, "--with-tracking", "--report-to", "csv")
+    second = _run("pretrain_clm.py", 4, *common, "--epochs", 3, "--resume")
     examples, steps = (int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
     assert steps == 2 * (examples // 8)
     _check_losses(tmp_path / "out", 0.7)
@@ -74,14 +74,14 @@ def test_pretrain_clm_trains_in_epochs_goes_on_and_leaves_a_hugging_face_model(c
 def test_custom_train_step_trains_with_its_own_loss(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    of_every_word = AutoTokenizer.from_pretrained(corpus.parent / "tok")(" w")["input_ids"]
+    key_tokens = AutoTokenizer.from_pretrained(corpus.parent / "tok")(" w")["input_ids"]
     common = ("--data-path", corpus, "--vocab-size", VOCAB_SIZE, "--output", tmp_path)
-    _run("custom_train_step.py", 2, *common, "--max-steps", 20, "--key-tokens", *of_every_word)
-    # Each row has some: the weighted loss of a model that knows little is above the logarithm of its vocabulary.
+    _run("custom_train_step.py", 2, *common, "--max-steps", 20, "--key-tokens", *key_tokens)
+    # Every row has key tokens: the weighted loss of an untrained model exceeds the logarithm of the vocabulary size.
     assert _check_losses(tmp_path)[0] > 1.1 * math.log(VOCAB_SIZE)
 
 
-def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpus: Path, tmp_path: Path) -> None:
+def test_finetune_llama_learns_and_saves_hugging_face(corpus: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -100,7 +100,7 @@ def test_finetune_llama_learns_the_answers_and_leaves_a_hugging_face_model(corpu
 
 
 @pytest.mark.exhaustive
-def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: Path) -> None:
+def test_bert_is_pretrained_and_learns_to_classify(tmp_path: Path) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
     sentences = make_sentences(tmp_path, "bert", text)
     common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path / "pretrained")
@@ -112,12 +112,12 @@ def test_a_bert_is_pretrained_and_then_learns_to_tell_code_from_prose(tmp_path: 
     model = tmp_path / "pretrained" / "model"
     _run("classify_bert.py", 2, "--model", model, "--text", text, "--output", tmp_path / "run", "--max-steps", 90)
     last = _metrics(tmp_path / "run")[-1]
-    # There are as many lines of one kind as of the other.
+    # Both classes are equally frequent.
     assert float(last["val_accuracy"]) > 0.65
     assert float(last["val_f1"]) > 0.65
 
 
-def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_path: Path) -> None:
+def test_pretrain_t5_trains_and_saves_hugging_face(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     sentences = make_sentences(tmp_path, "t5", Path(sysconfig.get_path("stdlib")) / "asyncio")
@@ -128,15 +128,15 @@ def test_pretrain_t5_trains_on_a_pipeline_and_leaves_a_hugging_face_model(tmp_pa
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 512
 
 
-def test_generate_text_writes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
+def test_generate_text_decodes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(corpus.parent / "tok").save_pretrained(tmp_path)
     out = _run("generate_text.py", 4, "--model", tmp_path, "--prompts", "w1 w2", "w3", "--max-new-tokens", 6)
-    ways = out[out.index("---- ") :].split("---- ")[1:]
-    assert [way.split("\n")[0] for way in ways] == [
+    sections = out[out.index("---- ") :].split("---- ")[1:]
+    assert [section.split("\n")[0] for section in sections] == [
         *("top-p, decaying", "top-k", "top-k, after the first token of texts", "20 beams")
     ]
-    assert all("w1 w2" in way and "w3" in way for way in ways)
+    assert all("w1 w2" in section and "w3" in section for section in sections)

@@ -1,7 +1,7 @@
-"""Models that the tests of generation ask, on the ranks of a layout.
+"""Tiny models for the tests of generation, and calls of ``generate`` on the ranks of a layout.
 
-``generate(calls, layout)`` starts the ranks of a layout, which load each model from a directory that Hugging Face has
-written and continue the prompts; what every rank got comes back, in the order of the calls.
+``generate(calls, layout)`` starts the ranks of a layout, which load each model from a Hugging Face directory and
+generate from the prompts; returns the sequences in the order of the calls.
 """
 
 import copy
@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 POSITIONS = 40
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in (*FAMILIES, *MIXTURES)},
-    "gpt2": ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),  # which generation leaves out
+    "gpt2": ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),  # generation disables dropout
     "mistral": ("mistral", {"head_dim": 8}),
     "llama_dynamic": (
         "llama",
@@ -40,14 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
 }
-"""Each family of GPTs, and variants: the family, and other fields than those of its tiny model."""
+"""GPT families and variants by name: the family, and config fields that differ from its tiny model."""
 
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {"t5": t5, "t5_1_1": t5_1_1, "mt5": mt5}
-"""Tied and scaled; with an output layer of its own; of six layers."""
-
-
+"""Tied and scaled embeddings; untied; six layers."""
 BERTS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering")
-
 NO_END: dict[str, Any] = {"eos_token_id": ()}
 
 
@@ -64,11 +61,11 @@ class Call:
 
 @functools.cache
 def hf_model(name: str) -> Any:
-    """The model by transformers, with random weights."""
-    # Between threads on shared cores a tiny model takes ten times as long.
+    """The transformers model with random weights."""
+    # With several threads on shared cores a tiny model is ten times slower.
     torch.set_num_threads(1)
     if name in ENCODER_DECODERS:
-        return _lively(ENCODER_DECODERS[name]())
+        return _scale_up(ENCODER_DECODERS[name]())
     if name in BERTS:
         return _bert(name)
     family, changes = MODELS[name]
@@ -80,7 +77,7 @@ def hf_model(name: str) -> Any:
 
 
 def model_of(name: str) -> ModelConfig:
-    """What a model computes."""
+    """``ModelConfig`` of the model ``name``."""
     return model_config(hf_model(name).config)
 
 
@@ -93,8 +90,8 @@ def _bert(head: str) -> Any:
     return tiny_model(getattr(transformers, f"MegatronBert{head}"), config)
 
 
-def _lively(model: Any) -> Any:
-    """A copy whose texts do not repeat one token, and in which places matter."""
+def _scale_up(model: Any) -> Any:
+    """A copy with larger weights: its completions do not repeat one token, and positions matter."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -106,63 +103,63 @@ def _lively(model: Any) -> Any:
 
 
 def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: int = 7) -> tuple[torch.Tensor, ...]:
-    """Tokens and their mask, [b, width]; the real tokens of a row are the same on both sides."""
+    """Token ids and attention mask [b, width], padded on ``side``; the real tokens do not depend on ``side``."""
     generator = torch.Generator().manual_seed(4)
     tokens, mask = torch.full((len(lengths), width), 2), torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
-        place = slice(width - length, None) if side == "left" else slice(length)
-        tokens[row, place] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
-        mask[row, place] = 1
+        positions = slice(width - length, None) if side == "left" else slice(length)
+        tokens[row, positions] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+        mask[row, positions] = 1
     return tokens, mask
 
 
 def on_gpus(*layouts: Layout) -> list[Any]:
-    """The layouts as parameters of a test that needs as many GPUs."""
+    """Layouts as test parameters, each marked with the number of GPUs that it needs."""
     return [pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout)) for layout in layouts]
 
 
 def make_call(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
-    """A call with these rows of tokens and mask, else with those of ``prompts``."""
+    """A call with ``rows`` (token ids and mask), by default those of ``prompts``."""
     ids, mask = rows or prompts("right" if model in ENCODER_DECODERS else "left")
     return Call(model=model, input_ids=ids, attention_mask=mask, options=options)
 
 
 @functools.cache
 def hf_output(call: Call) -> torch.Tensor:
-    """What transformers writes, without a cache for T5s: 5.23 makes one of as many layers as the encoder has."""
+    """Output of transformers; without a cache for T5s, since 5.23 makes one with the encoder's number of layers."""
     options = {"do_sample": False, "use_cache": call.model not in ENCODER_DECODERS, **call.options}
     options.pop("static_cache", None)
     eos = options.pop("eos_token_id", None)
     if eos is not None:
         options |= {"eos_token_id": list(eos)} if eos else {"pad_token_id": 0, **options, "eos_token_id": -1}
-    written: torch.Tensor = hf_model(call.model).generate(call.input_ids, attention_mask=call.attention_mask, **options)
-    return written
+    output: torch.Tensor = hf_model(call.model).generate(call.input_ids, attention_mask=call.attention_mask, **options)
+    return output
 
 
 def compare(calls: Sequence[Call], layout: Layout, **case: Any) -> None:
-    """Every rank must get from each call what Hugging Face writes."""
+    """Assert that every rank generates the sequences of transformers."""
     for call, actual in zip(calls, generate(calls, layout, **case), strict=True):
         assert actual.tolist() == hf_output(call).tolist(), (call.model, call.options)
 
 
 def generate(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
-    """What rank 0 got from each call; every rank must have got the same."""
-    first, *answers = run_with_models(generate_on_ranks, layout, calls, **case)
-    for others in answers:
-        assert all(torch.equal(mine, other) for mine, other in zip(first, others, strict=True))
+    """Sequences by call; asserts that they are equal on every rank."""
+    first, *others = run_with_models(generate_on_ranks, layout, calls, **case)
+    for other in others:
+        assert all(map(torch.equal, first, other))
     return first  # type: ignore[no-any-return]
 
 
 def run_with_models(
     function: Callable[..., Any], layout: Layout, calls: Sequence[Call | str], *more: Any, **case: Any
 ) -> list[Any]:
-    """``function(directory, case, calls, *more)`` of every rank; ``directory`` has the models that the calls name."""
+    """Run ``function(directory, case, calls, *more)`` on every rank; ``directory`` holds the models of the calls."""
     directory = Path(tempfile.mkdtemp(prefix="generate_"))
     try:
         for name in {call if isinstance(call, str) else call.model for call in calls}:
             hf_model(name).save_pretrained(directory / name)
-        of_case = Case(layout=layout, steps=1, **case)
-        return run_ranks(function, layout.world_size, str(directory), of_case, list(calls), *more)
+        settings = Case(layout=layout, steps=1, **case)
+        return run_ranks(function, layout.world_size, str(directory), settings, list(calls), *more)
     finally:
         shutil.rmtree(directory)
 
@@ -171,7 +168,7 @@ def run_with_models(
 
 
 def set_up(directory: str, case: Case, name: str) -> Any:
-    """A module with its chunks built and its weights loaded."""
+    """A module with model chunks built and weights loaded."""
     module = pretrained_module(f"{directory}/{name}")
     row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
     rows = [row] * (case.layout.dp * case.layout.num_microbatches)
@@ -181,10 +178,9 @@ def set_up(directory: str, case: Case, name: str) -> Any:
 
 
 def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
-    modules = {}
-    answers = []
+    modules, sequences = {}, []
     for call in calls:
         if call.model not in modules:
             modules[call.model] = set_up(directory, case, call.model)
-        answers.append(modules[call.model].generate(call.input_ids, call.attention_mask, **call.options))
-    return answers
+        sequences.append(modules[call.model].generate(call.input_ids, call.attention_mask, **call.options))
+    return sequences

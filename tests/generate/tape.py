@@ -1,7 +1,7 @@
-"""Recorder for the CPU in place of CUDA graphs: it notes kernels and starts them again on the same memory.
+"""Stand-in for CUDA graphs on a CPU: records kernels and replays them on the same memory.
 
-As in a graph, nothing but the numbers in tensors that stay in place can change from one replay to the next: what the
-host decided while recording is frozen. A step that asks the device for a number fails here as it would there.
+As with a graph, only values of tensors with fixed addresses can change between replays: decisions of the host are
+frozen at recording. A step that synchronizes with the device fails here as it would there.
 """
 
 import functools
@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.generate.pipeline import Work
 
-_ASKS_THE_DEVICE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
+_SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")
-"""No kernels: what they return has no numbers yet, and the engine exchanges the memory of some (viewless tensors)."""
+"""Not recorded: the results have no values yet, and the engine replaces the memory of some (viewless tensors)."""
 
 
 class Tape(TorchDispatchMode):
-    """Writes down every kernel."""
+    """Records every kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith(_ASKS_THE_DEVICE):
+        if func._schema.name.startswith(_SYNCHRONIZES):
             raise RuntimeError(f"{func} makes the host wait")
         result = func(*args, **(kwargs or {}))
         if not func._schema.name.startswith(_ALLOCATES):
@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Start the kernels again; each writes where it wrote then."""
+        """Run the kernels again; each writes to the memory of its recorded result."""
         for func, args, kwargs, result in self.kernels:
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                 if not isinstance(old, Tensor):
@@ -47,11 +47,11 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """Records on tapes; a test counts."""
+    """Graph recorder that uses tapes and counts its calls."""
 
     def __init__(self) -> None:
         self.counts = (0, 0, 0)
-        """Prepared, recorded, replayed."""
+        """Number of warm-ups, recordings and replays."""
 
     def warm_up(self, work: Work) -> Tensor:
         self._count(1, 0, 0)
@@ -64,9 +64,9 @@ class TapeRecorder:
         self._count(0, 1, 0)
         with Tape() as tape:
             output = work()
-        return functools.partial(self._replayed, tape, output)
+        return functools.partial(self._replay, tape, output)
 
-    def _replayed(self, tape: Tape, output: Tensor) -> Tensor:
+    def _replay(self, tape: Tape, output: Tensor) -> Tensor:
         self._count(0, 0, 1)
         tape.replay()
         return output
@@ -76,6 +76,6 @@ class TapeRecorder:
 
 
 def _wait(result: Any) -> None:
-    """For what another rank has to do, too."""
+    """Wait for a collective, which returns a work handle."""
     if isinstance(result, torch.ScriptObject):
         torch._C._distributed_c10d.Work.unbox(result).wait()

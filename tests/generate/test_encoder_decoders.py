@@ -1,4 +1,4 @@
-"""T5 and mT5 write what Hugging Face's write, wherever the pipeline is cut, and the encoder reads only once."""
+"""T5 and mT5 generate the sequences of transformers at every pipeline layout; the encoder runs once."""
 
 import functools
 from typing import Any
@@ -28,36 +28,35 @@ from tests.parity.training import Case, Layout, refusal
 START = 2
 
 
-def _cut(*layers: int, vpp: int | None = None) -> Layout:
+def _split(*layers: int, vpp: int | None = None) -> Layout:
     parts = (("pipeline_model_parallel_layout", layers),)
     return Layout(pp=2, vpp=vpp, num_microbatches=2, transformer_config_overrides=parts)
 
 
 ONE, EVERY = ("t5_1_1",), tuple(ENCODER_DECODERS)
-CASES = ((Layout(tp=2, sequence_parallel=True), EVERY), (_cut(2, 5), ONE), (_cut(0, 4, 2, 1, vpp=2), ONE))
+CASES = ((Layout(tp=2, sequence_parallel=True), EVERY), (_split(2, 5), ONE), (_split(0, 4, 2, 1, vpp=2), ONE))
 RARER_CASES = (
     (Layout(pp=2, num_microbatches=2, recompute="full"), EVERY),
     (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), EVERY),
-    (_cut(7, 0), ONE),
-    (Layout(dp=3), ONE),
+    (_split(7, 0), ONE),
 )
 
 
 @functools.cache
 def calls_of_every_t5() -> list[Call]:
-    """Each model twice: rows that never end, and of which some end early; one also in each other way."""
+    """Each model without end-of-sequence and with early ends of some rows; one model also with other options."""
     calls = []
     for name, side in zip(ENCODER_DECODERS, ("right", "left", "right"), strict=True):
         rows = prompts(side)
         endless = make_call(name, rows, max_new_tokens=12, **NO_END)
         ends = tuple(hf_output(endless)[:2, 5].tolist())
         early = make_call(name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends)
-        calls += [endless, early, *(_other_ways(name, rows, ends[:1]) if name in ONE else ())]
+        calls += [endless, early, *(_option_calls(name, rows, ends[:1]) if name in ONE else ())]
     return calls
 
 
-def _other_ways(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...]) -> list[Call]:
-    # What the decoder continues: rows that lack the start token, and rows with padding.
+def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...]) -> list[Call]:
+    # Decoder prompts: rows without the start token, and rows with padding.
     ragged: dict[str, Any] = {
         "decoder_input_ids": torch.tensor([[2, 5, 9], [2, 2, 7], [2, 2, 2], [2, 6, 6]]),
         "decoder_attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [1, 1, 1]]),
@@ -78,28 +77,28 @@ def _other_ways(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...])
     [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES)],
     ids=str,
 )
-def test_every_model_writes_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
+def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...]) -> None:
     compare([call for call in calls_of_every_t5() if call.model in models], layout)
 
 
-def test_tokens_are_drawn_from_hugging_faces_logits() -> None:
-    ways: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
-    calls = [make_call("mt5", prompts(), max_new_tokens=8, seed=5, **way, **NO_END) for way in ways]
+def test_sampling_from_hugging_face_logits_draws_the_same_tokens() -> None:
+    options: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
+    calls = [make_call("mt5", prompts(), max_new_tokens=8, seed=5, **o, **NO_END) for o in options]
     for call, actual in zip(calls, generate(calls, Layout(tp=2, pp=2)), strict=True):
-        assert actual.tolist() == _drawn_by_hand(call).tolist()
+        assert actual.tolist() == _sample_by_hand(call).tolist()
 
 
 @torch.no_grad()
-def _drawn_by_hand(call: Call) -> torch.Tensor:
-    text = torch.full((len(call.input_ids), 1), START)
+def _sample_by_hand(call: Call) -> torch.Tensor:
+    tokens = torch.full((len(call.input_ids), 1), START)
     request = build_request({"input_ids": call.input_ids}, call.options, model_of(call.model))
-    for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(text)):
+    for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(tokens)):
         model = hf_model(call.model)
-        logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=text).logits[:, -1]
+        logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=tokens).logits[:, -1]
         for processor in logits_processors(request):
-            logits = processor(text, logits)
-        text = torch.cat((text, sample_tokens(logits, uniform)[:, None]), dim=-1)
-    return text
+            logits = processor(tokens, logits)
+        tokens = torch.cat((tokens, sample_tokens(logits, uniform)[:, None]), dim=-1)
+    return tokens
 
 
 IDS = torch.ones(1, 2).long()
@@ -111,22 +110,22 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-def test_the_encoder_reads_once_and_what_cannot_be_written_is_refused() -> None:
+def test_encoder_runs_once_and_wrong_inputs_are_refused() -> None:
     call = make_call("t5", prompts(lengths=(7, 3)), max_new_tokens=4, **NO_END)
-    ((reads, refusals),) = run_with_models(_read_and_refused, Layout(), [call])
-    assert reads == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
-    for message, (_, _, says) in zip(refusals, REFUSED, strict=True):
-        assert says in message
+    ((lengths, refusals),) = run_with_models(_lengths_and_refusals, Layout(), [call])
+    assert lengths == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
+    for error, (_, _, message) in zip(refusals, REFUSED, strict=True):
+        assert message in error
 
 
-def _read_and_refused(directory: str, case: Case, calls: list[Call]) -> tuple[dict[str, list[int]], list[str]]:
+def _lengths_and_refusals(directory: str, case: Case, calls: list[Call]) -> tuple[dict[str, list[int]], list[str]]:
     module, call = set_up(directory, case, "t5"), calls[0]
     (chunk,) = (unwrap(chunk) for chunk in module.model_chunks)
     cross = chunk.decoder.layers[0].cross_attention.linear_kv
     parts = {"encoder": chunk.encoder, "cross": cross, "decoder": chunk.decoder}
-    reads: dict[str, list[int]] = {name: [] for name in parts}
+    lengths: dict[str, list[int]] = {name: [] for name in parts}
     for name, part in parts.items():
-        part.register_forward_pre_hook(lambda _, inputs, name=name: reads[name].append(len(inputs[0])))
+        part.register_forward_pre_hook(lambda _, inputs, name=name: lengths[name].append(len(inputs[0])))
     module.generate(call.input_ids, call.attention_mask, **call.options)
     refusals = [refusal(getattr(module, method), call.input_ids, **arguments) for method, arguments, _ in REFUSED]
-    return reads, refusals
+    return lengths, refusals

@@ -1,4 +1,4 @@
-"""Training goes on as if no text had been generated, and what is drawn is the same in every layout."""
+"""Generation does not disturb training, and sampling is the same at every layout."""
 
 from typing import Any
 
@@ -11,22 +11,21 @@ from tests.ranks import run_ranks
 from tests.tokenizers import byte_level_tokenizer
 
 
-def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
-    ways: tuple[dict[str, Any], ...] = (
+def test_same_seed_samples_the_same_at_every_layout() -> None:
+    options: tuple[dict[str, Any], ...] = (
         {"top_p": 0.9, "top_p_decay": 0.9, "top_p_bound": 0.2, "seed": 1},
         {"top_k": 20, "temperature": 0.9, "seed": 1},
         {"top_k": 20, "temperature": 0.9, "seed": 2},
         {"do_sample": True, "num_return_sequences": 3},
     )
-    calls = [make_call("gpt2", max_new_tokens=8, **way, **NO_END) for way in ways]
+    calls = [make_call("gpt2", max_new_tokens=8, **o, **NO_END) for o in options]
     alone = generate(calls, Layout())
     assert not torch.equal(alone[1], alone[2])
-    # Several texts of each prompt, which none of them shares with another.
+    # Several different sequences per prompt.
     assert torch.equal(alone[3][:, :7], calls[3].input_ids.repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in alone[3][:, 7:].tolist()}) == len(alone[3])
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)):
-        for mine, other in zip(alone, generate(calls, layout), strict=True):
-            assert torch.equal(mine, other), layout
+        assert all(map(torch.equal, alone, generate(calls, layout))), layout
 
 
 @pytest.mark.parametrize(
@@ -45,67 +44,67 @@ def test_the_same_seed_draws_the_same_text_in_every_layout() -> None:
     ],
     ids=str,
 )
-def test_training_goes_on_as_if_nothing_had_happened(model: str, layout: Layout, precision: str) -> None:
-    # With dropout: a random number drawn by generation would change the next mask.
+def test_generation_does_not_disturb_training(model: str, layout: Layout, precision: str) -> None:
+    # With dropout: random numbers drawn by generation would change the next mask.
     dropout = (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
     case = Case(model=model, layout=layout, steps=3, model_fields=dropout, precision=precision)
-    undisturbed = run_ranks(_trained, layout.world_size, case, False)
-    disturbed = run_ranks(_trained, layout.world_size, case, True)
-    for (one, _), (other, texts) in zip(undisturbed, disturbed, strict=True):
-        assert one.losses == other.losses
-        assert one.grad_norms == other.grad_norms
-        assert texts == disturbed[0][1]
-        untrained, *trained, validated = texts
+    undisturbed = run_ranks(_train, layout.world_size, case, False)
+    disturbed = run_ranks(_train, layout.world_size, case, True)
+    for (expected, _), (actual, sequences) in zip(undisturbed, disturbed, strict=True):
+        assert actual.losses == expected.losses
+        assert actual.grad_norms == expected.grad_norms
+        assert sequences == disturbed[0][1]
+        untrained, *trained, validated = sequences
         assert len(trained) == 3
-        # Trained weights, not those of the start: validation sees those of the last step.
-        assert len({str(text) for text in (untrained, *trained)}) > 2
+        # Generation uses the current weights; validation those of the last step.
+        assert len({str(each) for each in (untrained, *trained)}) > 2
         assert validated == trained[-1]
 
 
-def _trained(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
+def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
     from lightning_megatron import MegatronModule
 
-    texts: list[Any] = []
+    sequences: list[Any] = []
 
-    class Writing(MegatronModule):
+    class Generating(MegatronModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_end(outputs, batch, batch_idx)
-            self._write()
+            self._generate()
 
         def val_dataloader(self) -> Any:
             return loader_of(case)
 
-        def on_validation_end(self) -> None:  # before the first step, too: the Trainer tries two batches
+        def on_validation_end(self) -> None:  # also before the first step: the Trainer's sanity check
             super().on_validation_end()
-            self._write()
+            self._generate()
 
-        def _write(self) -> None:
+        def _generate(self) -> None:
             if not generates:
                 return
-            switches, gradients = _switches(self), [p.requires_grad for p in self.model_chunks.parameters()]
+            settings, gradients = _settings(self), [p.requires_grad for p in self.model_chunks.parameters()]
             prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
-            texts.append(self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist())
-            assert _switches(self) == switches
+            sequences.append(self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist())
+            assert _settings(self) == settings
             assert [p.requires_grad for p in self.model_chunks.parameters()] == gradients
 
-    return train_module(module_of(case, Writing), case, loader_of(case)), texts
+    return train_module(module_of(case, Generating), case, loader_of(case)), sequences
 
 
-def _switches(module: Any) -> list[Any]:
-    """What generation switches, of every module of the chunks."""
+def _settings(module: Any) -> list[Any]:
+    """Settings that generation changes temporarily, of every submodule of the model chunks."""
     names = ("training", "sequence_parallel", "reduce_scatter_embeddings", "kv_cache", "rotary_length")
-    found = [getattr(m, name, None) for m in module.model_chunks.modules() for name in names]
-    return [*found, *(m.config.sequence_parallel for m in module.model_chunks.modules() if hasattr(m, "config"))]
+    values = [getattr(m, name, None) for m in module.model_chunks.modules() for name in names]
+    return [*values, *(m.config.sequence_parallel for m in module.model_chunks.modules() if hasattr(m, "config"))]
 
 
-def _spelled(token: int) -> dict[str, Any]:
+def _stop_at(token: int) -> dict[str, Any]:
     return {"stop_strings": "a", "tokenizer": byte_level_tokenizer({token: b"a"})}
 
 
 REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
-    # What each rank asks, the last one also the ranks behind it.
-    ([_spelled(83)], "gives ids up to 83, the model's vocab_size is 83"),
-    ([_spelled(5), _spelled(6)], "rank 1 has other prompts or options than rank 0"),
+    # Arguments by rank, of which the last are for all further ranks.
+    ([_stop_at(83)], "gives ids up to 83, the model's vocab_size is 83"),
+    ([_stop_at(5), _stop_at(6)], "rank 1 has other prompts or options than rank 0"),
     ([{}, {"tokens": [[2]]}], "rank 1 has other prompts or options than rank 0"),
     ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
     ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids is no input of gpt2"),
@@ -114,22 +113,22 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
 )
 
 
-def test_wrong_input_is_refused_on_all_ranks_and_leaves_the_model_as_it_was() -> None:
-    for said in run_ranks(_refused, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)):
-        assert [says for (_, says), line in zip(REFUSED, said, strict=True) if says not in line] == [], said
+def test_wrong_input_is_refused_on_every_rank_without_side_effects() -> None:
+    for errors in run_ranks(_refusals, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)):
+        assert [part for (_, part), error in zip(REFUSED, errors, strict=True) if part not in error] == [], errors
 
 
-def _refused(case: Case) -> list[str]:
-    module, trainer, said = module_of(case), trainer_of(case), []
+def _refusals(case: Case) -> list[str]:
+    module, trainer, errors = module_of(case), trainer_of(case), []
     assert "there is no model before" in refusal(module.generate, torch.tensor([[1]]))
     trainer.validate(module, loader_of(case), verbose=False)
     module.model_chunks.train()
-    switches = _switches(module)
-    assert True in switches
+    settings = _settings(module)
+    assert True in settings
     for calls, _ in REFUSED:
         call = dict(calls[min(trainer.global_rank, len(calls) - 1)])
         ids = torch.tensor(call.pop("tokens", [[1]]))
-        said.append(refusal(module.generate, ids, max_new_tokens=4, **call))
+        errors.append(refusal(module.generate, ids, max_new_tokens=4, **call))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a layer fails")
@@ -138,6 +137,6 @@ def _refused(case: Case) -> list[str]:
     with pytest.raises(RuntimeError, match="a layer fails"):
         module.generate(torch.tensor([[1]]), max_new_tokens=4)
     hook.remove()
-    assert _switches(module) == switches
+    assert _settings(module) == settings
     assert module.generate(torch.tensor([[1]]), max_new_tokens=2).shape == (1, 3)
-    return said
+    return errors

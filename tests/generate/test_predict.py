@@ -1,4 +1,4 @@
-"""``Trainer.predict``: texts or logits, each copy of the model its own; what copies predict comes back in order."""
+"""``Trainer.predict``: sequences or logits per data-parallel replica, and gathering them in dataset order."""
 
 import functools
 from typing import Any
@@ -26,9 +26,9 @@ from tests.parity.training import Case, Layout, refusal, trainer_of
 Batch = dict[str, torch.Tensor]
 
 LENGTHS = (7, 3, 5, 6, 2)
-"""No multiple of the copies or of a batch."""
+"""Prompt lengths; their number is a multiple neither of the replicas nor of the batch size."""
 ATOL = 2e-5
-"""As the families' tests: of size 1 to 10, out of four layers in another order of additions."""
+"""As in tests/families: for logits of size 1 to 10 from four layers with another order of additions."""
 
 
 def _loader(batch: Batch) -> DataLoader[Any]:
@@ -36,7 +36,7 @@ def _loader(batch: Batch) -> DataLoader[Any]:
     return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 
 
-# ---- texts ----------------------------------------------------------------------------------------------------------
+# ---- sequences ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def _loader(batch: Batch) -> DataLoader[Any]:
     ],
     ids=str,
 )
-def test_every_prompt_is_continued_once(model: str, layout: Layout) -> None:
-    is_gpt = model == "llama"  # with static steps, which Lightning runs in inference mode
+def test_predict_generates_once_per_prompt(model: str, layout: Layout) -> None:
+    is_gpt = model == "llama"  # with a static cache, which must work in Lightning's inference mode
     rows = prompts("left" if is_gpt else "right", LENGTHS)
     call = make_call(model, rows, max_new_tokens=5, static_cache=is_gpt, **NO_END)
     expected = hf_output(call)
-    # A distributed sampler deals samples in turn.
-    for dp_rank, texts in run_with_models(_continued, layout, [call]):
-        assert texts == expected[dp_rank :: layout.dp].tolist()
+    # The distributed sampler assigns samples round-robin.
+    for dp_rank, sequences in run_with_models(_predict_sequences, layout, [call]):
+        assert sequences == expected[dp_rank :: layout.dp].tolist()
 
 
-def _continued(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
+def _predict_sequences(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
     from lightning_megatron import GenerationOptions
 
     (call,) = calls
@@ -67,19 +67,19 @@ def _continued(directory: str, case: Case, calls: list[Call]) -> tuple[int, list
     ids, mask = call.input_ids, call.attention_mask
     assert mask is not None
     rows = {"input_ids": ids, "attention_mask": mask}
-    if call.model == "mt5":  # a batch of Megatron's, whose answers are no part of the question
+    if call.model == "mt5":  # a batch of Megatron-Core's T5 dataset; the targets must not be used
         squares = mask[:, None].expand(-1, 7, 7)
         rows = {"text_enc": ids, "enc_mask": squares, "text_dec": ids, "labels": ids, "dec_mask": mask}
     trainer = trainer_of(case)
     predictions = trainer.predict(module, _loader(rows))
-    return trainer.strategy.topology.dp_rank, [text for batch in predictions for text in batch.tolist()]
+    return trainer.strategy.topology.dp_rank, [row for batch in predictions for row in batch.tolist()]
 
 
 # ---- logits ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(name: str) -> Batch:
-    """What Hugging Face's model takes."""
+    """Inputs of the Hugging Face model."""
     ids, mask = prompts("right", LENGTHS)
     rows = {"input_ids": ids, "attention_mask": mask}
     if name in ENCODER_DECODERS:
@@ -99,25 +99,25 @@ def expected_logits(name: str) -> torch.Tensor:
     return logits
 
 
-def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[Any, list[Any]]]:
-    """Of each model the logits of rows that all copies share, and of those that each predicts."""
+def _predict_logits(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[Any, list[Any]]]:
+    """Per model, logits of rows given to every replica, and the gathered predictions."""
     from lightning_megatron import gather_predictions
 
-    answers = []
-    dp, rests_on_last_stage = case.layout.dp, case.layout.dp > 1 < case.layout.pp
+    results = []
+    dp, last_stage_only = case.layout.dp, case.layout.dp > 1 < case.layout.pp
     for name in names:
         rows = rows_of(name)
-        module = pretrained_module(f"{directory}/{name}", return_logits="last_stage" if rests_on_last_stage else True)
+        module = pretrained_module(f"{directory}/{name}", return_logits="last_stage" if last_stage_only else True)
         trainer = trainer_of(case)
-        # A batch of Megatron's samples, whose last token nothing follows.
+        # A batch of Megatron-Core's GPT dataset, whose last token is only a label.
         text = torch.nn.functional.pad(rows["input_ids"], (0, 1), value=-1)
-        predictions = trainer.predict(module, _loader({"text": text} if rests_on_last_stage else rows))
-        if predictions[0] is not None:  # on the last stage; none is there for a short last batch
+        predictions = trainer.predict(module, _loader({"text": text} if last_stage_only else rows))
+        if predictions[0] is not None:  # on the last stage; a short last batch is not padded
             assert sum(len(batch) for batch in predictions) in (len(LENGTHS) // dp, -(-len(LENGTHS) // dp))
-        shared = module.logits(**rows, last_stage_only=True) if rests_on_last_stage else module(rows)
-        answers.append((shared, gather_predictions(trainer, predictions)))
-        assert (shared is None) == (rests_on_last_stage and not trainer.strategy.topology.is_last_stage)
-    return answers
+        shared = module.logits(**rows, last_stage_only=True) if last_stage_only else module(rows)
+        results.append((shared, gather_predictions(trainer, predictions)))
+        assert (shared is None) == (last_stage_only and not trainer.strategy.topology.is_last_stage)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def predicted(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[
     ],
     ids=str,
 )
-def test_logits_equal_hugging_face_and_come_back_in_order(layout: Layout, names: tuple[str, ...]) -> None:
+def test_logits_equal_hugging_face_in_dataset_order(layout: Layout, names: tuple[str, ...]) -> None:
     _compare(layout, names, atol=ATOL)
 
 
 @pytest.mark.parametrize("layout", on_gpus(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)))
-def test_those_of_gpus_do(layout: Layout) -> None:
+def test_logits_on_gpus_equal_hugging_face(layout: Layout) -> None:
     _compare(layout, ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3]), atol=5e-5, accelerator="gpu")
 
 
 def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -> None:
-    for answers in run_with_models(predicted, layout, names, **case):
-        for name, (shared, together) in zip(names, answers, strict=True):
+    for results in run_with_models(_predict_logits, layout, names, **case):
+        for name, (shared, gathered) in zip(names, results, strict=True):
             if shared is None:
-                assert together == [None] * len(LENGTHS)
+                assert gathered == [None] * len(LENGTHS)
                 continue
-            for actual in (shared.cpu(), torch.stack(together).cpu()):
+            for actual in (shared.cpu(), torch.stack(gathered).cpu()):
                 expected = expected_logits(name)
                 assert (actual.shape, actual.dtype) == (expected.shape, torch.float32)
                 if name in MODELS:
@@ -159,8 +159,8 @@ def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -
 # ---- the order of the dataset ---------------------------------------------------------------------------------------
 
 
-def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any]]:
-    """What copies predict together of rows that say their number, which three kinds of loaders deal to them."""
+def _gather(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any]]:
+    """Gathered predictions of numbered rows, for three kinds of data loaders."""
     from lightning_megatron import DatasetDataModule, MegatronModule, gather_predictions
 
     class Numbers(MegatronModule):
@@ -170,26 +170,25 @@ def _gathered(directory: str, case: Case, names: tuple[str, ...]) -> list[list[A
             return {"number": number, "more": (ragged, None)} if len(number) != 2 else {"number": number}
 
     module = Numbers(model=f"{directory}/{names[0]}", make_vocab_size_divisible_by=8)
-    found = []
+    results = []
     for num_rows in (11, 6, case.layout.dp):
         rows = [{"input_ids": torch.full((3,), row)} for row in range(num_rows)]
-        kinds = [
+        sources = [
             {"dataloaders": DataLoader(rows, batch_size=3)},  # type: ignore[arg-type]
             {"datamodule": DatasetDataModule(test=rows, micro_batch_size=2)},
             {"dataloaders": DataLoader(_in_batches(rows, 2 if num_rows == 11 else 1), batch_size=None)},
         ]
-        for kind in kinds:
+        for source in sources:
             trainer = trainer_of(case)
-            found.append([num_rows, *gather_predictions(trainer, trainer.predict(module, **kind))])
-    return found
+            results.append([num_rows, *gather_predictions(trainer, trainer.predict(module, **source))])
+    return results
 
 
-def test_any_number_of_rows_comes_back_in_the_order_of_the_dataset() -> None:
-    for found in run_with_models(_gathered, Layout(dp=3), ("gpt2",)):
-        for num_rows, *together in found:
-            assert [int(each["number"]) for each in together] == list(range(num_rows))
-            for number, each in enumerate(together):
-                assert all(each["more"][0] == number) if "more" in each else True
+def test_gathered_predictions_are_in_dataset_order() -> None:
+    for results in run_with_models(_gather, Layout(dp=3), ("gpt2",)):
+        for num_rows, *gathered in results:
+            assert [int(each["number"]) for each in gathered] == list(range(num_rows))
+            assert all((each["more"][0] == each["number"]).all() for each in gathered if "more" in each)
 
 
 def _in_batches(rows: list[Batch], size: int) -> Any:
@@ -216,11 +215,11 @@ def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
     from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
 
     module, rows = pretrained_module(f"{directory}/{names[0]}", return_logits=True), _loader(rows_of(names[0]))
-    few: Any = [{"input_ids": torch.arange(3)}] * 2
+    two_rows: Any = [{"input_ids": torch.arange(3)}] * 2
     trainer, streaming = trainer_of(case), trainer_of(case)
-    tries = (
-        lambda: trainer_of(case).predict(module, DataLoader(few, batch_size=2)),
-        lambda: trainer_of(case).predict(module, DataLoader(_in_batches(few, 1), batch_size=None)),
+    calls = (
+        lambda: trainer_of(case).predict(module, DataLoader(two_rows, batch_size=2)),
+        lambda: trainer_of(case).predict(module, DataLoader(_in_batches(two_rows, 1), batch_size=None)),
         lambda: (trainer.predict(module, rows), module.logits(torch.ones(1, 41).long())),
         lambda: gather_predictions(streaming, streaming.predict(module, DataLoader(_Stream(), batch_size=1))),
         lambda: gather_predictions(trainer_of(case), [torch.zeros(2)]),
@@ -228,9 +227,9 @@ def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
         lambda: gather_predictions(trainer, [trainer.predict(module, rows)[0][:1]]),
         lambda: gather_across_data_parallel_groups(torch.zeros(2, 3 + trainer.strategy.topology.dp_rank)),
     )
-    return [refusal(each) for each in tries]
+    return [refusal(call) for call in calls]
 
 
-def test_what_cannot_be_predicted_or_gathered_is_refused_on_all_ranks() -> None:
-    for said in run_with_models(_refusals, Layout(dp=3), ("gpt2",)):
-        assert [expected for expected, line in zip(REFUSED, said, strict=True) if expected not in line] == [], said
+def test_wrong_predictions_are_refused_on_every_rank() -> None:
+    for errors in run_with_models(_refusals, Layout(dp=3), ("gpt2",)):
+        assert [part for part, error in zip(REFUSED, errors, strict=True) if part not in error] == [], errors

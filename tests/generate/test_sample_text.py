@@ -1,4 +1,4 @@
-"""``SampleText`` writes what the model says at that step."""
+"""``SampleText`` logs completions of the model at the current step."""
 
 import json
 from pathlib import Path
@@ -21,33 +21,33 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_texts_are_those_of_the_step(tokenizer: Path, tmp_path: Path) -> None:
+def test_samples_are_those_of_the_current_model(tokenizer: Path, tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
-    (final, shown), *others = run_ranks(_trained, layout.world_size, Case(layout=layout, steps=4), tokenizer, tmp_path)
+    (final, logged), *others = run_ranks(_train, layout.world_size, Case(layout=layout, steps=4), tokenizer, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "csv" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (2, 4) for p in PROMPTS]
-    # Asked again after training: the last step's model says what the file has.
+    # After training, generation gives the samples of the last step.
     words = [" ".join(f"w{token}" for token in row) for row in final]
     assert [line["prompt"] + line["text"] for line in lines[2:]] == words
     assert lines[:2] != lines[2:]
-    assert [(tag, step) for tag, _, step in shown] == [(f"samples/{i}", step) for step in (2, 4) for i in (0, 1)]
-    assert all(f"    {lines[3][part]}\n" in shown[3][1] for part in ("prompt", "text"))
-    assert all(shown_by_others == [] for _, shown_by_others in others)
+    assert [(tag, step) for tag, _, step in logged] == [(f"samples/{i}", step) for step in (2, 4) for i in (0, 1)]
+    assert all(f"    {lines[3][part]}\n" in logged[3][1] for part in ("prompt", "text"))
+    assert all(logged_by_other == [] for _, logged_by_other in others)
 
 
-def _trained(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
+def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
     import torch
     from lightning.pytorch.loggers import CSVLogger, Logger
 
     from lightning_megatron import GenerationOptions, SampleText
 
-    shown: list[tuple[str, str, int]] = []
+    logged: list[tuple[str, str, int]] = []
 
-    class Showing(Logger):
-        """As TensorBoard's, of which only rank 0 writes."""
+    class TextLogger(Logger):
+        """Like TensorBoard's logger; only rank 0 writes."""
 
-        name, version = "showing", 0
-        experiment = SimpleNamespace(add_text=lambda *what: shown.append(what))
+        name, version = "text", 0
+        experiment = SimpleNamespace(add_text=lambda *arguments: logged.append(arguments))
 
         def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
 
@@ -55,26 +55,26 @@ def _trained(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]
 
     module, options = module_of(case), GenerationOptions(max_new_tokens=6, eos_token_id=())
     sample = SampleText(tokenizer, PROMPTS, every_n_steps=2, generation=options)
-    loggers = [Showing(), CSVLogger(folder, name="", version="csv")]
+    loggers = [TextLogger(), CSVLogger(folder, name="", version="csv")]
     trainer_of(case, callbacks=[sample], logger=loggers).fit(module, loader_of(case))
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     rows = module.generate(torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=())
-    return [rows[0].tolist(), rows[1, 2:].tolist()], shown
+    return [rows[0].tolist(), rows[1, 2:].tolist()], logged
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_without_a_logger_the_texts_are_printed_and_their_time_is_not_counted(tokenizer: Path, model: str) -> None:
-    out, metrics = run_ranks(_printed, 1, Case(steps=2, model=model), tokenizer)[0]
+def test_samples_are_printed_without_logger_and_not_timed(tokenizer: Path, model: str) -> None:
+    out, metrics = run_ranks(_train_without_logger, 1, Case(steps=2, model=model), tokenizer)[0]
     samples = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(" -> ")[0] for line in samples] == ["step 1: 'w11'", "step 2: 'w11'"]
     # The module's own options.
     assert all(line.split(" -> ")[1].count("w") == 3 for line in samples)
-    # Steps in which texts were written are none to measure.
+    # Steps with samples are excluded from throughput.
     assert "train_loss" in metrics
     assert "tokens_per_s" not in metrics
 
 
-def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
+def _train_without_logger(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
     import contextlib
     import io
 
@@ -83,7 +83,7 @@ def _printed(case: Case, tokenizer: Path) -> tuple[str, dict[str, Any]]:
     from lightning_megatron import ConfigError, GenerationOptions, SampleText, ThroughputMonitor
 
     module, out = module_of(case, generation=GenerationOptions(max_new_tokens=3)), io.StringIO()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer will do as well as its folder
+    loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer is accepted like its directory
     if case.model != "t5":
         trainer = trainer_of(case, callbacks=[SampleText(loaded, ["w1", " ".join(["w1"] * 17)])])
         with pytest.raises(ConfigError, match="need more positions than the model's max_position_embeddings=16"):

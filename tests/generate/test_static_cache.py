@@ -1,4 +1,4 @@
-"""Steps of one shape, replayed as CUDA graphs, write the same texts; on a CPU a tape stands for graphs."""
+"""Static KV cache: decoding steps replayed as CUDA graphs; on a CPU, tapes stand in for graphs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.parity.training import Case, Layout, refusal
 
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
 EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi", "gemma2")
-WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
 
 
 @pytest.mark.parametrize(
@@ -38,34 +38,34 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences":
     ],
     ids=str,
 )
-def test_recorded_steps_write_what_hugging_face_writes(layout: Layout, models: tuple[str, ...]) -> None:
+def test_recorded_steps_equal_hugging_face(layout: Layout, models: tuple[str, ...]) -> None:
     calls = [make_call(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
-    for answers, counts in run_with_models(_recorded, layout, calls, 1024):
-        for call, actual in zip(calls, answers, strict=True):
+    for sequences, counts in run_with_models(_record, layout, calls, 1024):
+        for call, actual in zip(calls, sequences, strict=True):
             assert actual.tolist() == hf_output(call).tolist(), call.model
-        # One step prepares, the eight that follow are replayed; each chunk and each group of rows has a recording.
+        # One step warms up, eight are replayed; one recording for each model chunk and group of rows.
         works = layout.vpp or layout.pp
         assert counts == [(works, works, 8 * works)] * len(calls)
 
 
-def test_texts_outgrow_what_steps_look_at() -> None:
-    plain = [make_call(name, max_new_tokens=16, **way, **NO_END) for name in ("mistral", "bloom") for way in WAYS]
+def test_attention_window_grows_with_the_sequences() -> None:
+    plain = [make_call(name, max_new_tokens=16, **o, **NO_END) for name in ("mistral", "bloom") for o in OPTIONS]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
-    ((answers, counts),) = run_with_models(_recorded, Layout(), plain + static, 8)
-    for call, growing, fixed in zip(plain, answers[: len(plain)], answers[len(plain) :], strict=True):
+    ((sequences, counts),) = run_with_models(_record, Layout(), plain + static, 8)
+    for call, growing, fixed in zip(plain, sequences[: len(plain)], sequences[len(plain) :], strict=True):
         assert torch.equal(growing, fixed), (call.model, call.options)
-    # Places 7 to 21 are looked at in 8 slots, then 16, then all 24: each starts with a step that prepares.
+    # Positions 7 to 21 need windows of 8, 16 and all 24 slots; each window starts with a warm-up step.
     assert counts == [(3, 2, 12)] * len(static)
 
 
-def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_to_gain() -> None:
+def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    # Frequencies by the text's length, and experts whose tokens the host counts.
-    unlike = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-    assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(unlike)
-    asked = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
-    found = [uses_static_cache(said, new, model_of("llama"), at) for said, new, at in asked]
-    assert found == [False, False, True, False]
+    # Frequencies depend on the length; the host counts tokens per expert.
+    dynamic = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(dynamic)
+    cases = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
+    defaults = [uses_static_cache(option, new, model_of("llama"), device) for option, new, device in cases]
+    assert defaults == [False, False, True, False]
     for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "cross-attention")):
         with pytest.raises(ConfigError, match=f"static_cache=True: .* {reason}"):
             uses_static_cache(True, 8, model_of(name), gpu)
@@ -86,31 +86,31 @@ def test_gpus_replay_every_model_whose_steps_are_alike_where_tokens_are_enough_t
     ],
     ids=str,
 )
-def test_graphs_write_what_their_kernels_write(layout: Layout, models: tuple[str, ...], precision: str) -> None:
-    calls = [make_call(name, max_new_tokens=12, **way, **NO_END) for name in models for way in WAYS]
-    for found in run_with_models(_three_ways, layout, calls, precision=precision, accelerator="gpu"):
-        for call, (growing, kernels, graphs, (before, after)) in zip(calls, found, strict=True):
+def test_graphs_equal_their_kernels(layout: Layout, models: tuple[str, ...], precision: str) -> None:
+    calls = [make_call(name, max_new_tokens=12, **o, **NO_END) for name in models for o in OPTIONS]
+    for results in run_with_models(_generate_three_times, layout, calls, precision=precision, accelerator="gpu"):
+        for call, (growing, kernels, graphs, (before, after)) in zip(calls, results, strict=True):
             assert after == before, call.model
             assert torch.equal(graphs, kernels), (call.model, call.options)
-            # In 16 bits other kernels round otherwise, and a tie of two tokens may be broken the other way.
+            # In bf16, other kernels round differently, which may break ties between tokens differently.
             if precision == "32-true":
                 assert torch.equal(graphs, growing), (call.model, call.options)
 
 
 @pytest.mark.gpu(1)
-def test_a_step_that_cannot_be_recorded_is_refused_and_runs_kernel_by_kernel() -> None:
+def test_uncapturable_step_is_refused_and_runs_without_graphs() -> None:
     call = make_call("llama", max_new_tokens=8, **NO_END)
-    ((before, refusal, after),) = run_with_models(_steps_that_ask, Layout(), [call], accelerator="gpu")
-    assert "static_cache: expected steps that CUDA can capture as a graph, got: " in refusal
-    assert "set static_cache=False" in refusal
+    ((before, error, after),) = run_with_models(_synchronize_in_steps, Layout(), [call], accelerator="gpu")
+    assert "static_cache: expected steps that CUDA can capture as a graph, got: " in error
+    assert "set static_cache=False" in error
     assert torch.equal(before, after)
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any:
-    """Answers, and what was recorded."""
+def _record(directory: str, case: Case, calls: list[Call], window: int) -> Any:
+    """Sequences, and the counts of each recorder."""
     from lightning_megatron.generate import pipeline
 
     recorders: list[TapeRecorder] = []
@@ -123,42 +123,42 @@ def _recorded(directory: str, case: Case, calls: list[Call], window: int) -> Any
     return generate_on_ranks(directory, case, calls), [recorder.counts for recorder in recorders]
 
 
-def _three_ways(directory: str, case: Case, calls: list[Call]) -> list[Any]:
-    """Growing caches, static ones kernel by kernel, by graphs; and the memory after each such call."""
+def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list[Any]:
+    """Sequences of growing caches, of static ones without graphs and with; memory after each call with graphs."""
     from lightning_megatron.generate import pipeline
 
     graph_recorder = pipeline.graph_recorder
     modules = {name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)}
-    found = []
+    results = []
     for call in calls:
-        write = _writer(modules[call.model], call)
-        growing = write(False)
+        generate = _generator(modules[call.model], call)
+        growing = generate(False)
         pipeline.graph_recorder = lambda device: None
-        kernels = write(True)
+        kernels = generate(True)
         pipeline.graph_recorder = graph_recorder
         memory = []
-        for _ in range(3):  # the first call leaves compiled kernels and libraries' workspaces behind
-            graphs = write(True)
+        for _ in range(3):  # the first call allocates compiled kernels and library workspaces
+            graphs = generate(True)
             torch.cuda.empty_cache()
             memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        found.append((growing, kernels, graphs, memory[1:]))
-    return found
+        results.append((growing, kernels, graphs, memory[1:]))
+    return results
 
 
-def _steps_that_ask(directory: str, case: Case, calls: list[Call]) -> Any:
-    """What is said where a step asks the device for a number while it is recorded, and what is written without."""
+def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
+    """The error when recorded steps synchronize with the device, and the sequences before and without graphs."""
     from lightning_megatron.engine.fillers.attention import TokenStep
 
-    write = _writer(set_up(directory, case, calls[0].model), calls[0])
-    before, original = write(False), TokenStep.additive_mask
+    generate = _generator(set_up(directory, case, calls[0].model), calls[0])
+    before, original = generate(False), TokenStep.additive_mask
 
-    def asking(self: TokenStep, *args: Any) -> torch.Tensor:
+    def synchronize(self: TokenStep, *args: Any) -> torch.Tensor:
         self.slot.item()
         return original(self, *args)
 
-    TokenStep.additive_mask = asking  # type: ignore[method-assign]
-    return before, refusal(write, True), write(False)
+    TokenStep.additive_mask = synchronize  # type: ignore[method-assign]
+    return before, refusal(generate, True), generate(False)
 
 
-def _writer(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:
+def _generator(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:
     return lambda static: module.generate(call.input_ids, call.attention_mask, static_cache=static, **call.options)
