@@ -1,4 +1,4 @@
-"""Commands run in ranks, where Lightning and the engine are loaded already."""
+"""Run commands in ranks, which have Lightning and the engine preloaded."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 
 
 def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int, str, str]:
-    """Run a command in ``folder``, alone or as ``ranks`` processes of torchrun.
+    """Run a command in ``folder``, in one process or as ``ranks`` processes of torchrun.
 
     Returns:
         Exit code, stdout and stderr of the first process. The others must print nothing to stdout.
@@ -24,13 +24,13 @@ def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int
 
 
 def run_all(folder: Path | str, commands: Iterable[Iterable[object]]) -> list[tuple[int, str, str]]:
-    """What each of ``commands`` ends with, one after the other in one process: cheap, for those that are refused."""
+    """Run commands one after another in one process, which is cheap for refused ones; returns as ``run_cli``."""
     (results,) = run_ranks(run_here, 1, str(folder), [[str(each) for each in arguments] for arguments in commands])
     return list(results)
 
 
 def run_here(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    """As ``run_all``, in the rank that calls."""
+    """Like ``run_all``, in the calling rank."""
     if os.environ.get("WORLD_SIZE") == "1":
         leave_torchrun()
     os.chdir(folder)
@@ -46,19 +46,19 @@ def _main(arguments: list[str]) -> tuple[int, str, str]:
         warnings.filterwarnings("ignore", "The `srun` command")
         try:
             code = main(arguments)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        except SystemExit as error:
+            code = int(error.code or 0)
     return code, out.getvalue(), err.getvalue()
 
 
 def leave_torchrun() -> None:
-    """Make this rank a process that a user has started by hand."""
+    """Remove torchrun's variables, as if a user had started this process by hand."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
 
 
 def instantiate(folder: str, *arguments: str) -> Any:
-    """The ``MegatronCLI`` of ``arguments``, with its Trainer, module and data; nothing is run."""
+    """``MegatronCLI`` of ``arguments`` with its Trainer, module and data; runs nothing."""
     from lightning_megatron.cli.train import MegatronCLI
 
     leave_torchrun()
@@ -67,7 +67,7 @@ def instantiate(folder: str, *arguments: str) -> Any:
 
 
 def _send_logs_to(stream: io.StringIO) -> None:
-    """Lightning's handlers hold the stream that was stderr at import."""
+    """Redirect Lightning's log handlers, which hold the stderr of import time."""
     import logging
 
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):

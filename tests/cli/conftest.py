@@ -9,7 +9,7 @@ from tests.cli.corpus import VOCAB_SIZE
 
 @pytest.fixture(scope="session")
 def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2 in all formats, with its tokenizer, and others without."""
+    """A tiny GPT-2 in all formats, one with its tokenizer; a T5 and a BERT without."""
     import transformers as hf
 
     from tests.families.parity import tiny_model

@@ -1,4 +1,4 @@
-"""A corpus of a few thousand words, made by the commands under test, for tests that need a dataset on disk."""
+"""Small datasets on disk, made by the commands under test."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def make_sentences(folder: Path, kind: str, text: Path, vocab_size: int = 512) -> Path:
-    """The same in sentences, with the special tokens of ``kind``; the tokenizer is in ``folder / "tok"``."""
+    """Like ``make_corpus``, in sentences, with the special tokens of ``kind``; the tokenizer is ``folder / "tok"``."""
     options = _words("--input", text, "--vocab-size", vocab_size, "--output", folder / "tok", "--kind", kind)
     assert main(["train-tokenizer", *options]) == 0
     options = _words("--input", text, "--output-prefix", folder / "corpus", "--tokenizer", folder / "tok")

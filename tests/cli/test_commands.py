@@ -1,4 +1,4 @@
-"""Help at once, one line for a mistake, exit codes, and who speaks for all ranks."""
+"""Fast help, exit codes, error messages, and which rank reports an error."""
 
 import os
 import subprocess
@@ -21,14 +21,14 @@ from lightning_megatron.cli import main
 for words in ([], *([name] for name in sys.argv[1:])):
     try:
         code = main([*words, "--help"])
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as error:
+        code = error.code
     assert not code
 print(time.process_time(), [name for name in ("torch", "transformers", "lightning") if name in sys.modules])
 """
 
 
-def test_help_of_every_command_is_there_at_once_and_complete() -> None:
+def test_help_of_every_command_is_fast_and_complete() -> None:
     done = subprocess.run([sys.executable, "-c", _ALL_HELP, *COMMANDS], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     *text, last = done.stdout.splitlines()
@@ -45,10 +45,10 @@ def test_help_of_every_command_is_there_at_once_and_complete() -> None:
 
 
 @pytest.mark.parametrize("in_trainer", [False, True])
-def test_an_interrupt_is_one_line_and_what_shells_expect(
+def test_interrupt_prints_one_line_and_exits_with_130(
     in_trainer: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> str:
+    def interrupt() -> str:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -56,24 +56,24 @@ def test_an_interrupt_is_one_line_and_what_shells_expect(
                 sys.exit(1)  # lightning 2.6, pytorch/trainer/call.py
             raise
 
-    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupted)
+    monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", interrupt)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_output_that_nobody_reads_ends_the_command_without_a_word(
+def test_closed_output_pipe_ends_the_command_silently(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def report() -> str:
         if not pipes:
-            raise BrokenPipeError  # another pipe's: a defect
+            raise BrokenPipeError  # of another pipe than stdout: a bug
         os.close(pipes.pop())
         return "to nowhere"
 
     monkeypatch.setattr("lightning_megatron.cli.doctor.report_installation", report)
-    end, beginning = os.pipe()
-    pipes = [end]
-    with open(beginning, "w") as output:
+    reading, writing = os.pipe()
+    pipes = [reading]
+    with open(writing, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         assert main(["doctor"]) == 141
         with pytest.raises(BrokenPipeError):
@@ -88,46 +88,47 @@ def _fail_while_connected() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    atexit.register(print, "the interpreter took itself apart")
+    atexit.register(print, "atexit handlers ran")
     with patch("lightning_megatron.cli.commands.main", lambda: 2):
         program()
 
 
-def test_a_failed_rank_ends_at_once_and_leaves_nothing_to_its_threads() -> None:
-    # It leaves no result either: os._exit skips whatever would have written one.
+def test_failed_rank_exits_without_interpreter_shutdown() -> None:
+    # There is no result either, because os._exit skips sending one.
     with pytest.raises(RankError, match="died without a result") as caught:
         run_ranks(_fail_while_connected, 2)
-    assert "took itself apart" not in str(caught.value)
+    assert "atexit handlers ran" not in str(caught.value)
 
 
-# ---- in which words a mistake is told --------------------------------------------------------------------
+# ---- error messages -------------------------------------------------------------------------------------------------
 
 
-def test_what_our_errors_have_caused_is_the_users_and_what_was_met_while_handling_one_is_not() -> None:
-    explained, met = ValueError("not valid"), RuntimeError("defect")
-    explained.__cause__ = met.__context__ = ConfigError("lr=-1\n must be positive")
-    assert errors.user_error(explained) == "lr=-1 must be positive"
-    assert errors.user_error(met) is None
+def test_user_error_follows_causes_but_not_contexts() -> None:
+    caused, unrelated = ValueError("not valid"), RuntimeError("bug")
+    caused.__cause__ = unrelated.__context__ = ConfigError("lr=-1\n must be positive")
+    assert errors.user_error(caused) == "lr=-1 must be positive"
+    assert errors.user_error(unrelated) is None
     with pytest.raises(RuntimeError) as misspelled:
         EarlyStopping("val_los")._validate_condition_metric({})
     assert "conditioned on metric `val_los` which is not available" in (errors.user_error(misspelled.value) or "")
 
 
-def test_options_are_named_as_they_are_typed_but_not_within_paths_and_other_names() -> None:
+def test_messages_name_options_as_typed_except_inside_paths() -> None:
     message = "top_k=3 is more than top_k allows, set do_sample=True; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
     typed = "--top-k 3 is more than --top-k allows, set --sample; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
     assert errors.with_cli_flags(message, _parser()[1]["generate"]) == typed
 
 
-def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_reports_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_REPORT_DELAY_SECONDS", 0.2)
-    for rank, said in (("0", "tp=3 is wrong"), ("2", "local rank 2: tp=3 is wrong")):  # 2: nobody else ended the job
+    # Rank 2 reports because no other rank ends the job.
+    for rank, message in (("0", "tp=3 is wrong"), ("2", "local rank 2: tp=3 is wrong")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert errors.report("tp=3 is wrong") == 2
-        assert capsys.readouterr().err == f"error: {said}\n"
+        assert capsys.readouterr().err == f"error: {message}\n"
     child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.errors import report; report('x')"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); import time; time.sleep(1)"
-    # stderr is a pipe that both hold: run() returns when the child, too, has ended.
+    # Both processes hold stderr, so run() returns only after the child has ended.
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.stderr == ""
 
@@ -135,7 +136,7 @@ def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch
 # ---- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_shows_versions_devices_slots_and_what_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_versions_slots_and_optional_packages(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     from lightning_megatron.engine.fillers.choice import slot_report

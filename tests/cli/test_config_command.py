@@ -1,4 +1,4 @@
-"""``config`` writes what the answers, Accelerate's file or a template say, and refuses what cannot run."""
+"""``config`` writes a configuration from answers, an Accelerate config or a template, and refuses invalid ones."""
 
 import io
 import json
@@ -37,11 +37,12 @@ NEW = {key: value for key, value in OLD.items() if value not in ({}, None)} | ya
 
 
 def with_keys(**changed: Any) -> dict[str, Any]:
-    """The flat file with other values; None removes a key."""
+    """The flat Accelerate config with changed values; None removes a key."""
     return {key: value for key, value in {**FLAT, **changed}.items() if value is not None}
 
 
-def imported(folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".yaml") -> tuple[int, Path, Any]:
+def convert(folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".yaml") -> tuple[int, Path, Any]:
+    """Convert an Accelerate config; returns exit code, path of the result, and output."""
     source, output = folder / f"accelerate{suffix}", folder / "config.yaml"
     source.write_text(json.dumps(fields, indent="\t") if suffix == ".json" else yaml.safe_dump(fields))
     code = main(["config", "--from-accelerate", str(source), "--output", str(output)])
@@ -51,10 +52,10 @@ def imported(folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".
 @pytest.mark.parametrize(
     ("fields", "suffix"), [(STRINGS, ".yaml"), (OLD, ".json")], ids=["strings, indentation lost", "json"]
 )  # fmt: skip
-def test_accelerates_file_says_the_same_in_every_form(
+def test_accelerate_config_is_read_in_every_form(
     fields: dict[str, Any], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output, printed = imported(tmp_path, fields, capsys, suffix)
+    code, output, printed = convert(tmp_path, fields, capsys, suffix)
     assert (code, printed.err) == (0, "")
     trainer = yaml.safe_load(output.read_text())["trainer"]
     assert trainer.pop("strategy")["init_args"] == {
@@ -68,14 +69,14 @@ def test_accelerates_file_says_the_same_in_every_form(
     assert f"\n  torchrun --nproc-per-node=8 -m lightning_megatron fit --config {output}\n" in printed.out
 
 
-def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, printed = imported(tmp_path, NEW, capsys)
+def test_accelerate_config_with_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, printed = convert(tmp_path, NEW, capsys)
     assert (code, printed.err) == (0, "")
     fields = yaml.safe_load(output.read_text())
     strategy = fields["trainer"].pop("strategy")["init_args"]
     expected = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 3, "cp": 1}
-    unsaid = {"distributed_optimizer": False, "sequence_parallel": False}  # what Accelerate does then
-    assert strategy | expected | unsaid | {"load_weights_only": True} == strategy
+    defaults = {"distributed_optimizer": False, "sequence_parallel": False}  # of Accelerate
+    assert strategy | expected | defaults | {"load_weights_only": True} == strategy
     expected = {"accelerator": "cpu", "devices": 4, "num_nodes": 2, "precision": "16-mixed", "gradient_clip_val": 0.0}
     assert fields["trainer"] | expected == fields["trainer"]
     assert fields["model"]["init_args"]["position_embedding_type"] == "rotary"
@@ -93,12 +94,12 @@ def test_the_new_keys_and_two_machines(tmp_path: Path, capsys: pytest.CaptureFix
 SAMPLES = {"train_samples": 1000, "lr_warmup_samples": 100, "micro_batch_size": 2, "lr_decay_style": "cosine"}
 
 
-def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """8 processes are 2 copies, of 2 microbatches of 2 rows each: 8 rows a step; or 4 for the first 100 samples."""
+def test_sample_counts_become_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 processes are 2 replicas with 2 microbatches of 2 rows: 8 rows a step; or 4 for the first 100 samples."""
     keys = {f"megatron_lm_{key}": value for key, value in SAMPLES.items()}
-    _, output, printed = imported(tmp_path, with_keys(**keys), capsys)
-    said = "1,000 samples are 125 steps of 8 rows (micro_batch_size=2 x 2 x dp=2)\n"
-    assert f"\nmegatron_lm_train_samples: {said}" in printed.out
+    _, output, printed = convert(tmp_path, with_keys(**keys), capsys)
+    message = "1,000 samples are 125 steps of 8 rows (micro_batch_size=2 x 2 x dp=2)\n"
+    assert f"\nmegatron_lm_train_samples: {message}" in printed.out
     assert "100 samples are 12 steps of 8 rows (micro_batch_size=2 x 2 x dp=2), and 4 are left over\n" in printed.out
     model, trainer = (yaml.safe_load(output.read_text())[name] for name in ("model", "trainer"))
     assert trainer["max_steps"] == 125
@@ -106,14 +107,14 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
     assert model["init_args"]["lr_schedule"] == schedule
     output.unlink()
     ramp = with_keys(**keys, megatron_lm_rampup_batch_size="4 4 100", gpu_ids="0,1")
-    _, output, printed = imported(tmp_path, ramp, capsys)
+    _, output, printed = convert(tmp_path, ramp, capsys)
     assert "  CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node=8 -m lightning" in printed.out
     assert "samples are 137 steps of 4 rows, growing to 8 rows (micro_batch_size=2 x 2 x dp=2), and 4" in printed.out
     assert yaml.safe_load(output.read_text())["data"]["init_args"]["rampup_batch_size"] == [4, 4, 100]
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changes", "message"),
     [
         ({"megatron_lm_tp_degre": 2}, "megatron_lm_tp_degre is not among the keys .*; did you mean megatron_lm_tp_deg"),
         ({"megatron_lm_tp_degree": 3}, "world size 8 .* is not a multiple of tp=3 x pp=2"),
@@ -126,16 +127,17 @@ def test_lengths_in_samples_become_steps(tmp_path: Path, capsys: pytest.CaptureF
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_taken_over_is_one_line_and_nothing_is_written(
-    changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_unsupported_accelerate_config_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output, printed = imported(tmp_path, with_keys(**changed), capsys)
+    code, output, printed = convert(tmp_path, with_keys(**changes), capsys)
     assert (code, printed.err.count("\n")) == (2, 1)
-    assert re.search(says, printed.err), printed.err
+    assert re.search(message, printed.err), printed.err
     assert not output.exists()
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = False) -> None:
+    """Give ``answers`` to stdin, one per line."""
     stdin = io.StringIO("".join(f"{each}\n" for each in answers))
     monkeypatch.setattr(stdin, "isatty", lambda: terminal)
     monkeypatch.setattr("sys.stdin", stdin)
@@ -145,21 +147,21 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = Fals
 LAYOUT = ("gpt2", "cpu", "", "2", "", "2", "", "no", "n", "0.5", "8", "bf16")
 
 
-def test_answers_become_a_yaml_and_a_wrong_one_is_asked_again_at_a_terminal(
+def test_answers_become_yaml_and_terminals_ask_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    written = []
+    configs = []
     for terminal, wrong in ((False, ()), (True, ("many", "5"))):
         answer(monkeypatch, *LAYOUT[:3], *wrong, *LAYOUT[3:], "data/x", "512", "", "", "77", terminal=terminal)
         assert main(["config", "--overwrite"]) == 0
-        written.append(Path("config.yaml").read_text())
+        configs.append(Path("config.yaml").read_text())
         out = capsys.readouterr().out
         assert terminal or "\ntp: tensor parallel size: " in out
     assert "  trainer.strategy.tp: expected an integer of at least 1, got 'many'\n" in out
     assert "  tp=5 does not divide num_attention_heads=12" in out
-    assert written[0] == written[1]
-    trainer, model, data = (yaml.safe_load(written[0])[name] for name in ("trainer", "model", "data"))
+    assert configs[0] == configs[1]
+    trainer, model, data = (yaml.safe_load(configs[0])[name] for name in ("trainer", "model", "data"))
     assert trainer.pop("strategy")["init_args"] == {
         **{"tp": 2, "pp": 2, "num_microbatches": 2, "sequence_parallel": True},
         **{"distributed_optimizer": False, "recompute": None},
@@ -170,11 +172,11 @@ def test_answers_become_a_yaml_and_a_wrong_one_is_asked_again_at_a_terminal(
     assert data["init_args"] | {"data_path": "data/x", "seq_length": 512, "micro_batch_size": 4} == data["init_args"]
 
 
-def test_a_wrong_answer_from_a_pipe_is_one_line(
+def test_wrong_answer_from_a_pipe_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for answers, says in (
+    for answers, message in (
         (("gpt2", "cpu", "", "5"), "tp=5 does not divide num_attention_heads=12; choose tp from 1, 2, 3, 4, 6, 12"),
         ((*LAYOUT[:10], "6"), "world size 6 (devices x num_nodes) is not a multiple of tp=2 x pp=2 = 4; use 8"),
         (("gpt2", "cpu"), "trainer.num_nodes: expected an answer, got the end of the input (default: 1)"),
@@ -182,11 +184,11 @@ def test_a_wrong_answer_from_a_pipe_is_one_line(
         answer(monkeypatch, *answers)
         assert main(["config"]) == 2
         error = capsys.readouterr().err
-        assert (says in error, error.count("\n")) == (True, 1), error
+        assert (message in error, error.count("\n")) == (True, 1), error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_model_directory_is_fine_tuned_on_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
     folder.mkdir()
@@ -200,7 +202,7 @@ def test_what_model_and_data_need_is_asked_for(tmp_path: Path, monkeypatch: pyte
     assert (data["class_path"], data["init_args"]["tokenizer"]) == ("InstructionDataModule", "model")
 
 
-def test_a_template_is_written_and_a_file_replaced_only_when_told_so(
+def test_template_is_written_and_files_are_replaced_only_with_overwrite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -209,9 +211,9 @@ def test_a_template_is_written_and_a_file_replaced_only_when_told_so(
     names = ", ".join(sorted(each.stem for each in (ROOT / "configs").glob("*.yaml")))
     exists = "--output config.yaml exists; give another name, or --overwrite"
     unknown = f"--template gpt5 is unknown; choose from {names}"
-    for arguments, says in (("", exists), ("--template gpt2_small", exists), ("--template gpt5", unknown)):
+    for arguments, message in (("", exists), ("--template gpt2_small", exists), ("--template gpt5", unknown)):
         assert main(["config", *arguments.split()]) == 2
-        assert capsys.readouterr().err == f"error: {says}\n"
+        assert capsys.readouterr().err == f"error: {message}\n"
     assert file.read_text() == "mine"
     assert main(["config", "--template", "llama_1b", "--overwrite"]) == 0
     assert yaml.safe_load(file.read_text()) == yaml.safe_load((ROOT / "configs/llama_1b.yaml").read_text())

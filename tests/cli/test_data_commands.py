@@ -1,4 +1,4 @@
-"""Commands on corpora, datasets and weights: what they say they wrote, and that a mistake leaves nothing behind."""
+"""Commands on corpora, datasets and weights: their reports, and cleanup after SIGTERM."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def _documents(prefix: Path | str) -> list[list[int]]:
 # ---- text to datasets -----------------------------------------------------------------------------------------------
 
 
-def test_preprocess_says_what_it_wrote(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_reports_its_output(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "preprocess --append-eod --input {}/text --tokenizer {}/tok --output-prefix {}"
     assert main(line.format(corpus.parent, corpus.parent, tmp_path / "x").split()) == 0
     tokens, size = sum(map(len, _documents(corpus))), sum(file.stat().st_size for file in corpus.parent.glob("text/*"))
@@ -40,16 +40,15 @@ def test_preprocess_says_what_it_wrote(corpus: Path, tmp_path: Path, capsys: pyt
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32), and files that are none."""
+    """Working directory with the datasets ``new`` (uint16) and ``old`` (legacy, int32)."""
     monkeypatch.chdir(tmp_path)
     with dataset_writers("new", np.dtype("<u2")) as (writer,):
         writer.add_documents(np.array([1, 2, 3], dtype="<u2").tobytes(), [2, 1])
     write_legacy(Path("old"), [[[1, 2]], [[3]]])
-    (tmp_path / "notes.txt").write_text("a corpus")
     return tmp_path
 
 
-def test_merge_and_convert_dataset_say_what_they_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_and_convert_dataset_report_their_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", "--input", "new", "old", "--output-prefix", "sub/both"]) == 0
     assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 0
     assert capsys.readouterr().out == (
@@ -77,7 +76,7 @@ def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.Captur
     assert document["text"].startswith(beginnings[0])
 
 
-def test_terminals_without_unicode_are_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_prints_to_ascii_terminals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with dataset_writers("long", np.dtype("<u2")) as (writer,):
         writer.add_documents(bytes(2 * 100), [100])
     written = io.BytesIO()
@@ -104,7 +103,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("megatron-legacy", "Megatron-LM loads it as a release, and starts at iteration 0"),
     ],
 )
-def test_convert_says_what_it_wrote_and_what_that_is_for(
+def test_convert_reports_its_output_and_use(
     source: Path, tmp_path: Path, to: str, hint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
@@ -112,14 +111,14 @@ def test_convert_says_what_it_wrote_and_what_that_is_for(
     assert main(["convert", "--load-path", str(source), "--save-path", there, "--to", to, *layout]) == 0
     assert capfd.readouterr().out.splitlines()[1] == f"It holds weights only: {hint.format(there)}"
     assert main(["convert", "--load-path", there, "--save-path", back, "--to", "hf", "--max-shard-size", "20KB"]) == 0
-    shown, files = capfd.readouterr(), list(Path(back).iterdir())
+    printed, files = capfd.readouterr(), list(Path(back).iterdir())
     size = readable_size(sum(file.stat().st_size for file in files))
-    written = rf"{re.escape(back)}: {len(files)} files, {size}, from .+ {re.escape(there)}, in \d+\.\d s \(.+/s\)\n"
-    assert re.fullmatch(written, shown.out)
-    assert "converting" not in shown.err, "a progress bar, and standard error is no terminal"
+    report = rf"{re.escape(back)}: {len(files)} files, {size}, from .+ {re.escape(there)}, in \d+\.\d s \(.+/s\)\n"
+    assert re.fullmatch(report, printed.out)
+    assert "converting" not in printed.err, "a progress bar although stderr is not a terminal"
 
 
-def test_sigterm_leaves_nothing_of_a_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_removes_a_partial_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatron.convert.hugging_face import HuggingFaceSource
 
     def read(*_: object) -> None:

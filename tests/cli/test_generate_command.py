@@ -1,4 +1,4 @@
-"""The command ``generate`` prints what Hugging Face writes, from any checkpoint."""
+"""The command ``generate`` prints the completions of transformers, from any checkpoint."""
 
 import io
 import json
@@ -18,49 +18,49 @@ PROMPTS = ("w1 w5", "w90 w7 w11 w3 w2")
 
 
 def _generate(*arguments: object, ranks: int = 1) -> str:
-    """What the command prints."""
+    """Output of the command."""
     code, out, err = run_cli(".", "generate", *arguments, ranks=ranks)
     assert code == 0, err
     return out
 
 
-def _by_hugging_face(folder: Path, **options: Any) -> str:
+def _hf_completions(folder: Path, **options: Any) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    texts = []
+    completions = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        written = model.generate(ids, do_sample=False, pad_token_id=0, **options)
-        texts += [tokenizer.decode(row, skip_special_tokens=True) for row in written]
-    return "\n\n".join(texts) + "\n"
+        sequences = model.generate(ids, do_sample=False, pad_token_id=0, **options)
+        completions += [tokenizer.decode(row, skip_special_tokens=True) for row in sequences]
+    return "\n\n".join(completions) + "\n"
 
 
 BEAMS = {"num_beams": 4, "early_stopping": True, "length_penalty": -1.0, "num_return_sequences": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "how"), [("hf", 1, 1, BEAMS), ("run.ckpt", 2, 1, {}), ("legacy", 1, 2, {})]
+    ("name", "tp", "pp", "search"), [("hf", 1, 1, BEAMS), ("run.ckpt", 2, 1, {}), ("legacy", 1, 2, {})]
 )
-def test_prompts_are_continued_from_every_kind_of_checkpoint(
-    checkpoints: Path, name: str, tp: int, pp: int, how: dict[str, Any]
+def test_completions_of_every_checkpoint_format_equal_hugging_face(
+    checkpoints: Path, name: str, tp: int, pp: int, search: dict[str, Any]
 ) -> None:
-    options = [word for key, value in how.items() for word in (f"--{key.replace('_', '-')}", str(value).lower())]
+    options = [word for key, value in search.items() for word in (f"--{key.replace('_', '-')}", str(value).lower())]
     out = _generate(
         *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu", *options),
         *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
         ranks=tp * pp,
     )
-    assert out == _by_hugging_face(checkpoints / "hf", max_new_tokens=6, **how)
+    assert out == _hf_completions(checkpoints / "hf", max_new_tokens=6, **search)
 
 
 @pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
-def test_gpus_write_what_hugging_face_writes(checkpoints: Path, tp: int) -> None:
+def test_completions_on_gpus_equal_hugging_face(checkpoints: Path, tp: int) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 12, "--tp", tp, "--prompt", *PROMPTS)
-    assert _generate(*common, ranks=tp) == _by_hugging_face(checkpoints / "hf", max_new_tokens=12)
+    assert _generate(*common, ranks=tp) == _hf_completions(checkpoints / "hf", max_new_tokens=12)
 
 
-def test_gpus_compute_in_the_dtype_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_precision_on_gpus_is_that_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -69,35 +69,35 @@ def test_gpus_compute_in_the_dtype_of_the_weights(monkeypatch: pytest.MonkeyPatc
         assert [_default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == ["32-true", on_gpu]
 
 
-def test_a_text_ends_behind_a_stop_text_and_the_seed_draws_it(checkpoints: Path) -> None:
+def test_stop_string_ends_a_completion_and_seed_fixes_sampling(checkpoints: Path) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--temperature", 2)
-    whole = _generate(*common)
-    assert whole == _generate(*common) != _generate(*common, "--seed", 1)
-    new = whole.rstrip("\n")[len(PROMPTS[0]) :]
+    complete = _generate(*common)
+    assert complete == _generate(*common) != _generate(*common, "--seed", 1)
+    new = complete.rstrip("\n")[len(PROMPTS[0]) :]
     stop = new[4:6]
     assert _generate(*common, "--stop", stop) == f"{PROMPTS[0]}{new[: new.index(stop) + 2]}\n"
 
 
-def test_prompts_of_a_file_are_continued_in_batches_and_written_for_programs(checkpoints: Path, tmp_path: Path) -> None:
+def test_prompt_file_in_batches_with_json_output(checkpoints: Path, tmp_path: Path) -> None:
     prompts = [*PROMPTS, 'w3 "\u00e9"']
-    # As some editors write it.
+    # With a byte order mark, carriage returns and an empty line, as from some editors.
     (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeff" + prompts[0], "", *prompts[1:], ""]).encode())
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 5)
     out = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["prompt"] for line in lines] == prompts
-    together = _generate(*common, "--prompt", *prompts, "--static-cache")
-    assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == together
+    printed = _generate(*common, "--prompt", *prompts, "--static-cache")
+    assert "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n" == printed
 
 
-def test_a_streamed_text_is_the_same(checkpoints: Path) -> None:
+def test_streamed_completion_is_the_same(checkpoints: Path) -> None:
     common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--top-k", 40)
     expected = _generate(*common)
     for pp in (1, 2):
         assert _generate(*common, "--accelerator", "cpu", "--pp", pp, "--stream", ranks=pp) == expected
 
 
-def test_a_t5_answers_its_prompts(checkpoints: Path) -> None:
+def test_t5_completion_equals_hugging_face(checkpoints: Path) -> None:
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     model = T5ForConditionalGeneration.from_pretrained(checkpoints / "t5")
@@ -105,12 +105,12 @@ def test_a_t5_answers_its_prompts(checkpoints: Path) -> None:
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0], skip_special_tokens=True)
     common = ("--checkpoint", checkpoints / "t5", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 6)
-    for how in ((), ("--stream",)):
-        assert _generate(*common, "--prompt", PROMPTS[0], *how) == f"{PROMPTS[0]}\n{text}\n"
+    for stream in ((), ("--stream",)):
+        assert _generate(*common, "--prompt", PROMPTS[0], *stream) == f"{PROMPTS[0]}\n{text}\n"
 
 
-class Bytes:
-    """A tokenizer whose tokens are the bytes of UTF-8."""
+class ByteTokenizer:
+    """Tokenizer whose tokens are the bytes of UTF-8."""
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -124,43 +124,40 @@ class Bytes:
         (b"ab.\n\ncd", ("x", ".\n"), ["pa", "b", ".", "\n", "\n"]),
     ],
 )
-def test_a_stream_shows_whole_characters_and_nothing_behind_a_stop_text(
+def test_stream_shows_complete_characters_up_to_a_stop_string(
     text: bytes, stop: tuple[str, ...], pieces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     parts: list[str] = []
-    show = TextWriter(["p"], Bytes(), GenerationOptions(stop_strings=stop), as_json=False, is_t5=False)
+    writer = TextWriter(["p"], ByteTokenizer(), GenerationOptions(stop_strings=stop), as_json=False, is_t5=False)
     monkeypatch.setattr(sys.stdout, "write", parts.append)
     rows = {"input_ids": torch.tensor([list(b"p")]), "attention_mask": torch.ones(1, 1)}
     for token in (*text, -1):
-        show.add(rows, torch.tensor([token]))
-    show.end(rows, torch.tensor([list(b"p" + text)]))
+        writer.add(rows, torch.tensor([token]))
+    writer.end(rows, torch.tensor([list(b"p" + text)]))
     assert [piece for piece in parts if piece] == pieces
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
-def test_characters_that_the_output_lacks_are_escaped_for_programs(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_escapes_characters_that_stdout_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
     rows = {"input_ids": torch.tensor([[33]]), "attention_mask": torch.ones(1, 1)}
-    show = TextWriter(["é "], Bytes(), GenerationOptions(), as_json=True, is_t5=False)
-    show.end(rows, torch.tensor([[33, *"🎉".encode()]]))
-    assert json.loads(raw.getvalue().decode(encoding)) == {"prompt": "é ", "text": "🎉"}
+    writer = TextWriter(["é "], ByteTokenizer(), GenerationOptions(), as_json=True, is_t5=False)
+    writer.end(rows, torch.tensor([[33, *"🎉".encode()]]))
+    assert json.loads(raw.getvalue().decode("latin-1")) == {"prompt": "é ", "text": "🎉"}
 
 
-def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoints: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_config_needs_the_config_option(checkpoints: Path, tmp_path: Path) -> None:
     import torch
 
     from tests.checkpoint.damage import update_checksums
 
     shutil.copytree(checkpoints / "run.ckpt", tmp_path / "own.ckpt")
     meta = torch.load(tmp_path / "own.ckpt/meta.pt", weights_only=True)
-    # As a run of a model_provider leaves it.
+    # Like a checkpoint of a model_provider.
     torch.save({**meta, "hugging_face_config": None}, tmp_path / "own.ckpt/meta.pt")
     update_checksums(tmp_path / "own.ckpt")
     common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
@@ -168,6 +165,6 @@ def test_a_checkpoint_that_does_not_say_its_model_is_told_by_a_config(checkpoint
     assert code == 2
     assert "(none is saved with a model_provider)" in err
     assert "with --config" in err
-    assert _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json") == _by_hugging_face(
+    assert _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json") == _hf_completions(
         checkpoints / "hf", max_new_tokens=3
     )

@@ -1,4 +1,4 @@
-"""``inspect`` shows what is in a checkpoint, of whatever kind, and runs no code of it."""
+"""``inspect`` shows the contents of every kind of checkpoint without running code from it."""
 
 import argparse
 import json
@@ -43,17 +43,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _text(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> str:
-    """What the command prints, or the line of a mistake."""
+    """Output of the command, or its one-line error message."""
     assert main(["inspect", *map(str, arguments)]) == code
-    shown = capsys.readouterr()
-    assert "this must not run" not in shown.out + shown.err
-    assert code == 0 or shown.err.count("\n") == 1
-    return shown.err if code else shown.out
+    printed = capsys.readouterr()
+    assert "this must not run" not in printed.out + printed.err
+    assert code == 0 or printed.err.count("\n") == 1
+    return printed.err if code else printed.out
 
 
 def _json(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    shown: dict[str, Any] = json.loads(_text(capsys, path, "--json"))
-    return shown
+    info: dict[str, Any] = json.loads(_text(capsys, path, "--json"))
+    return info
 
 
 class _RunsCode:
@@ -61,70 +61,70 @@ class _RunsCode:
         return (print, ("this must not run",))
 
 
-def test_a_checkpoint_of_ours(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = _json(capsys, saved / "a.ckpt")
+def test_inspect_own_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = _json(capsys, saved / "a.ckpt")
 
-    assert shown["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1}
-    assert (shown["global_step"], shown["model"]["hidden_size"]) == (2, HIDDEN)
-    assert (shown["data"]["DatasetDataModule"]["consumed_samples"], list(shown["data"])) == (8, ["DatasetDataModule"])
-    tensors = {each["name"]: each for each in shown["tensors"]}
-    # Layers are stacked, and the vocabulary is padded to a multiple of 8 x tp.
+    assert info["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1}
+    assert (info["global_step"], info["model"]["hidden_size"]) == (2, HIDDEN)
+    assert (info["data"]["DatasetDataModule"]["consumed_samples"], list(info["data"])) == (8, ["DatasetDataModule"])
+    tensors = {each["name"]: each for each in info["tensors"]}
+    # Layers are stacked; the vocabulary is padded to a multiple of 8 x tp.
     assert tensors["decoder.layers.mlp.linear_fc1.weight"]["shape"] == [LAYERS, 4 * HIDDEN, HIDDEN]
     assert tensors["embedding.word_embeddings.weight"]["shape"] == [64, HIDDEN]
-    weights = sum(each["num_bytes"] for each in shown["tensors"] if not each["is_optimizer"])
+    weights = sum(each["num_bytes"] for each in info["tensors"] if not each["is_optimizer"])
     per_layer = 12 * HIDDEN**2 + 13 * HIDDEN
     assert weights == 4 * (LAYERS * per_layer + 2 * HIDDEN + (64 + 16) * HIDDEN)
-    state = sum(each["num_bytes"] for each in shown["tensors"] if each["is_optimizer"])
-    assert state == 3 * weights  # Adam's two moments, and the fp32 weights
+    state = sum(each["num_bytes"] for each in info["tensors"] if each["is_optimizer"])
+    assert state == 3 * weights  # Adam's two moments and the fp32 master weights
     text = _text(capsys, saved / "a.ckpt")
     parts = ("layout", "tp 2, pp 1, cp 1, dp 1", "consumed_samples 8", "exp_avg, exp_avg_sq, param", "[2, 64, 16]")
     assert [part for part in parts if part not in text] == []
 
 
-def test_a_hugging_face_directory_and_one_file_of_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_hugging_face_directory_and_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(saved / "hf")
     expected = {name: list(tensor.shape) for name, tensor in model.named_parameters() if name != "lm_head.weight"}
-    shown = _json(capsys, saved / "hf")
-    assert {each["name"]: each["shape"] for each in shown["tensors"]} == expected
-    assert shown["config"]["model_type"] == "gpt2"
-    assert _json(capsys, saved / "hf" / "model.safetensors") == shown
+    info = _json(capsys, saved / "hf")
+    assert {each["name"]: each["shape"] for each in info["tensors"]} == expected
+    assert info["config"]["model_type"] == "gpt2"
+    assert _json(capsys, saved / "hf" / "model.safetensors") == info
     assert "transformer.h.{0-1}.attn.c_attn.weight" in _text(capsys, saved / "hf")
 
 
-def test_a_distributed_checkpoint_of_megatron_below_its_tracker(
+def test_inspect_distributed_megatron_checkpoint(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     iteration, tracker = tmp_path / "iter_0000012", tmp_path / "latest_checkpointed_iteration.txt"
     shutil.copytree(saved / "a.ckpt", iteration)
     (iteration / "meta.pt").unlink()
-    # Its checksums are there, so that it was ours.
+    # The checksums identify it as a checkpoint of this package.
     assert "lacks its file meta.pt: it is damaged" in _text(capsys, iteration, code=2)
     (iteration / "checksums.json").unlink()
     arguments = argparse.Namespace(num_layers=LAYERS, params_dtype=torch.bfloat16, data_path=["a", "b"])
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 12}, iteration / "common.pt")
 
-    shown = _json(capsys, tmp_path)  # the only one
+    info = _json(capsys, tmp_path)  # finds the only iteration
 
-    assert (shown["kind"], shown["path"]) == ("Megatron-Core distributed checkpoint (torch_dist)", str(iteration))
-    assert (shown["checkpoint_version"], shown["iteration"]) == (3.0, 12)
-    assert shown["args"] == {"data_path": ["a", "b"], "num_layers": LAYERS, "params_dtype": "bfloat16"}
-    assert shown["tensors"] == _json(capsys, saved / "a.ckpt")["tensors"]
+    assert (info["kind"], info["path"]) == ("Megatron-Core distributed checkpoint (torch_dist)", str(iteration))
+    assert (info["checkpoint_version"], info["iteration"]) == (3.0, 12)
+    assert info["args"] == {"data_path": ["a", "b"], "num_layers": LAYERS, "params_dtype": "bfloat16"}
+    assert info["tensors"] == _json(capsys, saved / "a.ckpt")["tensors"]
     tracker.write_text("12\n")
     torch.save({"args": _RunsCode()}, iteration / "common.pt")
     assert "it holds more than data (print)" in _text(capsys, tmp_path, code=2)
 
 
-def test_a_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = Layout(stages=even(2, 2), tp=2, version=2.0, arguments={"notes": ["a"] * 1000})
     iteration = write(tmp_path, layout, gpt2(tiny_gpt2()))
-    shown = _json(capsys, tmp_path)
-    assert (shown["kind"], shown["path"], shown["files"]) == ("checkpoint of Megatron-LM", str(iteration), 4)
-    assert (shown["checkpoint_version"], shown["layout"], shown["iteration"]) == (2.0, {"tp": 2, "pp": 2}, 40)
-    assert (shown["consumed_samples"], shown["args"]["hidden_size"], len(shown["args"]["notes"])) == (640, 32, 200)
-    tensors = {each["name"]: each["shape"] for each in shown["tensors"]}
-    before = "language_model.encoder.layers.1."  # on the second stage it is layer 0
+    info = _json(capsys, tmp_path)
+    assert (info["kind"], info["path"], info["files"]) == ("checkpoint of Megatron-LM", str(iteration), 4)
+    assert (info["checkpoint_version"], info["layout"], info["iteration"]) == (2.0, {"tp": 2, "pp": 2}, 40)
+    assert (info["consumed_samples"], info["args"]["hidden_size"], len(info["args"]["notes"])) == (640, 32, 200)
+    tensors = {each["name"]: each["shape"] for each in info["tensors"]}
+    before = "language_model.encoder.layers.1."  # layer 0 of the second stage
     assert tensors[f"{before}self_attention.query_key_value.weight"] == [96, 32]
     assert tensors[f"{before}mlp.dense_4h_to_h.weight"] == [32, 128]
     assert len(tensors) == 2 * 12 + 4
@@ -133,14 +133,12 @@ def test_a_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [part for part in parts if part not in text] == []
 
 
-def test_names_that_a_terminal_would_obey_are_shown_as_python_writes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import save_file
 
     save_file({"\x1b]0;mine\x07\nforged": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "\\u001b[31mgpt2", "n_embd": "\\u202egnorw"}')
     main(["inspect", str(tmp_path)])
-    shown = capsys.readouterr()
-    assert all(line.isprintable() for line in (shown.out + shown.err).splitlines())
-    assert "\\x1b" in shown.out + shown.err
+    printed = "".join(capsys.readouterr())
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert "\\x1b" in printed

@@ -1,4 +1,4 @@
-"""A user's mistake: one line that says what to do, exit code 2, and no file, whatever the command."""
+"""User mistakes in every command: a one-line message with a fix, exit code 2, and no file written."""
 
 import json
 import shlex
@@ -21,14 +21,14 @@ _CONVERT = "convert --load-path hf --save-path sub/x --to"
 _PLAN = "plan --model 8b --gpus"
 
 MISTAKES = {
-    # What argparse finds.
+    # Found by argparse.
     "": "error: the following arguments are required: COMMAND; see lightning-megatron --help\n",
     "fti": "error: argument COMMAND: invalid choice: 'fti'",
     "convert": "the following arguments are required: --load-path, --save-path, --to",
     f"{_PREPROCESS} --workers many": "argument --workers: invalid int value: 'many'; see lightning-megatron preprocess",
     "inspect tok --png a.png": "error: unrecognized arguments: --png a.png; see lightning-megatron inspect",
     f"{_GENERATE} x --tokens_to_generate 3": "--tokens_to_generate 3; use --max-new-tokens; see",
-    # What a command finds, in the words that were typed.
+    # Found by a command, with options named as typed.
     "config --template a --from-accelerate b": "--template, --from-accelerate: expected one of them, got both",
     "config --output tok --overwrite": "error: --output tok is a directory; give the name of a file",
     "config --template gpt2_small --output /dev/full --overwrite": "--output /dev/full cannot be written: [Errn",
@@ -61,7 +61,7 @@ MISTAKES = {
     f"{_GENERATE} t5 --tokenizer hf --add-bos": "--add-bos: expected a GPT, which continues its prompt",
     f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 is for beam search",
     f"{_GENERATE} hf --tp 3 --accelerator cpu": "--tp 3 does not divide num_attention_heads=2",
-    # What fit finds: options,
+    # Found by fit: wrong options,
     "fit other.yaml": "did you mean --config other.yaml?",
     "fit": "give --config FILE, or model and data as options: see --help",
     f"{_FIT} --config nowhere.yaml": "nowhere.yaml",
@@ -89,7 +89,7 @@ MISTAKES = {
     f"{_FIT} --trainer.max_steps=1 -c": "error: argument -c: expected a value",
     f"{_FIT} --trainer.gradient_clip_val -1e-3": "expected a value; write --trainer.gradient_clip_val=-1e-3",
     f"{_FIT} --trainer.precision fp16": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed",
-    # what they name,
+    # values that name something missing,
     f"{_FIT} --trainer.accelerator tpu": "torch_xla",
     f"{_FIT} --trainer.logger MLFlowLogger": "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip",
     f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is not a directory",
@@ -102,7 +102,7 @@ MISTAKES = {
     f"{_FIT} --ckpt_path /dev/../etc/passwd": "expected a checkpoint directory, got another file",
     f"{_FIT} --ckpt_path /proc": "checkpoint /proc lacks its file meta.pt",
     f"{_FIT} --ckpt_path best": "expected a ModelCheckpoint of this Trainer that has saved, got none",
-    # and what does not go together.
+    # and combinations that do not fit.
     f"{_FIT} --trainer.strategy ddp": "MegatronModule runs on DDPStrategy; use MegatronStrategy(...)",
     f"{_FIT} --trainer.accumulate_grad_batches 2": "accumulate_grad_batches=2: expected 1, since a batch is a whole",
     f"{_FIT} --trainer.val_check_interval 0": "val_check_interval=0: expected steps or a share of an epoch",
@@ -139,12 +139,12 @@ FILES = {
     "trainer: \xff": " is not UTF-8 text",
     **dict.fromkeys(("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'), f" {_OF_ACCELERATE}"),
 }
-"""Texts of configurations, and what is said behind their names."""
+"""Contents of configuration files, and the message that follows the file name."""
 
 
 @pytest.fixture(scope="module")
 def folder(corpus: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the user stands: a dataset and its tokenizer, models, and configurations."""
+    """Working directory with a dataset and its tokenizer, models, and configurations."""
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(corpus.parent, folder, dirs_exist_ok=True)
     for name in ("hf", "bare", "bert", "t5"):
@@ -158,15 +158,15 @@ def folder(corpus: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_a_mistake_is_one_line_exit_code_two_and_leaves_no_file(folder: Path) -> None:
-    cases = MISTAKES | {f"{_FIT} --config={at}.yaml": f"{at}.yaml{says}" for at, says in enumerate(FILES.values())}
+def test_mistakes_print_one_line_exit_with_two_and_write_nothing(folder: Path) -> None:
+    cases = MISTAKES | {f"{_FIT} --config={i}.yaml": f"{i}.yaml{message}" for i, message in enumerate(FILES.values())}
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     results = run_all(folder, map(shlex.split, cases))
     wrong = [
         f"{line} [{code}]: {out}{err}"
-        for (line, says), (code, out, err) in zip(cases.items(), results, strict=True)
+        for (line, message), (code, out, err) in zip(cases.items(), results, strict=True)
         if (code, out, err.count("\n"), err[:7], err[:-1].isprintable()) != (2, "", 1, "error: ", True)
-        or says not in err
+        or message not in err
     ]
     assert not wrong, "".join(wrong)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""``plan``: the table, the configuration that ``fit`` takes, the picture, and mistakes."""
+"""``plan``: table, configuration for ``fit``, picture, and uneven stages."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.pages import commands
 from tests.ranks import run_ranks
 
 
-def test_the_best_layout_becomes_a_configuration_and_a_picture(tmp_path: Path) -> None:
+def test_best_layout_becomes_a_configuration_and_a_picture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     ((_, *words),) = commands("docs/planner.md")
     code, out, err = run_cli(tmp_path, *("config.json" if word == "path/to/llama" else word for word in words))
@@ -29,18 +29,18 @@ def test_the_best_layout_becomes_a_configuration_and_a_picture(tmp_path: Path) -
 
 
 def _layout_of(folder: str) -> tuple[int, int, int | None, int, int]:
-    """What ``fit`` makes of the configuration."""
-    made = instantiate(folder, "--config", "best.yaml")
-    strategy = made.trainer.strategy
-    return strategy.tp, strategy.pp, strategy.vpp, strategy.num_microbatches, made.datamodule.micro_batch_size
+    """Layout, microbatches and micro batch size of the configuration, as instantiated by ``fit``."""
+    cli = instantiate(folder, "--config", "best.yaml")
+    strategy = cli.trainer.strategy
+    return strategy.tp, strategy.pp, strategy.vpp, strategy.num_microbatches, cli.datamodule.micro_batch_size
 
 
-def test_uneven_stages_are_named_and_become_options() -> None:
+def test_uneven_stages_are_shown_and_become_options() -> None:
     uneven = {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 6}
     parallel, device = ParallelConfig(pp=4, num_microbatches=8, **uneven), planner.DEVICES["h200"]
     model = model_config(dict(LLAMA_8B))
     run = planner.Run(model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4)
     best = planner.plan(run, device)
     assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
-    written = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
-    assert [name for name, number in uneven.items() if f"{name}: {number}" not in written] == []
+    config = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
+    assert [name for name, number in uneven.items() if f"{name}: {number}" not in config] == []

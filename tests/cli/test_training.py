@@ -1,4 +1,4 @@
-"""``fit`` and the others: what LightningCLI accepts."""
+"""``fit`` and ``validate``: output, saved configuration, accepted classes, and help."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from tests.cli.command import run_cli
 from tests.cli.corpus import configuration
 
 
-def test_fit_trains_from_a_file_shows_its_progress_and_saves_the_configuration(corpus: Path, tmp_path: Path) -> None:
+def test_fit_shows_progress_and_saves_its_configuration(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration(corpus, tmp_path)))
     options = ("--trainer.max_steps", "4", "--trainer.enable_progress_bar", "true")
     code, out, err = run_cli(tmp_path, "fit", "--config", "config.yaml", *options)
     assert code == 0, err
-    # What Lightning says is shown, in order, when nothing is wrong.
+    # Lightning's messages are shown in order.
     assert err.index("Seed set to 1234") < err.index("GPU available") < err.index("`max_steps=4` reached.")
     lines = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == ["step 1/4", "step 4/4"]
@@ -27,12 +27,12 @@ def test_fit_trains_from_a_file_shows_its_progress_and_saves_the_configuration(c
     code, out, err = run_cli(tmp_path, "validate", "--config", "config.yaml", "--trainer.logger", "false")
     assert code == 0, err
     assert "val_loss" in out
-    # Without a logger it is saved where the user's own file is, and not in its place.
+    # Without a logger the configuration is saved beside the user's file, which stays as it is.
     assert (tmp_path / "config.yaml").read_text() == own
     assert yaml.safe_load((tmp_path / "run_config.yaml").read_text())["trainer"]["logger"] is False
 
 
-def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> None:
+def test_fit_accepts_any_lightning_and_data_module(tmp_path: Path) -> None:
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     options = f"--model {boring}Model --data {boring}DataModule --trainer.max_steps 1 --trainer.logger false"
     quiet = "--trainer.accelerator cpu --trainer.devices 1 --trainer.enable_progress_bar false"
@@ -40,7 +40,7 @@ def test_any_lightning_module_and_data_module_are_accepted(tmp_path: Path) -> No
     assert code == 0, err
 
 
-def test_help_all_has_the_options_of_trainer_and_of_our_classes_and_what_their_fields_mean(tmp_path: Path) -> None:
+def test_help_all_describes_options_of_trainer_and_package(tmp_path: Path) -> None:
     code, out, err = run_cli(tmp_path, "fit", "--help-all")
     assert code == 0, err
     for option in ("trainer.max_steps", "model.lr_schedule.style", "trainer.strategy.num_microbatches", "data.split"):

@@ -1,4 +1,4 @@
-"""Commands take checkpoints of GPTs that no Hugging Face config describes, as Python does."""
+"""Commands accept checkpoints of GPT variants that no Hugging Face config describes."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ _SIZES |= {"max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_i
 PROMPT = [[5, 9, 11, 40, 7]]
 
 
-def _trained(folder: str) -> list[int]:
-    """Train a GPT-2 that rotates and has one key for two steps, save it, and continue the prompt with it."""
+def _train(folder: str) -> list[int]:
+    """Train a GPT-2 with rotary positions and multi-query attention, save it, and return its completion."""
     from torch.utils.data import DataLoader
 
     from lightning_megatron import MegatronModule
@@ -32,18 +32,18 @@ def _trained(folder: str) -> list[int]:
     module = MegatronModule(model={"model_type": "gpt2", **_SIZES}, lr=1e-2, make_vocab_size_divisible_by=8, **fields)
     trainer.fit(module, DataLoader(rows, batch_size=2))
     trainer.save_checkpoint(f"{folder}/own.ckpt")
-    written: list[int] = module.generate(torch.tensor(PROMPT), max_new_tokens=8)[0, len(PROMPT[0]) :].tolist()
-    return written
+    completion: list[int] = module.generate(torch.tensor(PROMPT), max_new_tokens=8)[0, len(PROMPT[0]) :].tolist()
+    return completion
 
 
-def test_a_variant_is_generated_from_in_every_format_and_inspected(
+def test_generate_and_inspect_a_variant_in_every_format(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(corpus.parent / "tok")
-    written, own, legacy = run_ranks(_trained, 2, str(tmp_path))[0], tmp_path / "own.ckpt", tmp_path / "legacy"
+    completion, own, legacy = run_ranks(_train, 2, str(tmp_path))[0], tmp_path / "own.ckpt", tmp_path / "legacy"
     convert = ["convert", "--load-path", str(own), "--save-path"]
     assert main([*convert, str(legacy), "--to", "megatron-legacy", "--tp", "2", "--pp", "2"]) == 0
-    prompt, text = tokenizer.decode(PROMPT[0]), tokenizer.decode(written, skip_special_tokens=True)
+    prompt, text = tokenizer.decode(PROMPT[0]), tokenizer.decode(completion, skip_special_tokens=True)
     for path, tp in ((own, 1), (legacy, 2)):
         options = ["--checkpoint", str(path), "--tokenizer", str(corpus.parent / "tok"), "--accelerator", "cpu"]
         options += ["--tp", str(tp), "--prompt", prompt, "--max-new-tokens", "8", "--json"]

@@ -1,1 +1,1 @@
-"""Programs of others, run in environments of their own, that our formats are compared with."""
+"""Other programs, run in separate environments, that our checkpoint formats are compared with."""

@@ -1,9 +1,9 @@
-"""Compare legacy checkpoints with transformers' own scripts, bit by bit, in both directions; 1 if they differ.
+"""Compare legacy checkpoints bit by bit with transformers' scripts, in both directions; exits with 1 if they differ.
 
 python -m tests.peers --work FOLDER 4.30.2=PYTHON 4.47.1=PYTHON    # nox -s convert_peers makes the environments
 
-What each release can do: up to 4.47.0 or so the script writes Hugging Face weights rightly; 4.47.1 keeps the last file
-only, and of Megatron's names, so that only its other direction is asked for. The scripts for one rank work in both.
+Up to about 4.47.0 the script writes correct Hugging Face weights; 4.47.1 keeps only the last file, under Megatron's
+names, so that only its other direction is compared. The scripts for one rank work in both releases.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.families.test_megatron_bert import bert_model
 from tests.peers.scripts import BERT, GPT2, Peer, prepare
 
 WRITES_HUGGING_FACE = "4.30.2"
-"""The release whose script for any layout writes what it should."""
+"""The release whose script converts any layout correctly."""
 _OF_VOCABULARY = ("transformer.wte.", "lm_head.", "bert.embeddings.word_embeddings.", "cls.predictions.")
 _MULTIPLE = 8
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,56 +32,56 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def main() -> int:
-    """Compare, and say what was compared."""
+    """Compare, and print each comparison."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("peers", nargs="+", metavar="VERSION=PYTHON")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
-    prepare(work / "surroundings")
+    prepare(work / "environment")
     peers = [
-        Peer(version=version, python=Path(python), surroundings=work / "surroundings")
+        Peer(version=version, python=Path(python), environment=work / "environment")
         for version, _, python in (each.partition("=") for each in arguments.peers)
     ]
     num_problems = 0
     for peer in peers:
-        for what, problems in _comparisons(peer, work / peer.version):
-            print(f"transformers {peer.version}: {what}: {'; '.join(problems) or 'equal'}", flush=True)
+        for comparison, problems in _comparisons(peer, work / peer.version):
+            print(f"transformers {peer.version}: {comparison}: {'; '.join(problems) or 'equal'}", flush=True)
             num_problems += len(problems)
     return 1 if num_problems else 0
 
 
 def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
     work.mkdir()
-    # The script takes n_inner as it is.
+    # The script does not compute a default for n_inner.
     gpt2, bert = gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}), bert_model("PreTraining")
     save_as(gpt2, work / "gpt2", "bin")
     save_as(bert, work / "bert", "bin")
     if peer.version == WRITES_HUGGING_FACE:
         for dtype in _DTYPES:
-            yield _read_at_tp2_pp2(peer, work, gpt2, dtype)
-    yield _read_on_one_rank(peer, work, "gpt2", gpt2, GPT2)
-    yield _read_on_one_rank(peer, work, "bert", bert, BERT)
+            yield _compare_at_tp2_pp2(peer, work, gpt2, dtype)
+    yield _compare_one_rank(peer, work, "gpt2", gpt2, GPT2)
+    yield _compare_one_rank(peer, work, "bert", bert, BERT)
     for dtype in _DTYPES:
         for is_distributed in (False, True):
-            yield from _written(peer, work, gpt2, dtype, is_distributed)
+            yield from _read_tree(peer, work, gpt2, dtype, is_distributed)
 
 
-# ---- ours, read by them ---------------------------------------------------------------------------------------------
+# ---- our checkpoints, read by transformers --------------------------------------------------------------------------
 
 
-def _read_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str) -> tuple[str, list[str]]:
+def _compare_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str) -> tuple[str, list[str]]:
     ours, theirs = work / f"ours-{dtype}", work / f"read-{dtype}"
     _write(work / "gpt2", ours, dtype)
     peer.to_hugging_face(ours / "release", theirs)
     return f"reads our gpt2 in {dtype} at tp=2, pp=2", _differences(_hugging_face(theirs), _in(dtype, model))
 
 
-def _read_on_one_rank(peer: Peer, work: Path, name: str, model: Any, script: str) -> tuple[str, list[str]]:
+def _compare_one_rank(peer: Peer, work: Path, name: str, model: Any, script: str) -> tuple[str, list[str]]:
     ours = work / f"ours-{name}"
     convert(_options(work / name, ours))
     rank = ours / "release" / "mp_rank_00"
-    peer.run(script, rank / "model_optim_rng.pt")  # writes beside its input
+    peer.run(script, rank / "model_optim_rng.pt")  # writes into the directory of its input
     return f"reads our {name} of one rank", _differences(_hugging_face(rank), model.state_dict())
 
 
@@ -96,21 +96,21 @@ def _differences(theirs: Tensors, expected: Tensors) -> list[str]:
     ]
     for name, tensor in expected.items():
         if name not in theirs:
-            # A copy under a second name, which the script leaves to transformers.
+            # The script leaves out tensors that transformers creates itself.
             if not (name.endswith("decoder.bias") or name.endswith("position_ids")):
                 problems.append(f"{name} is missing")
             continue
-        # The scripts for one rank keep the rows that pad the vocabulary.
+        # The scripts for one rank keep vocabulary padding.
         rows = theirs[name][: len(tensor)] if name.startswith(_OF_VOCABULARY) else theirs[name]
         if rows.shape != tensor.shape or not torch.equal(rows.float(), tensor.float()):
             problems.append(f"{name} differs")
     return problems
 
 
-# ---- theirs, read by us ---------------------------------------------------------------------------------------------
+# ---- checkpoints of transformers, read by us ------------------------------------------------------------------------
 
 
-def _written(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool) -> Iterator[tuple[str, list[str]]]:
+def _read_tree(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool) -> Iterator[tuple[str, list[str]]]:
     kind = f"{dtype}{', distributed optimizer' * is_distributed}"
     theirs = work / f"theirs-{dtype}-{is_distributed:d}"
     options = [
@@ -140,15 +140,15 @@ def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
         {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} for root in (theirs, ours)
     )
     if names != own:
-        return [f"other files: {sorted(names ^ own)}"]
+        return [f"different files: {sorted(names ^ own)}"]
     problems = []
     for name in sorted(names):
         if not name.endswith(".pt"):
             problems += [f"{name} differs"] if (theirs / name).read_text() != (ours / name).read_text() else []
             continue
         state, expected = _load(theirs / name), _load(ours / name)
-        more = set(state) - set(expected) - {"optimizer"}  # an empty one, which nobody reads
-        problems += [f"{name} has {sorted(more)}, too"] if more else []
+        more = set(state) - set(expected) - {"optimizer"}  # empty and never read
+        problems += [f"{name} also has {sorted(more)}"] if more else []
         problems += [
             f"{name}: {key} is {value!r} there, and {getattr(expected['args'], key, 'absent')!r} here"
             for key, value in vars(state.get("args", types.SimpleNamespace())).items()
@@ -160,12 +160,12 @@ def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
 
 def _differences_of_ranks(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     tensors, ours = flat(state.get("model", {})), flat(expected.get("model", {}))
-    yield from (f"{name} is there or here only" for name in set(tensors) ^ set(ours))
+    yield from (f"{name} is in only one of both" for name in set(tensors) ^ set(ours))
     for name in set(tensors) & set(ours):
         theirs, mine = tensors[name], ours[name]
         if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
             yield f"{name} is {theirs.dtype} {tuple(theirs.shape)} there, and {mine.dtype} {tuple(mine.shape)} here"
-        # They pad with copies of the last token, we with zeros.
+        # transformers pads with copies of the last row, we with zeros.
         rows = mine.abs().sum(dim=1) > 0 if "word_embeddings" in name else slice(None)
         if not torch.equal(theirs[rows], mine[rows]):
             yield f"{name} differs"

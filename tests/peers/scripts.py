@@ -1,8 +1,8 @@
-"""Run, unchanged, the scripts with which old releases of transformers converted Megatron-LM's checkpoints.
+"""Run the unchanged scripts with which old releases of transformers converted Megatron-LM checkpoints.
 
-They are run as modules of their release, with what they take from their surroundings: a torch that unpickles anything
-(they load ``argparse.Namespace``), a tokenizer in a folder of the name that they would fetch, and the one function that
-they import from Megatron-LM.
+They run as modules of their release, in an environment with a torch that unpickles anything (they load
+``argparse.Namespace``), a tokenizer in a directory of the name that they would download, and a stub of the one function
+that they import from Megatron-LM.
 """
 
 import json
@@ -16,7 +16,7 @@ RESHAPE = "transformers.models.megatron_gpt2.checkpoint_reshaping_and_interopera
 GPT2 = "transformers.models.megatron_gpt2.convert_megatron_gpt2_checkpoint"
 BERT = "transformers.models.megatron_bert.convert_megatron_bert_checkpoint"
 
-# Both places from which releases import it; the newer ones ask for Megatron-Core's version first.
+# At both paths from which releases import it; the newer ones first check Megatron-Core's version.
 _STUB = {
     "megatron/tokenizer/tokenizer.py": """
 def _vocab_size_with_padding(orig_vocab_size, args):
@@ -32,42 +32,42 @@ _TOKENIZERS = ("gpt2", "openai-community/gpt2")
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A release of transformers in an environment of its own."""
+    """A release of transformers in a separate environment."""
 
     version: str
     python: Path
-    surroundings: Path
-    """Folder that ``prepare`` made."""
+    environment: Path
+    """Directory made by ``prepare``."""
 
     def run(self, module: str, *arguments: str | Path) -> None:
         """Run a script.
 
         Raises:
-            RuntimeError: If it fails, with the end of what it said.
+            RuntimeError: If it fails, with the end of its stderr.
         """
         command = [str(self.python), "-W", "ignore", "-m", module, *map(str, arguments)]
-        environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=self.surroundings, env=environment, capture_output=True, text=True)
+        variables = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=self.environment, env=variables, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"transformers {self.version}: {' '.join(command[4:])}: {done.stderr[-1500:]}")
 
     def to_hugging_face(self, load: Path, save: Path) -> None:
-        """From one iteration's folder to ``pytorch_model.bin``, whatever its layout."""
+        """Convert an iteration's directory of any layout to ``pytorch_model.bin``."""
         save.mkdir(parents=True)
-        tokenizer = self.surroundings / _TOKENIZERS[0]
+        tokenizer = self.environment / _TOKENIZERS[0]
         self.run(
             *(RESHAPE, "--convert_checkpoint_from_megatron_to_transformers", "--load_path", load, "--save_path", save),
             *("--tokenizer_name", tokenizer),
         )
 
     def to_megatron(self, load: Path, save: Path, options: Sequence[str]) -> None:
-        """From ``pytorch_model.bin`` to Megatron-LM's tree."""
-        megatron = ("--megatron-path", self.surroundings)
+        """Convert ``pytorch_model.bin`` to Megatron-LM's directory tree."""
+        megatron = ("--megatron-path", self.environment)
         self.run(RESHAPE, "--load_path", load, "--save_path", save, *megatron, *options)
 
 
 def prepare(folder: Path) -> None:
-    """Make what the scripts expect around them."""
+    """Write the stubs and tokenizers that the scripts need."""
     for name, text in _STUB.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
