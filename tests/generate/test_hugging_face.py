@@ -91,19 +91,19 @@ def test_models_cover_all_gpt_families() -> None:
 def test_padding_side_is_irrelevant_and_missing_bos_is_prepended() -> None:
     first = int(prompts()[0][0, 0])
     # Padding tokens do not count as repetition.
-    ways = ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}, {"bos_token_id": first})
+    options = ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}, {"bos_token_id": first})
     calls = [
-        make_call(name, prompts(side), max_new_tokens=8, **way, **NO_END)
-        for name, way in (("gpt2", ways[0]), ("mistral", ways[0]), ("bloom", ways[0]), ("gpt2", ways[1]))
+        make_call(name, prompts(side), max_new_tokens=8, **o, **NO_END)
+        for name, o in (("gpt2", options[0]), ("mistral", options[0]), ("bloom", options[0]), ("gpt2", options[1]))
         for side in ("left", "right")
     ]
     for call, actual in zip(calls, generate(calls, Layout(pp=2)), strict=True):
-        options = {key: value for key, value in call.options.items() if key != "bos_token_id"}
+        alone = {key: value for key, value in call.options.items() if key != "bos_token_id"}
         for row, mask, sequence in zip(*prompts(), actual, strict=True):
             prompt = row[mask == 1]
             if "bos_token_id" in call.options and prompt[0] != first:
                 prompt = torch.cat((torch.tensor([first]), prompt))
-            expected = hf_output(Call(model=call.model, input_ids=prompt[None], options=options))
+            expected = hf_output(Call(model=call.model, input_ids=prompt[None], options=alone))
             assert sequence[-8:].tolist() == expected[0, -8:].tolist(), call.options
 
 
@@ -207,10 +207,8 @@ def test_scores_equal_hugging_face() -> None:
     beam_scores = hf_model("llama").compute_transition_scores(several.sequences, several.scores, several.beam_indices)
     assert beam_scores[:, -1].eq(0.0).any(), "no sequence ended earlier than another"
     new = one.sequences[:, 7:]
-    is_padding = ((new == end).cumsum(-1) - (new == end).long()) > 0
-    scores = (
-        torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(is_padding, 0)
-    )
+    ended = ((new == end).cumsum(-1) - (new == end).long()) > 0
+    scores = torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(ended, 0)
     expected = ((one.sequences, scores, scores.sum(-1)), (several.sequences, beam_scores, several.sequences_scores))
     calls = [make_call("llama", rows, **options), make_call("llama", rows, **options, **beams)]
     for outputs_of_rank in run_with_models(_generate_with_scores, Layout(tp=2, dp=2), calls):
