@@ -1,7 +1,7 @@
-"""docs/families.md: what every family has beside GPT-2, and how far it is from transformers, measured.
+"""Generator of docs/families.md: each family's differences from GPT-2, and its measured errors against transformers.
 
-``python -m tests.families.cards`` compares each family again, in three layouts, asks for texts, and writes the page
-(three minutes on two cores). ``test_every_family.py`` tells whether the page is that of the families as they are now.
+``python -m tests.families.cards`` compares each family in three layouts, compares generated texts, and writes the page
+(three minutes on two cores). ``test_every_family.py`` checks that the page is up to date.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tests.ranks import ROOT
 PAGE = ROOT / "docs" / "families.md"
 LAYOUTS = {"1 rank": Layout(), "tp2": Layout(tp=2), "tp2 pp2 sp": FOUR_RANKS}
 ELSEWHERE = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
-"""Families with experts, which tests/families/test_experts.py compares."""
+"""Families with experts, compared in tests/families/test_experts.py."""
 _WORDS: dict[str, str] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": "gated MLP",
@@ -50,12 +50,12 @@ _WORDS: dict[str, str] = {
     "residual_multiplier": "multiplied residuals",
     "logits_multiplier": "multiplied logits",
 }
-"""Fields of a ``ModelConfig`` that differ from GPT-2's, as the page says it."""
+"""Text on the page for ``ModelConfig`` fields that differ from GPT-2's."""
 _POSITIONS = {"rope": "rotary", "alibi": "ALiBi", "relative": "relative positions", "learned_absolute": "learned"}
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
-    """A tiny Hugging Face model of each family, and rows for it."""
+    """Functions that create a tiny Hugging Face model of each family, with rows for it."""
     t5_rows = next(iter(T5S.values()))[2]
     head, _, bert_rows = next(iter(BERTS.values()))
     gpts = {name: (lambda name=name: (gpt_model(name, {}), sentences())) for name in FAMILIES}
@@ -64,7 +64,7 @@ def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
 
 
 def description(hf_model: Any) -> str:
-    """The cells of the page that need no comparison: the class, what the family has, a number of its table."""
+    """Return the cells that need no comparison: classes, features, and the digest of the family's table."""
     family = known_families()[hf_model.config.model_type]
     model = model_config(hf_model.config)
     words = [_POSITIONS[model.position_embedding_type]]
@@ -83,7 +83,7 @@ def _not_default(model: ModelConfig) -> dict[str, Any]:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Of what the table makes of the tiny model: another one if a field, a name or an order of rows is another."""
+    """Return a digest of the tiny model's config fields and weight rules, which changes when one of them does."""
     rules = [
         (rule.megatron, rule.hugging_face, rule.rows, None if rule.order is None else rule.order.tolist())
         for rule in rules_of(model)
@@ -102,16 +102,16 @@ def _texts(family: str) -> str:
 def _rows() -> Iterator[str]:
     for family, make in models().items():
         hf_model, rows = make()
-        found = [check_family(hf_model, layout, rows) for layout in LAYOUTS.values()]
-        errors = [f"{each.logits_error:.0e}" for each in found]
-        errors += [f"{max(getattr(each, name) for each in found):.0e}" for name in ("loss_error", "gradient_error")]
+        comparisons = [check_family(hf_model, layout, rows) for layout in LAYOUTS.values()]
+        errors = [f"{result.logits_error:.0e}" for result in comparisons]
+        errors += [f"{max(getattr(x, name) for x in comparisons):.0e}" for name in ("loss_error", "gradient_error")]
         row = f"| {family} | {description(hf_model)} | {' | '.join(errors)} | bit-equal | {_texts(family)} |"
         print(row, flush=True)
         yield row
 
 
 def refusals() -> str:
-    """The page's table of what is refused, from the registry."""
+    """Return the page's table of refused configs, from the registry."""
     lines = ["| model type | config field | why, or which values are taken |", "|---|---|---|"]
     lines += [f"| {model_type} | | {reason} |" for model_type, reason in REFUSED_TYPES.items()]
     for name, family in sorted(known_families().items()):
@@ -139,10 +139,10 @@ A config that would change the result in a way that is not computed is an error 
 
 
 def page(rows: Iterable[str]) -> str:
-    """The whole page.
+    """Return the complete page.
 
     Args:
-        rows: Of the table of families.
+        rows: Rows of the table of families.
     """
     head = ["family", "classes", "has", "table", *(f"logits, {name}" for name in LAYOUTS), "loss", "gradients"]
     head += ["weights and config, both ways", "texts"]

@@ -1,4 +1,4 @@
-"""Compare a family with Hugging Face in any layout, by one call.
+"""Comparison of a model family with Hugging Face on any layout.
 
 ``check_family`` takes a tiny Hugging Face model with random weights and a batch. On a layout's ranks it compares the
 logits, the loss, the gradient of every parameter (under its Hugging Face name), and what ``save_pretrained`` writes::
@@ -6,15 +6,15 @@ logits, the loss, the gradient of every parameter (under its Hugging Face name),
     model = tiny_model(AutoModelForCausalLM, Qwen3Config(vocab_size=83, hidden_size=32, ...))
     check_family(model, Layout(tp=2), padded_sentences())
 
-A further GPT is a few lines in the tables of test_gpts.py.
+A new GPT family is a few lines in the tables of test_gpts.py.
 
-The model: fp32, few layers (a multiple of 4 for ``LAYOUTS``), sizes other than the defaults, a prime vocabulary, every
-dropout 0. The rows are what a DataLoader yields one by one; Hugging Face gets them stacked, as its keyword arguments,
-with its own loss. So the rows have Hugging Face's names, which the train step must understand.
+The model: fp32, few layers (a multiple of 4 for ``LAYOUTS``), non-default sizes, a prime vocabulary size, no dropout.
+Rows are the items of a DataLoader; the Hugging Face model gets them stacked as keyword arguments and computes its own
+loss. So they have Hugging Face's names, which the train step must accept.
 
-Logits come from the model's last stage: the step runs as ever, but the model is asked without its ``labels``. They are
-compared at real positions, that is where ``attention_mask`` is 1, or where an encoder-decoder's ``labels`` are targets.
-A model whose embedding has a ``padding_idx`` must not see that token at a real position: torch drops its gradient.
+Logits come from the last pipeline stage: the train step runs as usual, but calls the model without ``labels``. They are
+compared at real positions: where ``attention_mask`` is 1, or where an encoder-decoder's ``labels`` are targets. A model
+whose embedding has a ``padding_idx`` must not have that token at a real position: torch drops its gradient.
 """
 
 import copy
@@ -51,27 +51,27 @@ FOUR_RANKS, INTERLEAVED = LAYOUTS[3:]
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 8
 
-# Logits are of size 1 to 10 and come out of four layers in another order of additions.
+# Logits are of size 1 to 10, after four layers with a different summation order.
 _LOGITS_ATOL = 2e-5
 _LOSS_RTOL = 2e-6
-# Of each gradient's norm; and of the norm over all, for gradients that are zero on paper (that of a key's bias).
+# Relative to each gradient's norm; and to the norm of all, for gradients that are mathematically zero (key biases).
 _GRADIENT_RTOL = 2e-5
 _GRADIENT_ATOL = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What Hugging Face's model answers."""
+    """Results of the Hugging Face model."""
 
     outputs: list[torch.Tensor]
     loss: float
     gradients: Tensors
-    """By the names in files."""
+    """By name in the saved files."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyAnswer(Reference):
-    """What one rank answers: outputs, rows first in fp32, on the last stage, and whole gradients on rank 0 only."""
+class RankResult(Reference):
+    """Results of one rank: fp32 outputs (rows first) on the last stage, and full gradients on rank 0 only."""
 
     tp_rank: int
     dp_rank: int
@@ -80,37 +80,34 @@ class FamilyAnswer(Reference):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was found to be equal, and how equal."""
+    """Largest errors of a successful comparison."""
 
     logits_error: float
-    """Largest difference."""
+    """Largest absolute difference."""
     loss_error: float
-    """Relative."""
+    """Relative error."""
     gradient_error: float
-    """Norm of the difference, relative to a parameter's norm and a twentieth of that over all; the largest."""
+    """Norm of the difference, relative to a parameter's norm plus a twentieth of the norm of all; the largest."""
 
 
 def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
-    """A model with weights of a trained one's variety: no norm is 1, no bias 0, no two rows alike."""
+    """Create a model with weights as varied as trained ones: no norm is 1, no bias 0, no two rows are equal."""
     torch.manual_seed(seed)
-    model = auto_class.from_config(config, attn_implementation="eager") if _is_auto(auto_class) else auto_class(config)
+    is_auto = hasattr(auto_class, "_model_mapping")
+    model = auto_class.from_config(config, attn_implementation="eager") if is_auto else auto_class(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
             else:
-                # About 1/sqrt(h): activations of size 1, so that attention and MLP bend as in a real model.
+                # About 1/sqrt(h): activations of size 1, so attention and MLP are as nonlinear as in a real model.
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model.float().eval()
 
 
-def _is_auto(model_class: Any) -> bool:
-    return hasattr(model_class, "_model_mapping")
-
-
 def padded_sentences(lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, side: str = "right") -> Rows:
-    """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding), for causal models."""
+    """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding) for causal models."""
     tokens = torch.randint(1, VOCAB_SIZE, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5))
     rows = []
     for row, length in zip(tokens, lengths, strict=True):
@@ -122,43 +119,43 @@ def padded_sentences(lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int 
 
 
 def check_family(hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = False) -> Comparison:
-    """Assert that ``hf_model`` and this package's model with its weights do the same on ``layout``.
+    """Assert that this package's model with the weights of ``hf_model`` equals it on ``layout``.
 
     Args:
         hf_model: The Hugging Face model with its head; see ``tiny_model``.
-        layout: How this package's is split; up to four ranks.
-        rows: A whole batch; each row with the names that the Hugging Face model takes.
-        adapters: With those of ``peft`` beside all linears: their gradients count, and they are saved.
+        layout: Layout of this package's model; up to four ranks.
+        rows: A complete batch; each row with the argument names of the Hugging Face model.
+        adapters: Add ``peft`` adapters to all linears; compare their gradients and saved files.
 
     Returns:
-        How large the errors are.
+        The largest errors.
     """
-    with tempfile.TemporaryDirectory(prefix="family_") as name:
-        directory, lora = Path(name), None
+    with tempfile.TemporaryDirectory(prefix="family_") as path:
+        directory, lora = Path(path), None
         hf_model.save_pretrained(directory / "source")
         if adapters:
-            hf_model = _with_adapters(copy.deepcopy(hf_model), directory)  # peft changes it, and other tests use it
+            hf_model = _with_adapters(copy.deepcopy(hf_model), directory)  # peft modifies it, and other tests share it
             lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
-        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, name, case, rows, lora)
+        results: list[RankResult] = run_ranks(run_family, layout.world_size, path, case, rows, lora)
         reference, real = reference_of(hf_model, rows), real_positions(hf_model, rows)
-        logits_error = _compare_outputs(answers, reference, real, layout)
-        for answer in answers:
-            torch.testing.assert_close(answer.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
-        actual, expected = answers[0].gradients, reference.gradients
+        logits_error = _compare_outputs(results, reference, real, layout)
+        for result in results:
+            torch.testing.assert_close(result.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
+        actual, expected = results[0].gradients, reference.gradients
         if adapters:
             expected = {
-                f"base_model.model.{each.replace('.default', '')}": gradient
-                for each, gradient in expected.items()
-                if ".lora_" in each
+                f"base_model.model.{name.replace('.default', '')}": gradient
+                for name, gradient in expected.items()
+                if ".lora_" in name
             }
-            actual = {each: actual[each] for each in expected}
+            actual = {name: actual[name] for name in expected}
             _compare_saved_adapters(directory)
         else:
             _compare_saved(directory / "saved", hf_model)
         return Comparison(
             logits_error=logits_error,
-            loss_error=abs(answers[0].loss / reference.loss - 1.0),
+            loss_error=abs(results[0].loss / reference.loss - 1.0),
             gradient_error=_compare_gradients(actual, expected),
         )
 
@@ -177,25 +174,25 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
 def _compare_saved_adapters(directory: Path) -> None:
     from safetensors.torch import load_file
 
-    saved, given = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
-    assert saved.keys() == given.keys()
-    assert all(saved[name].equal(given[name]) for name in given)
+    saved, initial = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
+    assert saved.keys() == initial.keys()
+    assert all(saved[name].equal(initial[name]) for name in initial)
 
 
 def reference_of(hf_model: Any, rows: Rows) -> Reference:
-    """What ``hf_model`` computes on its device in its dtype, on the CPU in fp32."""
+    """Run ``hf_model`` on its device in its dtype; return results on the CPU in fp32."""
     from transformers.core_model_loading import revert_weight_conversion
 
     hf_model.zero_grad(set_to_none=True)
     output = hf_model(**{name: torch.stack([row[name] for row in rows]).to(hf_model.device) for name in rows[0]})
     output.loss.float().backward()
-    # A parameter that takes no part in the loss has no gradient there and a zero here.
+    # A parameter that does not affect the loss has no gradient in torch, and a gradient of zeros here.
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in hf_model.named_parameters()
     }
-    # transformers keeps all experts of a layer in one tensor, and saves each one's by themselves.
-    gradients = {name: each.float().cpu() for name, each in revert_weight_conversion(hf_model, gradients).items()}
+    # transformers holds all experts of a layer in one tensor, but saves one tensor per expert.
+    gradients = {name: grad.float().cpu() for name, grad in revert_weight_conversion(hf_model, gradients).items()}
     named = ("logits", "prediction_logits", "seq_relationship_logits")
     outputs = [output[name].detach().float().cpu() for name in named if output.get(name) is not None]
     if "start_logits" in output:
@@ -212,19 +209,19 @@ def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 
 
 def _compare_outputs(
-    answers: list[FamilyAnswer], reference: Reference, real: torch.Tensor | None, layout: Layout
+    results: list[RankResult], reference: Reference, real: torch.Tensor | None, layout: Layout
 ) -> float:
     errors = [0.0]
-    last = sorted((a for a in answers if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))
-    assert {len(answer.outputs) for answer in last} == {len(reference.outputs)}
+    last = sorted((a for a in results if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))
+    assert {len(result.outputs) for result in last} == {len(reference.outputs)}
     last, others = last[: layout.dp * layout.tp], last[layout.dp * layout.tp :]
-    for first, other in zip(last * (layout.cp - 1), others, strict=True):  # cp ranks have whole rows, all the same
+    for first, other in zip(last * (layout.cp - 1), others, strict=True):  # cp ranks have complete, equal rows
         assert all(map(torch.equal, first.outputs, other.outputs))
     for i, expected in enumerate(reference.outputs):
-        copies = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
-        of_copies = [_joined_over_tp([a.outputs[i] for a in copy], expected.shape[-1]) for copy in copies]
-        # Rows are dealt to the copies of the model in turn.
-        actual = torch.stack(of_copies, dim=1).flatten(0, 1)
+        replicas = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
+        outputs = [_join_over_tp([a.outputs[i] for a in replica], expected.shape[-1]) for replica in replicas]
+        # Rows are assigned to replicas round-robin.
+        actual = torch.stack(outputs, dim=1).flatten(0, 1)
         assert actual.shape == expected.shape
         if real is not None and actual.dim() == 3:
             actual, expected = actual[real], expected[real]
@@ -233,13 +230,13 @@ def _compare_outputs(
     return max(errors)
 
 
-def _joined_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
+def _join_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
     if parts[0].shape[-1] == width:  # not split
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
-    whole = torch.cat(parts, dim=-1)
-    assert (whole[..., width:] == -torch.inf).all(), "padding of the vocabulary could win"
-    return whole[..., :width]
+    full = torch.cat(parts, dim=-1)
+    assert (full[..., width:] == -torch.inf).all(), "vocabulary padding has finite logits"
+    return full[..., :width]
 
 
 def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
@@ -256,7 +253,7 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
 
 
 def _compare_saved(directory: Path, hf_model: Any) -> None:
-    """What was saved is what was loaded, has no tensor more or less, and transformers finds nothing to complain of."""
+    """Assert that saved weights equal the loaded ones and that transformers reports no missing or unexpected keys."""
     loaded, report = type(hf_model).from_pretrained(directory, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     expected, actual = hf_model.state_dict(), loaded.state_dict()
@@ -269,18 +266,18 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def answer_of_family(directory: str, case: Case, rows: Rows, lora: str | None = None) -> FamilyAnswer:
-    """Load ``directory/source``, answer the rows, save as ``directory/saved``, and train one step on the rows."""
+def run_family(directory: str, case: Case, rows: Rows, lora: str | None = None) -> RankResult:
+    """Load ``directory/source``, compute outputs of the rows, save to ``directory/saved``, and train one step."""
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
-    answering = pretrained_module(directory + "/source", lora=lora)
-    answering.train_step = keeping = keeping_outputs(answering.train_step)
+    module = pretrained_module(directory + "/source", lora=lora)
+    module.train_step = recorder = record_outputs(module.train_step)
     trainer = trainer_of(case)
-    trainer.validate(answering, loader, verbose=False)
+    trainer.validate(module, loader, verbose=False)
     topology = trainer.strategy.topology
-    answering.save_pretrained(Path(directory) / "saved")
+    module.save_pretrained(Path(directory) / "saved")
     run = train_module(pretrained_module(directory + "/source", lora=lora), case, loader, collect=tensors_of)
-    return FamilyAnswer(
-        outputs=[torch.cat(parts) for parts in zip(*keeping.outputs, strict=True)],
+    return RankResult(
+        outputs=[torch.cat(parts) for parts in zip(*recorder.outputs, strict=True)],
         tp_rank=topology.tp_rank,
         dp_rank=topology.dp_rank,
         cp_rank=topology.cp_rank,
@@ -290,22 +287,20 @@ def answer_of_family(directory: str, case: Case, rows: Rows, lora: str | None = 
 
 
 def pretrained_module(directory: str, **options: Any) -> Any:
-    """A module with the weights of ``directory``."""
+    """Create a module with the weights of ``directory``."""
     from lightning_megatron import MegatronModule
 
     options.setdefault("make_vocab_size_divisible_by", MAKE_VOCAB_SIZE_DIVISIBLE_BY)
     return MegatronModule(model=directory, pretrained=True, **options)
 
 
-def keeping_outputs(train_step: Any) -> Any:
-    """``train_step``, but the model is asked for logits and they are kept."""
+def record_outputs(train_step: Any) -> Any:
+    """Return ``train_step`` changed to call the model without labels and to record its outputs."""
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
 
     step_class: Any = type(train_step)
 
-    class KeepingOutputs(step_class):
-        """Asks the model without labels."""
-
+    class OutputRecorder(step_class):
         def __init__(self) -> None:
             self.__dict__.update(train_step.__dict__)
             self.outputs: list[list[torch.Tensor]] = []
@@ -319,15 +314,15 @@ def keeping_outputs(train_step: Any) -> Any:
 
         def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
             parts = output if isinstance(output, tuple | list) else (output,)
-            given = [part for part in parts if part is not None]
-            self.outputs.append([part.float().cpu() for part in given])
-            zero = torch.zeros((), device=given[0].device)
+            outputs = [part for part in parts if part is not None]
+            self.outputs.append([part.float().cpu() for part in outputs])
+            zero = torch.zeros((), device=outputs[0].device)
             return {name: LossTerm(zero, zero + 1) for name in self.loss_terms}
 
         def metrics(self) -> dict[str, Any]:
             return {}
 
         def update_metrics(self, metrics: Any, batch: Batch, output: Any) -> None:
-            """There are none."""
+            """No metrics."""
 
-    return KeepingOutputs()
+    return OutputRecorder()

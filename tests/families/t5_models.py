@@ -1,4 +1,4 @@
-"""Tiny T5s of each kind for comparisons with transformers: random weights, on the CPU."""
+"""Tiny T5 models of each kind for comparisons with transformers, with random weights on the CPU."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ def _tiny(model_class: Any, config: Any) -> Any:
 
 
 def _untied(model: Any) -> Any:
-    """With an output layer of its own: transformers ties what it creates, and keeps apart what it reads apart."""
+    """Untie the output layer, as transformers does when it loads different weights; new models are always tied."""
     weight = model.lm_head.weight.detach()
     model.lm_head.weight = torch.nn.Parameter(weight.flip(0).clone())
     model.all_tied_weights_keys.pop("lm_head.weight")
@@ -36,7 +36,7 @@ def _untied(model: Any) -> Any:
 
 @functools.cache
 def t5() -> Any:
-    """As in 2020: ReLU, tied, scaled before the head."""
+    """The original T5: ReLU, tied embeddings, outputs scaled before the head."""
     from transformers import T5ForConditionalGeneration
 
     return _tiny(T5ForConditionalGeneration, t5_config("T5Config", feed_forward_proj="relu"))
@@ -44,7 +44,7 @@ def t5() -> Any:
 
 @functools.cache
 def t5_1_1() -> Any:
-    """As of 2021: gated GELU, untied, not scaled."""
+    """T5 1.1: gated GELU, untied embeddings, outputs not scaled."""
     from transformers import T5ForConditionalGeneration
 
     config = t5_config("T5Config", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
@@ -53,7 +53,7 @@ def t5_1_1() -> Any:
 
 @functools.cache
 def mt5() -> Any:
-    """Tied, as transformers makes it, and not scaled."""
+    """mT5: tied embeddings, as transformers creates it, outputs not scaled."""
     from transformers import MT5ForConditionalGeneration
 
     return _tiny(MT5ForConditionalGeneration, t5_config("MT5Config", num_layers=2, feed_forward_proj="gated-silu"))

@@ -1,4 +1,4 @@
-"""bf16 on several GPUs is as near to Hugging Face in fp32 as Hugging Face's own bf16."""
+"""bf16 on several GPUs is as close to Hugging Face in fp32 as Hugging Face's own bf16."""
 
 import copy
 import tempfile
@@ -10,12 +10,12 @@ import torch
 
 from tests.families.cards import models
 from tests.families.parity import (
-    FamilyAnswer,
+    RankResult,
     Reference,
-    answer_of_family,
     padded_sentences,
     real_positions,
     reference_of,
+    run_family,
     tiny_model,
 )
 from tests.families.test_gpts import changes_of, gpt_model
@@ -33,10 +33,10 @@ LAYOUTS = (
     Layout(cp=2, pp=2, cp_comm_type="all_gather", num_microbatches=2),
 )
 _TIMES_HUGGING_FACE = 2.0
-"""Another order of roundings may double an error of a few rounding steps, not more."""
+"""A different order of roundings may double an error of a few rounding steps, not more."""
 
 
-# Not 64 tokens: with a mask cuDNN has NaN gradients, in transformers too, where s % 128 == 64 (torch 2.11).
+# Not 64 tokens: with a mask cuDNN returns NaN gradients if s % 128 == 64, in transformers as well (torch 2.11).
 _ROWS = padded_sentences((96, 60, 25, 75), seq_length=96)
 _HIDDEN = 256
 _WIDE = {
@@ -46,7 +46,7 @@ _WIDE = {
     **dict.fromkeys(("head_dim", "d_kv"), 64),
     "sliding_window": 20,
 }
-"""As wide as kernels of GPUs want it."""
+"""Sizes wide enough for GPU kernels."""
 MODELS = {
     **{name: (lambda make=make: make()[0]) for name, make in models().items()},
     "falcon_alibi": lambda: gpt_model("falcon", changes_of("falcon", "rw")),
@@ -55,7 +55,7 @@ MODELS = {
 
 
 def wide_model(name: str) -> Any:
-    """The Hugging Face model, fp32 on the CPU."""
+    """Return the Hugging Face model with wider layers, in fp32 on the CPU."""
     tiny: Any = MODELS[name]()
     config = copy.deepcopy(tiny.config)
     for field, value in config.to_dict().items():
@@ -65,7 +65,7 @@ def wide_model(name: str) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                # As large as in the tiny models, whose width is 32; T5 does not scale its scores.
+                # As large as in the tiny models, whose width is 32; T5 does not scale its attention scores.
                 scale = (32 / _HIDDEN) ** 0.5
                 parameter *= scale / 8 if key.endswith("Attention.q.weight") else scale
     return model
@@ -76,25 +76,25 @@ def _hugging_face(name: str, dtype: str) -> Reference:
 
 
 def _flat(model: Any, logits: torch.Tensor, gradients: Tensors) -> dict[str, torch.Tensor]:
-    """Logits at real positions, and all gradients."""
+    """Return logits at real positions and all gradients, flattened."""
     real = logits[..., : model.config.vocab_size][real_positions(model, _ROWS)]
     return {"logits": real, "gradients": torch.cat([gradients[name].float().flatten() for name in sorted(gradients)])}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.gpu(x.world_size), id=str(x)) for x in LAYOUTS])
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_is_as_exact_as_hugging_faces(name: str, layout: Layout) -> None:
+def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None:
     (exact,), (theirs,) = (run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16"))
     model, case = wide_model(name), Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed")
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory) / "source")
-        answers: list[FamilyAnswer] = run_ranks(answer_of_family, layout.world_size, directory, case, _ROWS)
-    last = sorted((each for each in answers if each.outputs and each.cp_rank == 0), key=lambda each: each.tp_rank)
-    ours = _flat(model, torch.cat([answer.outputs[0] for answer in last], dim=-1), answers[0].gradients)
-    right, other = (_flat(model, each.outputs[0], each.gradients) for each in (exact, theirs))
+        results: list[RankResult] = run_ranks(run_family, layout.world_size, directory, case, _ROWS)
+    last = sorted((x for x in results if x.outputs and x.cp_rank == 0), key=lambda x: x.tp_rank)
+    ours = _flat(model, torch.cat([result.outputs[0] for result in last], dim=-1), results[0].gradients)
+    right, other = (_flat(model, reference.outputs[0], reference.gradients) for reference in (exact, theirs))
     errors = {key: (relative_error(ours[key], right[key]), relative_error(other[key], right[key])) for key in ours}
     line = ", ".join(f"{key}: ours {a:.2e}, Hugging Face's bf16 {b:.2e}" for key, (a, b) in errors.items())
-    loss = answers[0].loss
+    loss = results[0].loss
     print(f"\n{name} {layout}: {line}; loss {loss:.5f}, {theirs.loss:.5f}, exact {exact.loss:.5f}")
     for key, (mine, limit) in errors.items():
         assert mine < _TIMES_HUGGING_FACE * limit, f"{key}: {line}"

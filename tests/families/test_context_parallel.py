@@ -1,4 +1,4 @@
-"""Long rows that cp ranks share: kernels by blocks and by runs on GPUs; layouts are in the tables of the families."""
+"""Context parallelism on long rows on GPUs, with packed documents and windows; layouts are in the families' tables."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ _WIDE = (("hidden_size", 256), ("head_dim", 64), ("intermediate_size", 512), ("m
 
 
 def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
-    """Two steps on rows of several documents, whose bounds fall into every rank's runs."""
+    """Train two steps on rows of several documents, with boundaries in every rank's part of the sequence."""
     from torch.utils.data import DataLoader
 
     from lightning_megatron import GPTTrainStep
@@ -31,13 +31,13 @@ def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("sliding", [False, True], ids=["documents", "window"])
 @pytest.mark.parametrize("how", ["a2a", "all_gather"])
-def test_long_rows_train_on_gpus_as_on_one(how: Any, sliding: bool) -> None:
+def test_long_rows_on_two_gpus_equal_one_gpu(how: Any, sliding: bool) -> None:
     window = (("model_type", "mistral"), ("sliding_window", 300)) if sliding else ()
     exact = Case(model="llama", model_fields=_WIDE + window, steps=2, accelerator="gpu")
-    alone = replace(exact, precision="bf16-mixed")
+    one_gpu = replace(exact, precision="bf16-mixed")
 
     def outcome(case: Case) -> Outcome:
         return join_outcomes(run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02)
 
-    split = replace(alone, layout=Layout(cp=2, cp_comm_type=how))
-    assert_same_within_rounding(outcome(split), outcome(alone), outcome(exact))
+    sharded = replace(one_gpu, layout=Layout(cp=2, cp_comm_type=how))
+    assert_same_within_rounding(outcome(sharded), outcome(one_gpu), outcome(exact))

@@ -1,4 +1,4 @@
-"""What holds of every family: its row of docs/families.md, adapters as those of ``peft``, counts and first values."""
+"""Checks of every family: its row of docs/families.md, LoRA against ``peft``, parameter counts and initial weights."""
 
 import math
 
@@ -14,11 +14,11 @@ from tests.families.test_gpts import CONFIGS
 from tests.parity.training import MODELS, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
-# ---- docs/families.md is that of the families as they are now -------------------------------------------------------
+# ---- docs/families.md is up to date ---------------------------------------------------------------------------------
 
 _COMMAND = "python -m tests.families.cards"
 _LARGEST = (2e-5,) * len(LAYOUTS) + (2e-6, 2e-5)
-"""As tests/families/parity.py allows."""
+"""Tolerances of tests/families/parity.py."""
 
 
 def _lines() -> list[str]:
@@ -30,13 +30,13 @@ def _cells() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-def test_the_page_is_that_of_the_registry_with_a_row_of_every_family() -> None:
+def test_page_matches_registry_and_has_every_family() -> None:
     assert PAGE.read_text() == page(_lines()), _COMMAND
     assert set(_cells()) == set(models()) == set(known_families()) - ELSEWHERE, _COMMAND
 
 
 @pytest.mark.parametrize("family", models())
-def test_a_row_is_that_of_the_familys_table_and_its_figures_are_small(family: str) -> None:
+def test_row_matches_family_and_its_errors_are_small(family: str) -> None:
     row = _cells()[family]
     assert " | ".join(row[:3]) == description(models()[family]()[0]), _COMMAND
     assert all(float(error) <= largest for error, largest in zip(row[3:8], _LARGEST, strict=True))
@@ -45,37 +45,37 @@ def test_a_row_is_that_of_the_familys_table_and_its_figures_are_small(family: st
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 _IN_EVERY_RUN = ("phi3", "t5")
-"""Linears of phi3 are fused in the files, too, otherwise than those of tests/parity/test_lora.py."""
+"""phi3: its linears are fused in the files as well, unlike those of tests/parity/test_lora.py."""
 
 
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive) for name in models()],
 )
-def test_adapters_equal_those_of_peft(family: str) -> None:
+def test_adapters_equal_peft(family: str) -> None:
     model, rows = models()[family]()
     check_family(model, FOUR_RANKS, rows, adapters=True)
 
 
-# ---- counts of parameters and first values on the ranks -------------------------------------------------------------
+# ---- parameter counts and initial weights on the ranks --------------------------------------------------------------
 
-_CUT_IN_WAYS_OF_THEIR_OWN = ("gpt2", "bloom", "falcon 40b", "gemma2", "olmo2", "opt", "t5")
+_SPECIAL_SHARDING = ("gpt2", "bloom", "falcon 40b", "gemma2", "olmo2", "opt", "t5")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 @pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS], ids=str)
-def test_chunks_have_the_counted_parameters_and_the_first_values_of_a_new_model(layout: Layout) -> None:
-    for wrong in run_ranks(_wrong_of_all, layout.world_size, layout):
-        assert not wrong
+def test_new_models_have_expected_parameter_counts_and_initial_weights(layout: Layout) -> None:
+    families = (*CONFIGS, "t5") if layout.world_size == 1 else _SPECIAL_SHARDING
+    for problems in run_ranks(_check_new_models, layout.world_size, families, layout):
+        assert not problems
 
 
-def _wrong_of_all(layout: Layout) -> list[str]:
-    names = (*CONFIGS, "t5") if layout.world_size == 1 else _CUT_IN_WAYS_OF_THEIR_OWN
-    return [problem for name in names for problem in _wrong(name, layout)]
+def _check_new_models(families: tuple[str, ...], layout: Layout) -> list[str]:
+    return [problem for name in families for problem in _check_new_model(name, layout)]
 
 
-def _wrong(name: str, layout: Layout) -> list[str]:
-    """What is not as it should be on this rank."""
+def _check_new_model(name: str, layout: Layout) -> list[str]:
+    """Return wrong parameter counts and initial weights on this rank."""
     from lightning_megatron import MegatronModule
     from tests.parity.sharding import shards
 
@@ -90,8 +90,8 @@ def _wrong(name: str, layout: Layout) -> list[str]:
     parallel, is_t5 = trainer.strategy.parallel, name == "t5"
     cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
     expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
-    wrong = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
-    for shard in () if is_t5 else shards(module):  # matrices of T5 have standard deviations of their own
+    problems = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
+    for shard in () if is_t5 else shards(module):  # T5's matrices have different standard deviations
         std = 0.1
         if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * model.num_layers)
@@ -100,9 +100,9 @@ def _wrong(name: str, layout: Layout) -> list[str]:
         elif "norm" in shard.key:
             is_right = bool((shard.data == (0 if model.zero_centered_norms else 1)).all())
         else:
-            # Hundreds of numbers at least, of which some pad the vocabulary.
-            drawn = shard.data[shard.data != 0]
-            is_right = drawn.numel() == 0 or abs(drawn.std().item() / std - 1) < 0.2
+            # At least hundreds of values, apart from vocabulary padding.
+            values = shard.data[shard.data != 0]
+            is_right = values.numel() == 0 or abs(values.std().item() / std - 1) < 0.2
         if not is_right:
-            wrong.append(f"{name}: {shard.key} has the mean {shard.data.mean():.3g} and std {shard.data.std():.3g}")
-    return wrong
+            problems.append(f"{name}: {shard.key} has the mean {shard.data.mean():.3g} and std {shard.data.std():.3g}")
+    return problems

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def mixture(family: str, **changes: Any) -> Any:
-    """A tiny model of a family."""
+    """Create a tiny model of a family."""
     import transformers
 
     name, fields = FAMILIES[family]
@@ -34,18 +34,18 @@ def mixture(family: str, **changes: Any) -> Any:
 
 
 def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
-    """transformers' auxiliary loss of each layer and microbatch by itself, averaged as documented."""
+    """Return transformers' auxiliary loss applied to each layer and microbatch, averaged as documented."""
 
     def load_balancing_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: torch.Tensor) -> Any:
         rows, length = attention_mask.shape
         total = torch.zeros(())
-        for copy in range(layout.dp):
-            dealt = torch.tensor(list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=copy)))  # type: ignore[arg-type]
-            for part in dealt.chunk(layout.num_microbatches):
+        for rank in range(layout.dp):
+            indices = torch.tensor(list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=rank)))  # type: ignore[arg-type]
+            for part in indices.chunk(layout.num_microbatches):
                 mask = attention_mask[part]
                 for logits in gate_logits:
-                    mine = logits.view(rows, length, -1)[part].flatten(0, 1)
-                    total = total + original((mine,), num_experts, top_k, mask) * mask.sum()
+                    router_logits = logits.view(rows, length, -1)[part].flatten(0, 1)
+                    total = total + original((router_logits,), num_experts, top_k, mask) * mask.sum()
         return total / attention_mask.sum() / len(gate_logits)
 
     return load_balancing_loss
@@ -76,7 +76,7 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         for case in cases
     ],
 )
-def test_a_mixture_equals_hugging_face(
+def test_mixture_of_experts_equals_hugging_face(
     family: str, changes: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -92,6 +92,6 @@ def _loss_with_a_bias(directory: str) -> float:
     return float(logged["val_loss"])
 
 
-def test_files_without_a_bias_of_experts_begin_a_model_with_one(tmp_path: Path) -> None:
+def test_files_without_expert_bias_load_into_model_with_one(tmp_path: Path) -> None:
     mixture("mixtral").save_pretrained(tmp_path)
     assert 0 < run_ranks(_loss_with_a_bias, 1, str(tmp_path))[0] < 20

@@ -1,4 +1,4 @@
-"""Every family of GPTs equals Hugging Face: logits, loss, gradients and saved weights, over layouts and variants."""
+"""Every GPT family equals Hugging Face: logits, loss, gradients and saved weights, over layouts and variants."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def _rope(kind: str, **fields: Any) -> dict[str, Any]:
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _LIKE_GPT2),
     "gpt_bigcode": ("GPTBigCode", _LIKE_GPT2),
-    # Shorter contexts than the sentences, for the scalings of rotary frequencies.
+    # Context shorter than the sentences, so that rotary frequencies are scaled.
     "llama": ("Llama", {**LIKE_LLAMA, "max_position_embeddings": 12, "rms_norm_eps": 1e-5}),
     # The sentences have 16 tokens.
     "mistral": ("Mistral", {**LIKE_LLAMA, "head_dim": 10, "sliding_window": 5}),
@@ -60,13 +60,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def gpt_model(family: str, changes: dict[str, Any]) -> Any:
-    """A tiny model of a family, or a wider one."""
+    """Create a tiny model of a family, with fields changed by ``changes``."""
     import transformers
 
     name, fields = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCAB_SIZE, **fields, **changes})
-    # Falcon not by AutoModel, for which the harness chooses eager attention: transformers 5.23 adds ALiBi's biases
-    # twice there (models/falcon/modeling_falcon.py: to the mask, and to the scores), and once in its default attention.
+    # Falcon without AutoModel, for which tiny_model() selects eager attention: there transformers 5.23 adds ALiBi's
+    # biases twice (models/falcon/modeling_falcon.py: to the mask and to the scores), in default attention once.
     auto = getattr(transformers, f"{name}ForCausalLM" if family == "falcon" else "AutoModelForCausalLM")
     return tiny_model(auto, config)
 
@@ -78,8 +78,8 @@ def rows_of(kind: str) -> Rows:
     rows = sentences(lengths=(16, 16, 16, 16))
     if kind == "bare":
         return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
-    # No shift of 0, 1, 2, ..., which rotary positions could not see. With the mask of ones: without any mask Hugging
-    # Face takes positions that jump for the bounds of documents.
+    # Not a shift of 0, 1, 2, ..., to which rotary positions are invariant. With a mask of ones: without a mask Hugging
+    # Face takes jumps of positions for document boundaries.
     positions = torch.tensor([0, 0, 3, 4, 4, 1, 2, 9, 8, 7, 15, 15, 14, 2, 1, 0])
     return [{**row, "position_ids": positions.roll(i)} for i, row in enumerate(rows)]
 
@@ -97,7 +97,7 @@ _A2A, _GATHER = Layout(cp=2, cp_comm_type="a2a"), Layout(cp=2, cp_comm_type="all
 _CP_TP = replace(_GATHER, tp=2, sequence_parallel=True)
 _CP_PP = replace(_A2A, pp=2, num_microbatches=2)
 _CP4 = Layout(cp=4)
-"""Of two key/value heads: they are gathered."""
+"""More ranks than the two key/value heads: keys and values are all-gathered."""
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 _NEWER = {
@@ -105,9 +105,9 @@ _NEWER = {
     **{"starcoder2": "right", "gpt_neox": "left", "smollm3": "right", "stablelm": "left", "opt": "left"},
     **{"cohere": "right", "glm": "left", "glm4": "right"},
 }
-"""Families that differ from others by a field of ``ModelConfig``, and where the padding of their rows is."""
+"""Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
 _SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt")
-"""Of these, those whose own parts know of the layout."""
+"""Those of ``_NEWER`` whose special parts depend on the layout."""
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
 _PHI4 = {"original_max_position_embeddings": 8, **_rope("longrope", partial_rotary_factor=0.75, **_OF_SIX)}
 _GEMMA3_ROPE = {
@@ -146,7 +146,7 @@ CASES: tuple[Case, ...] = (
     ("falcon", "one after the other", {"parallel_attn": False, **_rope("default")}, Layout(), "left"),
     *((family, "", {}, FOUR_RANKS if family in _SPLIT else Layout(), rows) for family, rows in _NEWER.items()),
     ("phi3", "longrope of a part", _PHI4, Layout(), "right"),
-    # Yarn multiplies the scores of layers with positions only; windows are where layer_types says so.
+    # Yarn scales the scores only of layers with positions; layer_types selects layers with windows.
     ("smollm3", "yarn, windows by type", {"sliding_window": 5, "layer_types": _WINDOW_TYPES,
      **_rope("yarn", factor=4.0, original_max_position_embeddings=8)}, FOUR_RANKS, "right"),
     ("llama", "", {}, _CP_TP, "right"),
@@ -163,12 +163,9 @@ RARER_CASES: tuple[Case, ...] = (
     ("falcon", "7b with biases", _WITH_BIASES, Layout(tp=2, sequence_parallel=True, recompute="full"), "left"),
     ("falcon", "40b", _40B, Layout(tp=4), "right"),
     ("falcon", "alibi, one key", {"alibi": True, "activation": "gelu_new"}, Layout(), "left"),
-    # The window counts tokens and not given positions.
+    # The window counts tokens, not position ids.
     ("mistral", "given positions", {}, Layout(tp=2), "positions"),
-    ("gpt2", "given positions", {}, FOUR_RANKS, "positions"),
-    ("llama", "padding on the left", {}, FOUR_RANKS, "left"),
     ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
-    ("bloom", "", {}, Layout(), "left"),
     *((family, "", {}, Layout() if family in _SPLIT else FOUR_RANKS, rows) for family, rows in _NEWER.items()),
     ("gemma3_text", "scaled", {"rope_parameters": _GEMMA3_ROPE}, INTERLEAVED, "positions"),
     ("olmo2", "recomputed", {}, _RECOMPUTING, "left"),
@@ -190,7 +187,7 @@ RARER_CASES: tuple[Case, ...] = (
 
 
 def changes_of(family: str, variant: str) -> dict[str, Any]:
-    """What the cases call a variant."""
+    """Return the config changes of a variant by its name in the cases."""
     return next(case[2] for case in (*CASES, *RARER_CASES) if case[:2] == (family, variant))
 
 
@@ -207,7 +204,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         *(("smollm3", "windows"), ("stablelm", "one norm"), ("granite", "tied, biased"), ("opt", "without biases")),
     )
 }
-"""Of each family, and of variants with other weights."""
+"""Configs of each family, and of variants with different weights."""
 
 
 @pytest.mark.parametrize(
@@ -218,9 +215,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         for case in cases
     ],
 )
-def test_a_gpt_equals_hugging_face(
-    family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str
-) -> None:
+def test_gpt_equals_hugging_face(family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str) -> None:
     check_family(gpt_model(family, changes), layout, rows_of(rows))
 
 
@@ -228,7 +223,7 @@ def test_a_gpt_equals_hugging_face(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_count_of_parameters_is_that_of_the_model(name: str) -> None:
+def test_parameter_count_equals_hugging_face(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -236,28 +231,28 @@ def test_the_count_of_parameters_is_that_of_the_model(name: str) -> None:
     assert total_parameters(model_config(CONFIGS[name])) == sum(p.numel() for p in hf_model.parameters())
 
 
-CHANGES_NOTHING: dict[str, str] = {
+IGNORED_FIELDS: dict[str, str] = {
     "is about generation": "use_cache bos_token_id eos_token_id keys_to_ignore_at_inference",
-    "is told by the mask; see Family in convert/family.py": "pad_token_id",
+    "is given by the attention mask; see Family in convert/family.py": "pad_token_id",
     "is about names": "attribute_map",
-    "is of heads that we do not have": (
+    "is for unsupported heads": (
         "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
         "classifier_dropout"
     ),
     "is about the rounding of 16-bit scores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
     ),
-    "is in sliding_window, layer_types, no_rope_layers or rope_parameters already": (
+    "is contained in sliding_window, layer_types, no_rope_layers or rope_parameters": (
         "use_sliding_window max_window_layers no_rope_layer_interval original_max_position_embeddings"
     ),
-    "is read by no model of transformers but those that we read it of, or that refuse it": "embd_pdrop is_decoder",
-    "is read where another field says so": "pretraining_tp num_kv_heads num_ln_in_parallel_attn",
+    "is used only by families that read or refuse it": "embd_pdrop is_decoder",
+    "is read if another field requires it": "pretraining_tp num_kv_heads num_ln_in_parallel_attn",
 }
-"""Why fields of configs are not looked at."""
+"""Config fields that are ignored, by reason."""
 
 
-class _Watched:
-    """A config object that remembers which fields were read."""
+class _RecordingConfig:
+    """A config object that records which fields are read."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.read = config, set[str]()
@@ -268,26 +263,26 @@ class _Watched:
 
 
 @pytest.mark.parametrize("model_type", sorted({config["model_type"] for config in CONFIGS.values()}))
-def test_every_config_field_is_read_or_checked_or_changes_nothing(model_type: str) -> None:
-    # A field that a new version of transformers brings fails here until someone has decided about it.
+def test_every_config_field_is_read_checked_or_ignored_on_purpose(model_type: str) -> None:
+    # New fields of a new transformers version fail here until they are handled.
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     family, read = family_of(model_type), set[str]()
     for fields in CONFIGS.values():
         if fields["model_type"] == model_type:
-            watched = _Watched(config_object(fields))
-            family.describe(watched)
-            read |= watched.read
+            recording = _RecordingConfig(config_object(fields))
+            family.describe(recording)
+            read |= recording.read
     config_class = CONFIG_MAPPING[model_type]
     own = {field.name for field in dataclasses.fields(config_class)}
     own -= {field.name for field in dataclasses.fields(PretrainedConfig)} - {"tie_word_embeddings"}
     read |= {config_class.attribute_map.get(name, name) for name in read}
-    undecided = own - read - family.required.keys() - set(" ".join(CHANGES_NOTHING.values()).split())
-    assert not undecided, f"fields of {model_type} configs that nobody has decided about: {sorted(undecided)}"
+    unhandled = own - read - family.required.keys() - set(" ".join(IGNORED_FIELDS.values()).split())
+    assert not unhandled, f"unhandled fields of {model_type} configs: {sorted(unhandled)}"
 
 
-def test_keys_that_the_class_of_a_config_does_not_have_change_nothing(tmp_path: Path) -> None:
-    """Files may have any; transformers keeps them as attributes."""
+def test_unknown_config_keys_are_ignored(tmp_path: Path) -> None:
+    """Files may have any keys; transformers keeps unknown ones as attributes."""
     for family, foreign in (("llama", {"sliding_window": 4, "dropout": 0.5}), ("bloom", {"rope_parameters": {}})):
         fields = {"model_type": family, "num_hidden_layers": 1}
         file = {**fields, **foreign, "logit_scale": 0.5, "layer_types": ["sliding_attention"]}
@@ -296,7 +291,7 @@ def test_keys_that_the_class_of_a_config_does_not_have_change_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("model", [None, 5, [], object()])
-def test_what_is_no_config_is_refused_with_what_is_one(model: Any) -> None:
+def test_invalid_config_types_are_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"):
         model_config(model)
 
@@ -304,7 +299,7 @@ def test_what_is_no_config_is_refused_with_what_is_one(model: Any) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    # What must have a value is in docs/families.md, which test_every_family.py compares with the tables.
+    # Fields with a required value are in docs/families.md, which test_every_family.py compares with the registry.
     ("gpt2", "add_cross_attention=True of this gpt2 config changes the result", {"add_cross_attention": True}),
     ("gpt2", "activation 'quick_gelu'", {"activation_function": "quick_gelu"}),
     ("gpt2", "GPT2ForSequenceClassification", {"architectures": ["GPT2ForSequenceClassification"]}),
@@ -329,15 +324,15 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("gpt2", "the gpt2 config is invalid|num_attention_heads=0 does not divide|is unknown", {name: value})
       for name, value in (("architectures", 5), ("architectures", [["x"]]), ("n_head", 0), ("n_inner", "x"))),
 )  # fmt: skip
-"""Families with fields that no model here computes, and what the error says."""
+"""Family, message, and fields that are not supported."""
 
 
-@pytest.mark.parametrize(("family", "says", "fields"), REFUSED)
-def test_a_field_that_would_change_the_result_is_refused(family: str, says: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize(("family", "message", "fields"), REFUSED)
+def test_unsupported_config_fields_are_refused(family: str, message: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=message):
         model_config({"model_type": family, **fields})
 
 
-def test_a_window_that_is_not_used_is_none() -> None:
+def test_unused_sliding_window_is_none() -> None:
     for fields in ({"sliding_window": 6, "max_window_layers": 0}, {**_WINDOWED, "max_window_layers": 99}):
         assert model_config({"model_type": "qwen2", **fields}).sliding_window is None

@@ -1,4 +1,4 @@
-"""Megatron-BERT: norms before each block, token types, and the heads of five tasks."""
+"""Megatron-BERT equals Hugging Face: pre-norm blocks, token types, and the heads of five tasks."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ LENGTHS = (16, 9, 5, 12)
 PAD = 3
 TOKEN_TYPES = 3
 NUM_LABELS = 5
-TWO_COPIES = Layout(dp=2, num_microbatches=2)
+TWO_REPLICAS = Layout(dp=2, num_microbatches=2)
 """One row per microbatch: means of means would differ from Hugging Face's mean over the batch."""
 
 
@@ -42,7 +42,7 @@ def bert_model(head: str, num_labels: int = 2, problem_type: str | None = None) 
 
 
 def _sentences(**labels: torch.Tensor) -> Rows:
-    """Padded rows with token types and, at real positions, padding's own token too."""
+    """Padded rows with token types; the padding token occurs at real positions as well."""
     generator = torch.Generator().manual_seed(5)
     shape = (len(LENGTHS), max(LENGTHS))
     mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
@@ -54,7 +54,7 @@ def _sentences(**labels: torch.Tensor) -> Rows:
 
 
 def _labels_of_tokens(limit: int) -> torch.Tensor:
-    """About half of the real tokens have a label; each row has another number of them, the second none."""
+    """Labels for about half of the real tokens; their number differs between rows, the second has none."""
     generator = torch.Generator().manual_seed(6)
     labels = torch.randint(0, limit, (len(LENGTHS), max(LENGTHS)), generator=generator)
     real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
@@ -72,16 +72,15 @@ VALUES = torch.linspace(-1, 1, 12).view(4, 3).roll(1)
 RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"pretraining-{layout}": (("PreTraining",), layout, _pretraining_rows())
-       for layout in (FOUR_RANKS, INTERLEAVED, TWO_COPIES, RECOMPUTED)},
+       for layout in (FOUR_RANKS, INTERLEAVED, TWO_REPLICAS, RECOMPUTED)},
     "given positions": (("PreTraining",), FOUR_RANKS, [
         {**row, "position_ids": (torch.arange(16) * 5 + i) % 24} for i, row in enumerate(_pretraining_rows())
     ]),
     "masked_lm": (("MaskedLM",), FOUR_RANKS, _sentences(labels=_labels_of_tokens(VOCAB_SIZE))),
-    "one value": (("SequenceClassification", 1), TWO_COPIES, _sentences(labels=torch.tensor([0.5, -1.25, 2.0, 0.0]))),
-    "values": (("SequenceClassification", 3, "regression"), TWO_COPIES, _sentences(labels=VALUES)),
+    "one value": (("SequenceClassification", 1), TWO_REPLICAS, _sentences(labels=torch.tensor([0.5, -1.25, 2.0, 0.0]))),
+    "values": (("SequenceClassification", 3, "regression"), TWO_REPLICAS, _sentences(labels=VALUES)),
     "classes": (("SequenceClassification", NUM_LABELS), FOUR_RANKS, _sentences(labels=CLASSES)),
-    "classes in copies": (("SequenceClassification", NUM_LABELS), TWO_COPIES, _sentences(labels=CLASSES)),
-    "several labels": (("SequenceClassification", 3), TWO_COPIES, _sentences(labels=(VALUES > 0).float())),
+    "several labels": (("SequenceClassification", 3), TWO_REPLICAS, _sentences(labels=(VALUES > 0).float())),
     "classes of tokens": (
         ("TokenClassification", NUM_LABELS), FOUR_RANKS, _sentences(labels=_labels_of_tokens(NUM_LABELS))
     ),
@@ -102,19 +101,19 @@ SPLIT_ROWS = [
 ]
 
 
-_LIKE_OTHERS = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels", "classes in copies"}
-WHOLE_ROWS = [
-    pytest.param(name, each[1], marks=[pytest.mark.exhaustive] * (name in _LIKE_OTHERS)) for name, each in CASES.items()
+_EXHAUSTIVE = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels"}
+FULL_ROWS = [
+    pytest.param(name, each[1], marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE)) for name, each in CASES.items()
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), [*WHOLE_ROWS, *SPLIT_ROWS], ids=str)
-def test_a_bert_equals_hugging_face(case: str, layout: Layout) -> None:
+@pytest.mark.parametrize(("case", "layout"), [*FULL_ROWS, *SPLIT_ROWS], ids=str)
+def test_bert_equals_hugging_face(case: str, layout: Layout) -> None:
     head, _, rows = CASES[case]
     check_family(bert_model(*head), layout, rows)
 
 
-# ---- without a counterpart in Hugging Face --------------------------------------------------------------------------
+# ---- features that Hugging Face does not have -----------------------------------------------------------------------
 
 
 def _fields(**changes: Any) -> dict[str, Any]:
@@ -133,17 +132,17 @@ def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str
     return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
 
 
-def test_pretraining_without_the_binary_head_learns_the_tokens_alone() -> None:
-    # With overlapped communication the engine waits for the gradient of each weight, that of the unused head too.
+def test_pretraining_without_binary_head_trains_tokens_only() -> None:
+    # With overlapped communication the engine waits for every weight's gradient, also the unused head's.
     layout = Layout(dp=2, pp=2, num_microbatches=2, overlap_communication=True)
-    both, tokens = (
+    with_head, without_head = (
         run_ranks(_train, 4, Case(layout=layout, steps=1), _pretraining_rows(), has_head) for has_head in (True, False)
     )
-    for (_, terms), (outcome, alone) in zip(both, tokens, strict=True):
+    for (_, terms), (outcome, metrics) in zip(with_head, without_head, strict=True):
         assert terms["train_loss"] == pytest.approx(terms["train_lm_loss"] + terms["train_sop_loss"])
         assert outcome.losses == [pytest.approx(terms["train_lm_loss"])]
-        assert "train_sop_loss" not in alone
-    gradients = full_tensors([outcome.gradients for outcome, _ in tokens])
+        assert "train_sop_loss" not in metrics
+    gradients = full_tensors([outcome.gradients for outcome, _ in without_head])
     unused = [name for name, gradient in gradients.items() if (gradient == 0).all()]
     assert sorted(unused) == ["binary_head.bias", "binary_head.weight", "pooler.dense.bias", "pooler.dense.weight"]
 
@@ -161,13 +160,13 @@ def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str
 
 
 @pytest.mark.parametrize("task", ["pretraining", "sequence_classification"])
-def test_losses_and_metrics_are_those_of_one_process_for_rows_that_do_not_divide(task: str) -> None:
+def test_indivisible_rows_have_metrics_of_one_process(task: str) -> None:
     rows = ((_pretraining_rows() if task == "pretraining" else _sentences(labels=CLASSES)) * 2)[:7]
     (expected,) = run_ranks(_validate, 1, Layout(), rows, task, "32-true")
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")
     assert ranks == [{name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}] * 4
     if task == "pretraining":
-        # 8 bits of mantissa: about 1 % of the logits.
+        # 8 bits of precision: errors of about 1 % of the logits.
         for rank in run_ranks(_validate, 4, FOUR_RANKS, rows, task, "bf16-mixed"):
             assert rank["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)

@@ -1,4 +1,4 @@
-"""T5 and mT5 equal Hugging Face: two stacks on one pipeline, relative positions, heads tied and untied."""
+"""T5 and mT5 equal Hugging Face: two stacks in one pipeline, relative positions, tied and untied heads."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.ranks import RankError, run_ranks
 
 
 def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: int = 10) -> Rows:
-    """Rows with padding in both sequences; each has another number of targets."""
+    """Rows with padding in both sequences and different numbers of targets."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
@@ -60,30 +60,26 @@ RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)])
-def test_a_t5_equals_hugging_face(case: str) -> None:
+def test_t5_equals_hugging_face(case: str) -> None:
     model, layout, rows = {**CASES, **RARER_CASES}[case]
     check_family(model(), layout, rows)
 
 
-# ---- what config and weights say together ---------------------------------------------------------------------------
+# ---- tied and untied output layers ---------------------------------------------------------------------------------
 
 
-def test_the_output_layer_is_the_embedding_unless_the_files_have_another(tmp_path: Path) -> None:
+def test_output_layer_equal_to_embedding_is_tied(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    t5().save_pretrained(tmp_path / "tied")
-    t5_1_1().save_pretrained(tmp_path / "untied")
-    assert pretrained_module(str(tmp_path / "tied")).model_config.share_embeddings_and_output_weights
-    assert not pretrained_module(str(tmp_path / "untied")).model_config.share_embeddings_and_output_weights
-
-    # Old files have the copies, too.
-    weights = load_file(tmp_path / "tied" / "model.safetensors")
+    # As in old files, which hold the tied weight twice.
+    t5().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["shared.weight"].clone()
-    save_file(weights, tmp_path / "tied" / "model.safetensors", metadata={"format": "pt"})
-    assert pretrained_module(str(tmp_path / "tied")).model_config.share_embeddings_and_output_weights
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert pretrained_module(str(tmp_path)).model_config.share_embeddings_and_output_weights
 
 
-def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
+def test_new_model_is_tied_as_in_transformers() -> None:
     from transformers import T5ForConditionalGeneration
 
     from lightning_megatron.convert.registry import model_config
@@ -96,7 +92,7 @@ def test_a_model_from_a_config_alone_is_tied_as_in_transformers() -> None:
     assert not ours.scale_decoder_outputs
 
 
-# ---- random weights, and what is refused ----------------------------------------------------------------------------
+# ---- random weights and refusals ------------------------------------------------------------------------------------
 
 
 def _random_weights(fields: dict[str, Any]) -> Tensors:
@@ -107,7 +103,7 @@ def _random_weights(fields: dict[str, Any]) -> Tensors:
     return tensors_of(module)
 
 
-def test_random_weights_are_as_large_as_transformers_makes_them() -> None:
+def test_initial_weights_are_as_large_as_in_transformers() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     fields = {**MODELS["t5"], "d_model": 96, "d_ff": 200, "feed_forward_proj": "gated-gelu", "initializer_factor": 0.5}
@@ -116,7 +112,7 @@ def test_random_weights_are_as_large_as_transformers_makes_them() -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         expected = theirs[name].detach()
-        # 32 numbers in a table, thousands elsewhere: four times the standard error of two standard deviations.
+        # 32 values in a table, thousands elsewhere: four times the standard error of two standard deviations.
         rtol = 4 / expected.numel() ** 0.5
         assert weight.square().mean().sqrt().item() == pytest.approx(expected.square().mean().sqrt().item(), rel=rtol)
 
@@ -127,7 +123,7 @@ def _fit(layout: Layout, num_labels: int) -> None:
     trainer_of(case).fit(module_of(case), DataLoader([row] * 4, batch_size=4))  # type: ignore[arg-type]
 
 
-def _overridden(name: str, value: Any) -> Layout:
+def _override(name: str, value: Any) -> Layout:
     recompute: Any = "selective" if name == "recompute_modules" else None
     return Layout(recompute=recompute, transformer_config_overrides=((name, value),))
 
@@ -135,13 +131,13 @@ def _overridden(name: str, value: Any) -> Layout:
 @pytest.mark.parametrize(
     ("layout", "num_labels", "message"),
     [
-        (_overridden("recompute_modules", ["core_attn"]), 8, "'core_attn' cannot train T5's attention bias"),
+        (_override("recompute_modules", ["core_attn"]), 8, "'core_attn' cannot train T5's attention bias"),
         (Layout(pp=4, vpp=2, num_microbatches=4), 8, "8 chunks are more than the 7 layers"),
         (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused_with_the_reason(layout: Layout, num_labels: int, message: str) -> None:
+def test_unsupported_t5_settings_are_refused(layout: Layout, num_labels: int, message: str) -> None:
     with pytest.raises(RankError) as refusal:
         run_ranks(_fit, layout.world_size, layout, num_labels)
     assert refusal.value.error_type == "ConfigError"

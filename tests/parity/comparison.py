@@ -22,9 +22,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
+def assert_same(actual: Tensors, expected: Tensors) -> None:
     """Assert equal names, dtypes and values."""
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
 
 
 def assert_same_run(actual: Outcome, expected: Outcome) -> None:

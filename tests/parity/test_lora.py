@@ -65,12 +65,12 @@ def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, t
 def _adapters(tensors: Tensors) -> Tensors:
     """Select adapter tensors, named as in ``peft``'s files."""
     named = {
-        f"base_model.model.{name.replace('.default', '').removeprefix('base_model.model.')}": each
-        for name, each in tensors.items()
+        f"base_model.model.{name.replace('.default', '').removeprefix('base_model.model.')}": tensor
+        for name, tensor in tensors.items()
         if ".lora_" in name
     }
     # A fused linear has a B of zeros for each matrix without an adapter.
-    return {name: each for name, each in named.items() if name.replace("lora_B", "lora_A") in named}
+    return {name: tensor for name, tensor in named.items() if name.replace("lora_B", "lora_A") in named}
 
 
 CASES: dict[str, tuple[Case, Layout, list[str]]] = {
@@ -109,7 +109,7 @@ def test_lora_training_equals_peft(case: Case, layout: Layout, targets: list[str
     run_ranks(_save_random_adapter, 1, case, targets, f"{folder}/initial")
     ranks = run_ranks(_train, case.layout.world_size, case, folder)
     ours, logits = ranks[0]
-    base = {name: each for name, each in ours.initial_weights.items() if ".lora_" not in name}
+    base = {name: tensor for name, tensor in ours.initial_weights.items() if ".lora_" not in name}
     ((theirs, loaded, merged),) = run_ranks(_train_with_peft, 1, case, base, folder)
     # The tolerances of tests/parity/comparison.py, for the same reasons.
     assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)

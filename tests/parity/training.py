@@ -125,7 +125,7 @@ class Outcome:
 @functools.cache
 def outcome(case: Case) -> Outcome:
     """Run ``case`` on the ranks of its layout; cached for the session."""
-    # Some CUDA kernels add in a different order each time, in bf16.
+    # The summation order of some bf16 CUDA kernels varies from run to run.
     copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
     return join_outcomes(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
 

@@ -88,7 +88,7 @@ def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, li
 
     saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
     uninterrupted, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
-    resumed = [train_frozen(each, "lower half", ckpt_path=path)[0] for each in (case, other)]
+    resumed = [train_frozen(x, "lower half", ckpt_path=path)[0] for x in (case, other)]
     return uninterrupted, resumed, refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
 
 

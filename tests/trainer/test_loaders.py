@@ -1,4 +1,4 @@
-"""An ordinary DataLoader trains and validates every layout on exactly the rows that it should, or is refused."""
+"""Ordinary DataLoaders train and validate every layout on exactly the right rows, or are refused."""
 
 import math
 import warnings
@@ -30,22 +30,22 @@ from tests.ranks import run_ranks
 Rows = list[dict[str, torch.Tensor]]
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
-# ---- which rows -----------------------------------------------------------------------------------------------------
+# ---- sampling -------------------------------------------------------------------------------------------------------
 
 NUMBERED: Any = [{"input_ids": torch.full((SEQ_LENGTH,), index)} for index in range(24)]
-"""Each row consists of its own number."""
+"""Rows whose tokens are all the row's index."""
 
 
 def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[int]]]:
-    """This rank's copy of the model, and the numbers of the rows that it trained on, in each of two epochs."""
+    """This rank's data-parallel rank, and the indices of the rows that it trained on in each of two epochs."""
     from lightning_megatron import MegatronModule
 
     seen: list[list[int]] = []
 
     class InOrder(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
-            place = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
-            return DataLoader(NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **place))
+            shard = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
+            return DataLoader(NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **shard))
 
     watch = callback(
         on_train_epoch_start=lambda *_: seen.append([]),
@@ -57,27 +57,27 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
     return trainer.strategy.data_parallel_rank, seen
 
 
-def test_copies_share_an_epoch_and_the_ranks_of_a_copy_see_the_same() -> None:
-    by_copy: dict[int, list[list[int]]] = {}
-    for copy, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2)):
-        assert by_copy.setdefault(copy, seen) == seen
-    epochs = [first + second for first, second in zip(by_copy[0], by_copy[1], strict=True)]
-    # Lightning shuffles training data for every distributed strategy, whatever the loader says.
+def test_replicas_share_an_epoch_and_ranks_of_a_replica_see_equal_rows() -> None:
+    by_replica: dict[int, list[list[int]]] = {}
+    for replica, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2)):
+        assert by_replica.setdefault(replica, seen) == seen
+    epochs = [first + second for first, second in zip(by_replica[0], by_replica[1], strict=True)]
+    # Lightning shuffles training data for every distributed strategy, even if the loader does not.
     assert [sorted(rows) for rows in epochs] == [list(range(24))] * 2
     assert epochs[0] != epochs[1]
     assert epochs[0] != list(range(24))
 
 
-def test_a_sampler_of_ones_own_is_left_alone() -> None:
+def test_custom_distributed_sampler_is_kept() -> None:
     even, odd = (0, [list(range(0, 24, 2))] * 2), (1, [list(range(1, 24, 2))] * 2)
     assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), True) == [even, even, odd, odd]
 
 
-# ---- every layout trains on them as one process ---------------------------------------------------------------------
+# ---- training equals one process on every layout --------------------------------------------------------------------
 
 
 class _Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The rows of a loader where they count, and noise of another length elsewhere."""
+    """Rows on data sources; elsewhere noise of a different length, which must not be used."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows, self.is_data_source = num_rows, True
@@ -105,47 +105,34 @@ def _on_a_ragged_last_batch(case: Case) -> Outcome:
     return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
 
 
-def _on_batches_of_several_lengths(case: Case) -> Outcome:
-    rows, batches = Sentences(case.steps * case.global_batch_size, "uneven"), []
-    parts = zip(rows.tokens.chunk(case.steps), rows.labels.chunk(case.steps), (16, 10, 4, 12), strict=True)
-    batches = [{"input_ids": tokens[:, :length], "labels": labels[:, :length]} for tokens, labels, length in parts]
-    return train_module(module_of(case), case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("train", "case"),
     [
-        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),  # only the batches of the first rank of a copy count
+        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),  # only the batches of a replica's first rank are used
         (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
         (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
-        (
-            _on_batches_of_several_lengths,
-            Case(model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4),
-        ),
     ],
 )
-def test_every_layout_trains_on_them_as_one_process(train: Any, case: Case) -> None:
-    alone, split = (
-        join_outcomes(run_ranks(train, each.layout.world_size, each)) for each in (case.on_one_process, case)
-    )
-    assert_same_run(split, alone)
+def test_training_on_loader_equals_one_process(train: Any, case: Case) -> None:
+    expected, actual = (join_outcomes(run_ranks(train, x.layout.world_size, x)) for x in (case.on_one_process, case))
+    assert_same_run(actual, expected)
 
 
-def _without_targets(case: Case) -> Outcome:
+def _train_without_targets(case: Case) -> Outcome:
     row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
     loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = train_module(module_of(case), case, loader)
-    told = [str(each.message) for each in caught if "no label" in str(each.message)]
-    assert len(told) == (torch.distributed.get_rank() == 0)
+    messages = [str(warning.message) for warning in caught if "had no targets" in str(warning.message)]
+    assert len(messages) == (torch.distributed.get_rank() == 0)
     return run
 
 
-def test_a_step_without_a_target_is_told_has_the_loss_zero_and_leaves_the_weights() -> None:
+def test_step_without_targets_warns_and_keeps_weights() -> None:
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
-    run = join_outcomes(run_ranks(_without_targets, 4, case))
+    run = join_outcomes(run_ranks(_train_without_targets, 4, case))
     assert (run.losses, run.grad_norms) == ([0.0], [0.0])
     assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
 
@@ -165,14 +152,14 @@ def _masked() -> tuple[Rows, Rows]:
     masked = [{"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)]
     masked[2]["sample_mask"].zero_()
     rows[2]["labels"][:] = -100
-    # ``loss_mask`` stands at the position that predicts, a label at the one that is predicted.
+    # ``loss_mask`` applies to the predicting position, labels to the predicted one.
     masked[0]["loss_mask"][4:] = 0
     rows[0]["labels"][5:] = -100
     return masked, rows
 
 
 _RAGGED = list(Sentences(11, "uneven"))
-"""Rows of 0 to 15 targets, which fit none of the layouts."""
+"""Rows with 0 to 15 targets; their number divides into no layout's batches."""
 
 
 @pytest.mark.parametrize(
@@ -182,14 +169,12 @@ _RAGGED = list(Sentences(11, "uneven"))
         (Layout(pp=2, dp=2, num_microbatches=2), 4, (_RAGGED, _RAGGED)),
         (Layout(tp=2), 4, _masked()),
     ],
-    ids=["ragged", "ragged on 4", "masked"],
+    ids=["ragged", "ragged on 4 ranks", "masked"],
 )
-def test_validation_is_the_mean_over_all_targets_of_all_rows(
-    layout: Layout, batch_size: int, rows: tuple[Rows, Rows]
-) -> None:
-    given, in_one_batch = rows
+def test_val_loss_is_mean_over_all_targets(layout: Layout, batch_size: int, rows: tuple[Rows, Rows]) -> None:
+    inputs, in_one_batch = rows
     expected = common_result(_val_loss, Case(), in_one_batch, len(in_one_batch))
-    assert common_result(_val_loss, Case(layout=layout), given, batch_size) == pytest.approx(expected, rel=1e-6)
+    assert common_result(_val_loss, Case(layout=layout), inputs, batch_size) == pytest.approx(expected, rel=1e-6)
 
 
 def _validate_on_two(case: Case) -> dict[str, float]:
@@ -200,22 +185,22 @@ def _validate_on_two(case: Case) -> dict[str, float]:
     return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith(names)}
 
 
-def test_each_of_several_validation_loaders_has_a_loss_and_metrics_of_its_own() -> None:
+def test_each_validation_loader_has_its_own_metrics() -> None:
     case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
-    alone = common_result(_validate_on_two, case.on_one_process)
-    assert len(alone) == 4
+    expected = common_result(_validate_on_two, case.on_one_process)
+    assert len(expected) == 4
     for index in (0, 1):
-        loss = alone[f"val_loss/dataloader_idx_{index}"]
-        assert alone[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
-    # The exponential of a mean near 4 has four times its relative error.
-    assert common_result(_validate_on_two, case) == pytest.approx(alone, rel=6e-6)
+        loss = expected[f"val_loss/dataloader_idx_{index}"]
+        assert expected[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
+    # The exponential of a mean of about 4 has four times its relative error.
+    assert common_result(_validate_on_two, case) == pytest.approx(expected, rel=6e-6)
 
 
-# ---- batches with wrong numbers are refused on every rank that waits for them ---------------------------------------
+# ---- invalid batches are refused on every rank ----------------------------------------------------------------------
 
 
 def _rows(key: str, value: int) -> Rows:
-    """Four rows, in the third of which a number is wrong."""
+    """Four rows, the third with an invalid value."""
     rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in Sentences(4)]  # type: ignore[attr-defined]
     rows[2][key] = rows[2][key].clone()
     rows[2][key][5] = value
@@ -231,27 +216,27 @@ REFUSED: tuple[tuple[Any, int | None, tuple[str, ...]], ...] = (
 
 
 def _messages(case: Case) -> list[str]:
-    """Why the first batch of each is refused on this rank; last one that a check of the user's own fails on."""
+    """Errors on this rank for each of ``REFUSED``, and for a user's ``check_batch`` that raises."""
     from lightning_megatron import DataError, GPTTrainStep
 
     class Picky(GPTTrainStep):
         def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
             raise KeyError("mine")
 
-    told = []
+    messages = []
     cases: list[tuple[Any, int | None, Any]] = [(rows, size, None) for rows, size, _ in REFUSED]
     for rows, batch_size, step in (*cases, (Sentences(4), 4, Picky())):
         loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)
         with pytest.raises((DataError, KeyError)) as error:
             trainer_of(case).fit(module_of(case, train_step=step), loader)
-        told.append(f"{error.type.__name__}: {error.value}")
-    return told
+        messages.append(f"{error.type.__name__}: {error.value}")
+    return messages
 
 
-def test_every_rank_says_what_is_wrong() -> None:
+def test_invalid_batches_are_refused_on_every_rank() -> None:
     ranks = run_ranks(_messages, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
     for (_, _, words), (first, *others) in zip(REFUSED, zip(*ranks, strict=True), strict=False):
         assert others == [first] * 3
         assert all(word in first for word in words)
-    # A defect in a check of one's own ends all ranks of the copy.
-    assert [told[-1] for told in ranks] == ["KeyError: 'mine'"] + ["DataError: KeyError('mine')"] * 3
+    # An error in a user's check ends all ranks of the replica.
+    assert [messages[-1] for messages in ranks] == ["KeyError: 'mine'"] + ["DataError: KeyError('mine')"] * 3

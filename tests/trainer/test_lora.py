@@ -1,4 +1,4 @@
-"""Runs with adapters: what is trained, saved, resumed, exported and refused."""
+"""LoRA runs: trained weights, checkpoints, resume, export and refusals."""
 
 import json
 import re
@@ -33,42 +33,42 @@ def _module(folder: Path, **options: Any) -> Any:
 
 
 def _train(folder: Path, case: Case, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
-    """Fit, save both kinds of checkpoints after the second step and the last, and say what is there."""
-    begun: list[Any] = []
+    """Train; save at step 2, and both kinds of checkpoints at the end; return weights, sizes, logits and sequences."""
+    initial: list[Any] = []
 
     def save(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:
             trainer.save_checkpoint(folder / "half.ckpt")
 
-    keeper = callback(on_train_start=lambda trainer, module: begun.extend(shards(module)), on_train_batch_end=save)
-    module, trainer = _module(folder, **options), trainer_of(case, callbacks=[keeper])
+    saver = callback(on_train_start=lambda trainer, module: initial.extend(shards(module)), on_train_batch_end=save)
+    module, trainer = _module(folder, **options), trainer_of(case, callbacks=[saver])
     trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
     (optimizer,) = trainer.strategy.optimizers
     states = optimizer.parts[0].optimizer.state
     return {
-        "begun": begun,
-        "ended": shards(module),
+        "initial": initial,
+        "final": shards(module),
         "trained": sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad),
         "moments": sum(t.numel() for state in states.values() for t in state.values() if t.numel() > 1),
         "masters": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
-        "said": _said(module),
+        "results": _infer(module),
     }
 
 
-def _said(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _infer(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return module.logits(TOKENS), module.generate(TOKENS, max_new_tokens=4, eos_token_id=())
 
 
-def _said_by(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """By a checkpoint of ours, or by a folder in transformers."""
+def _load_and_infer(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and sequences of a checkpoint, or of a Hugging Face directory by transformers."""
     from transformers import AutoModelForCausalLM
 
     from lightning_megatron import MegatronModule
 
     if path.suffix == ".ckpt":
-        return _said(MegatronModule.load_from_checkpoint(path))
+        return _infer(MegatronModule.load_from_checkpoint(path))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         return model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -86,70 +86,66 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(_train, 4, folder, SPLIT)
 
 
-def test_only_adapters_have_optimizer_states_and_they_begin_alike_at_every_layout(
+def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
     ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
     for rank in ranks:
         assert rank["moments"] == 2 * rank["trained"] == 2 * rank["masters"]
-        pairs = zip(rank["begun"], rank["ended"], strict=True)
+        pairs = zip(rank["initial"], rank["final"], strict=True)
         assert {"_lora." in a.key for a, b in pairs if not a.data.equal(b.data)} == {True}
     (tmp_path / "base").symlink_to(folder / "base")
-    (alone,) = run_ranks(_train, 1, tmp_path, Case(model="llama", steps=1))
-    adapters = [[shard for shard in rank["begun"] if "_lora." in shard.key] for rank in (alone, *ranks)]
-    expected, begun = full_tensors(adapters[:1]), full_tensors(adapters[1:])
-    assert begun.keys() == expected.keys()
-    for name, tensor in begun.items():
+    (one_process,) = run_ranks(_train, 1, tmp_path, Case(model="llama", steps=1))
+    adapters = [[shard for shard in rank["initial"] if "_lora." in shard.key] for rank in (one_process, *ranks)]
+    expected, actual = full_tensors(adapters[:1]), full_tensors(adapters[1:])
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         assert tensor.equal(expected[name])
         # As torch.nn.Linear: kaiming_uniform(a=sqrt(5)) is uniform in +-1/sqrt(in).
         limit = 0.0 if name.endswith(".B") else tensor.shape[-1] ** -0.5
         assert 0.95 * limit <= tensor.abs().max() <= limit
 
 
-def test_a_run_resumes_exactly_and_its_weights_alone_are_adapters(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(ranks: list[dict[str, Any]], folder: Path) -> None:
     names = {name for name in read_tensors(folder / "full.ckpt") if not name.startswith("optimizer.")}
     adapters = {name for name in names if name.endswith(("lora.A", "lora.B"))}
     assert read_tensors(folder / "adapters.ckpt").keys() == adapters
-    for rank, again in zip(ranks, run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")), strict=True):
-        assert all(a.data.equal(b.data) for a, b in zip(rank["ended"], again["ended"], strict=True))
+    for rank, resumed in zip(ranks, run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")), strict=True):
+        assert all(a.data.equal(b.data) for a, b in zip(rank["final"], resumed["final"], strict=True))
 
 
-def test_checkpoints_exports_and_commands_of_them_say_the_same(
+def test_checkpoints_and_converted_exports_give_equal_results(
     ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
     commands = [
-        ["convert", "--load-path", folder / "full.ckpt", "--save-path", "whole", "--to", "hf"],
-        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "joined", "--to", "hf"],
+        ["convert", "--load-path", folder / "full.ckpt", "--save-path", "full", "--to", "hf"],
+        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "merged_adapters", "--to", "hf"],
         ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "kept.ckpt", "--to", "megatron"],
         ["convert", "--load-path", "kept.ckpt", "--save-path", "again", "--to", "hf"],
-        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "alone", "--to", "peft"],
-        ["convert", "--load-path", "alone", "--save-path", "merged", "--to", "hf"],
+        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "adapter", "--to", "peft"],
+        ["convert", "--load-path", "adapter", "--save-path", "merged", "--to", "hf"],
         ["inspect", folder / "adapters.ckpt"],
-        ["inspect", "alone"],
+        ["inspect", "adapter"],
     ]
     results = run_all(tmp_path, commands)
     assert [code for code, _, _ in results] == [0] * len(commands), results
     assert re.search(rf"base +{folder / 'base'}\n", results[-2][1])
     assert "lora_A" in results[-1][1]
-    paths = [
-        folder / "full.ckpt",
-        folder / "adapters.ckpt",
-        *map(tmp_path.joinpath, ("whole", "joined", "again", "merged")),
-    ]
-    for path in paths:
-        ((logits, written),) = run_ranks(_said_by, 1, path)
-        torch.testing.assert_close(logits, ranks[0]["said"][0], rtol=1e-5, atol=2e-5)
-        assert written.equal(ranks[0]["said"][1])
+    exports = map(tmp_path.joinpath, ("full", "merged_adapters", "again", "merged"))
+    for path in (folder / "full.ckpt", folder / "adapters.ckpt", *exports):
+        ((logits, sequences),) = run_ranks(_load_and_infer, 1, path)
+        torch.testing.assert_close(logits, ranks[0]["results"][0], rtol=1e-5, atol=2e-5)
+        assert sequences.equal(ranks[0]["results"][1])
 
 
-def _refused(folder: Path, adapter: Path) -> list[tuple[str, str]]:
-    """What each mistake must be told, and is."""
+def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
+    """For each mistake the expected fragment and the message."""
     from lightning_megatron import LoRA
 
     changed = adapter.with_name("changed")
     shutil.copytree(adapter, changed)
     config = json.loads((changed / "adapter_config.json").read_text())
     (changed / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    module, begin, other = partial(_module, folder), partial(_begin, folder), LoRA(rank=2, targets=TARGETS)
+    module, validate, other = partial(_module, folder), partial(_validate, folder), LoRA(rank=2, targets=TARGETS)
     full, adapters = folder / "full.ckpt", folder / "adapters.ckpt"
     mistakes: tuple[tuple[str, Any, dict[str, Any]], ...] = (
         ("one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr", module, {"lora": LoRA(targets=("query",))}),
@@ -159,25 +155,25 @@ def _refused(folder: Path, adapter: Path) -> list[tuple[str, str]]:
         ("expected it unset for use_dora, got True", module, {"lora": str(changed)}),
         ("expected this package's layers, got a model_provider", module, {"model_provider": print}),
         ("a module with lora, got one", module(lora=None).save_pretrained, {"save_directory": "merged", "merge": True}),
-        ("has the shape", begin, {"lora": str(adapter), "model": str(folder / "narrow")}),
-        ("is of another model: lora=", begin, {"ckpt_path": full, "lora": other}),
-        ("is of another model: lora=", begin, {"ckpt_path": full, "lora": None}),
-        ("expected a complete model, got the adapters of", begin, {"ckpt_path": adapters, "pretrained": False}),
+        ("has the shape", validate, {"lora": str(adapter), "model": str(folder / "narrow")}),
+        ("is of another model: lora=", validate, {"ckpt_path": full, "lora": other}),
+        ("is of another model: lora=", validate, {"ckpt_path": full, "lora": None}),
+        ("expected a complete model, got the adapters of", validate, {"ckpt_path": adapters, "pretrained": False}),
     )
     return [(expected, refusal(mistake, **arguments)) for expected, mistake, arguments in mistakes]
 
 
-def _begin(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
+def _validate(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
     case = Case(model="llama", steps=1)
     trainer_of(case).validate(_module(folder, **options), loader_of(case), ckpt_path=ckpt_path)
 
 
-def test_mistakes_are_told_in_one_line(ranks: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_one_line(ranks: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
     to_peft = ["convert", "--load-path", folder / "full.ckpt", "--save-path", "adapter", "--to", "peft"]
-    whole_to_peft = ["convert", "--load-path", folder / "base", "--save-path", "other", "--to", "peft"]
-    (code, _, _), (refused, _, reason) = run_all(tmp_path, [to_peft, whole_to_peft])
-    assert (code, refused) == (0, 2)
+    base_to_peft = ["convert", "--load-path", folder / "base", "--save-path", "other", "--to", "peft"]
+    (code, _, _), (refused_code, _, reason) = run_all(tmp_path, [to_peft, base_to_peft])
+    assert (code, refused_code) == (0, 2)
     assert "expected a model with adapters (LoRA), got one without" in reason
     tiny_llama(hidden_size=48, intermediate_size=40).save_pretrained(folder / "narrow")
-    for expected, line in run_ranks(_refused, 1, folder, tmp_path / "adapter")[0]:
+    for expected, line in run_ranks(_refusals, 1, folder, tmp_path / "adapter")[0]:
         assert expected in line

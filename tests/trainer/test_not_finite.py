@@ -1,4 +1,4 @@
-"""A step whose loss or gradients are NaN or infinite never reaches the weights, whichever rank it comes from."""
+"""A step with a NaN or infinite loss or gradient never changes the weights, whichever rank it comes from."""
 
 import math
 import os
@@ -18,10 +18,10 @@ from tests.ranks import run_ranks
 
 Kind = Literal["nan", "infinite loss", "nan gradient"]
 BAD_STEP, BAD_ROW = 2, 9
-STAGES_AND_COPIES = Layout(pp=2, dp=2, num_microbatches=3)
-PLACES = {
-    # Rank 3 is stage 1 of copy 1, whose rows 6 to 11 are three microbatches of two.
-    STAGES_AND_COPIES: "microbatch 1 on rank 3 (data-parallel rank 1)",
+STAGES_AND_REPLICAS = Layout(pp=2, dp=2, num_microbatches=3)
+SOURCES = {
+    # Rank 3 is stage 1 of replica 1, whose rows 6 to 11 are three microbatches of two.
+    STAGES_AND_REPLICAS: "microbatch 1 on rank 3 (data-parallel rank 1)",
     Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel rank 1)",
     Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel rank 0)",
     Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel rank 1)",
@@ -29,7 +29,7 @@ PLACES = {
 
 
 def _bad_step(kind: Kind | None) -> Any:
-    """GPT's objective, which one row of one step makes NaN or infinite."""
+    """GPT train step in which one row of one step gives NaN or infinite values."""
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.steps.base import LossTerm
 
@@ -51,7 +51,7 @@ def _bad_step(kind: Kind | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run did on this rank."""
+    """Result of one run on this rank."""
 
     error: str
     global_step: int
@@ -65,28 +65,28 @@ class Run:
 def _run(
     case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, ckpt_path: Any = None, **options: Any
 ) -> Run:
-    """Five steps, or those but the bad one; ``options`` are the Trainer's."""
+    """Train five steps, or with ``leave_out`` all but the bad one; ``options`` are the Trainer's."""
     from lightning_megatron import LRSchedule
     from lightning_megatron.errors import NonFiniteError
 
     rates: list[float] = []
     first_weights: list[torch.Tensor] = []
-    watch = callback(
+    recorder = callback(
         on_train_start=lambda _, module: first_weights.extend(shard.data for shard in shards(module)),
         on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
     )
-    copy = int(os.environ["RANK"]) // case.layout.tp % case.layout.dp
-    batches = [part.chunk(case.layout.dp)[copy] for part in Sentences(5 * 12).tokens.split(12)]
-    given = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
+    replica = int(os.environ["RANK"]) // case.layout.tp % case.layout.dp
+    batches = [part.chunk(case.layout.dp)[replica] for part in Sentences(5 * 12).tokens.split(12)]
+    inputs = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
     module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
-    options["callbacks"] = [watch, *options.pop("callbacks", [])]
-    trainer = trainer_of(replace(case, steps=len(given)), use_distributed_sampler=False, **options)
+    options["callbacks"] = [recorder, *options.pop("callbacks", [])]
+    trainer = trainer_of(replace(case, steps=len(inputs)), use_distributed_sampler=False, **options)
     trainer.strategy.on_nan = on_nan
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, DataLoader(given, batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+            trainer.fit(module, DataLoader(inputs, batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
         except NonFiniteError as raised:
             error = str(raised)
     return Run(
@@ -101,69 +101,69 @@ def _run(
 
 
 def _decide_on_device() -> None:
-    """Have this process work as with a GPU: the host reads a step's outcome behind the next step's gradients."""
+    """Make this process work as on a GPU: the host reads a step's outcome after the next step's gradients."""
     from lightning_megatron.engine.optimizer import MegatronOptimizer
 
     MegatronOptimizer._settles_late = property(lambda self: not self._context.may_skip)  # type: ignore[assignment, method-assign]
 
 
 def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, Run]]]:
-    """The run up to the step and the one that never meets it; then each kind raised and skipped."""
-    without = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
+    """Runs that stop at the bad step and that leave it out; then each kind with ``raise`` and with ``skip``."""
+    references = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
     if late:
         _decide_on_device()
     kinds: tuple[Kind, ...] = ("nan", "nan gradient") if late else ("nan", "infinite loss", "nan gradient")
-    return *without, [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
+    return *references, [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
 
 
 @pytest.mark.parametrize(
     ("layout", "clip", "optimizer", "accelerator", "is_late"),
     [
-        (STAGES_AND_COPIES, 0.5, "adamw", "cpu", False),
+        (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
         pytest.param(
             *(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False), marks=pytest.mark.exhaustive
         ),
-        pytest.param(STAGES_AND_COPIES, 0.5, "adamw", "cpu", True, marks=pytest.mark.exhaustive),
+        pytest.param(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True, marks=pytest.mark.exhaustive),
         (Layout(tp=2, dp=2, distributed_optimizer=False), 0.5, "sgd", "cpu", True),
         pytest.param(Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
         pytest.param(Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
     ],
     ids=str,
 )
-def test_the_step_ends_all_ranks_or_is_left_out_by_all(
+def test_bad_step_ends_or_is_skipped_on_all_ranks(
     layout: Layout, clip: float | None, optimizer: str, accelerator: Any, is_late: bool
 ) -> None:
     options = (("name", optimizer), ("eps", 1e-3), ("weight_decay", 0.1))
     case = Case(layout=layout, clip=clip, optimizer=options, accelerator=accelerator, lr=5e-3)
-    found = run_ranks(_all_kinds, layout.world_size, case, is_late and accelerator == "cpu")
-    for two_steps, never, of_rank in found:
-        for kind, raised, skipped in of_rank:
-            place = PLACES[layout]
-            where = {"nan": f"{place} is nan", "infinite loss": f"{place} is inf", "nan gradient": "a gradient is NaN"}
+    ranks = run_ranks(_all_kinds, layout.world_size, case, is_late and accelerator == "cpu")
+    for two_steps, without_step, runs in ranks:
+        for kind, raised, skipped in runs:
+            loss = f"{SOURCES[layout]} is"
+            reasons = {"nan": f"{loss} nan", "infinite loss": f"{loss} inf", "nan gradient": "a gradient is NaN"}
             assert raised.error.startswith(f"step {BAD_STEP}: ")
-            assert where[kind] in raised.error
+            assert reasons[kind] in raised.error
             assert raised.global_step == BAD_STEP + is_late
             assert skipped.error == ""
             assert skipped.global_step == 5
             assert skipped.skipped_steps == 1.0
-            assert where[kind] in "".join(skipped.warnings) or not skipped.warnings
-            tolerance = 0 if accelerator == "cpu" and not is_late else 1e-6  # the device clips by a division
-            for mine, expected in zip(raised.weights, two_steps.weights, strict=True):
-                torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
-            # The bad step moves neither the weights nor the schedule.
-            assert skipped.rates == never.rates[: BAD_STEP + 1] + never.rates[BAD_STEP:]
-            for mine, expected in zip(skipped.weights, never.weights, strict=True):
-                torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
+            assert reasons[kind] in "".join(skipped.warnings) or not skipped.warnings
+            tolerance = 0 if accelerator == "cpu" and not is_late else 1e-6  # on the device clipping divides
+            for actual, expected in zip(raised.weights, two_steps.weights, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+            # The bad step changes neither the weights nor the schedule.
+            assert skipped.rates == without_step.rates[: BAD_STEP + 1] + without_step.rates[BAD_STEP:]
+            for actual, expected in zip(skipped.weights, without_step.weights, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def _ended_and_resumed(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
+def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
     if late:
         _decide_on_device()
     every_step = {"every_n_train_steps": 1, "save_top_k": -1}
-    keepers = [OnExceptionCheckpoint(folder, "failed"), ModelCheckpoint(folder, "{step}", **every_step)]
-    run = _run(case, "nan", "raise", callbacks=keepers, enable_checkpointing=True)
+    savers = [OnExceptionCheckpoint(folder, "failed"), ModelCheckpoint(folder, "{step}", **every_step)]
+    run = _run(case, "nan", "raise", callbacks=savers, enable_checkpointing=True)
     saved = sorted(path.name for path in folder.iterdir())
     for name in ("failed.ckpt", "step=2.ckpt"):
         resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
@@ -174,8 +174,8 @@ def _ended_and_resumed(case: Case, folder: Path, late: bool) -> tuple[Run, Run, 
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_checkpoints_are_whole_and_keep_count_of_skipped_steps(tmp_path: Path, late: bool) -> None:
-    for first, again, saved in run_ranks(_ended_and_resumed, 2, Case(layout=Layout(dp=2)), tmp_path, late):
+def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
+    for first, again, saved in run_ranks(_fail_and_resume, 2, Case(layout=Layout(dp=2)), tmp_path, late):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
         assert first.skipped_steps == again.skipped_steps == 1.0
 
@@ -189,15 +189,15 @@ def _in_fp16(case: Case, scale: float) -> list[Run]:
     return [_run(case, kind, on_nan, **options) for kind in kinds for on_nan in ("raise", "skip")]
 
 
-def test_an_overflow_of_the_loss_scale_is_none() -> None:
-    # Times 2**22 gradients are beyond fp16's 65504: the first steps overflow, with finite losses.
+def test_loss_scale_overflow_is_not_an_error() -> None:
+    # Gradients times 2**22 exceed fp16's maximum of 65504: the first steps overflow, with finite losses.
     for runs in run_ranks(_in_fp16, 2, Case(layout=Layout(pp=2)), 2.0**22):
         assert [run.error[:7] for run in runs] == ["step 2:", "", "step 2:", ""]
         assert [run.skipped_steps for run in runs if not run.error] == [1.0, 1.0]
 
 
-def _waits(case: Case) -> list[int]:
-    """How often each step copies a number from the device to the host."""
+def _count_device_reads(case: Case) -> list[int]:
+    """Number of scalars that each optimizer step copies from the device to the host."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from lightning_megatron import MegatronModule
@@ -223,5 +223,6 @@ def _waits(case: Case) -> list[int]:
 
 
 @pytest.mark.gpu(2)
-def test_the_host_waits_for_no_gpu() -> None:
-    assert common_result(_waits, Case(layout=Layout(pp=2, num_microbatches=3), accelerator="gpu")) == [0, 0]
+def test_optimizer_step_never_synchronizes_with_gpu() -> None:
+    case = Case(layout=Layout(pp=2, num_microbatches=3), accelerator="gpu")
+    assert common_result(_count_device_reads, case) == [0, 0]

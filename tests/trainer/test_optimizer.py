@@ -1,4 +1,4 @@
-"""Options of the optimizer, fields of Megatron's configs set by hand, and schedulers, on the way to the weights."""
+"""Effects of optimizer options, overridden Megatron config fields, and learning-rate schedulers on training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 
 TWO_STAGES = Layout(pp=2, num_microbatches=2)
-TWO_COPIES = Layout(tp=2, dp=2)
+TP2_DP2 = Layout(tp=2, dp=2)
 LR, WEIGHT_DECAY = 5e-3, 0.3
 
 
@@ -40,10 +40,10 @@ def _train_with_multipliers(case: Case) -> Outcome:
     return train(replace(case, optimizer=(*case.optimizer, ("multipliers", multipliers))))
 
 
-def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name() -> None:
-    """One step of plain gradient descent, by hand."""
+def test_multipliers_scale_lr_and_weight_decay_of_matching_weights() -> None:
+    """Compared with one step of gradient descent computed here."""
     optimizer = (("name", "sgd"), ("weight_decay", WEIGHT_DECAY))
-    case = Case(layout=TWO_COPIES, steps=1, lr=LR, optimizer=optimizer)
+    case = Case(layout=TP2_DP2, steps=1, lr=LR, optimizer=optimizer)
     run = join_outcomes(run_ranks(_train_with_multipliers, 4, case))
     expected = {}
     for name, weight in run.initial_weights.items():
@@ -57,51 +57,51 @@ def test_multipliers_scale_learning_rate_and_decay_of_the_weights_they_name() ->
     assert_same_tensors(run.weights, expected, atol=1e-6)
 
 
-# ---- fields of Megatron's configs -----------------------------------------------------------------------------------
+# ---- overridden fields of Megatron's configs ------------------------------------------------------------------------
 
-_PLAIN = Case(layout=Layout(dp=2, num_microbatches=2, overlap_communication=True), steps=3)
-_BY_HAND = replace(
-    _PLAIN.layout,
+_DEFAULTS = Case(layout=Layout(dp=2, num_microbatches=2, overlap_communication=True), steps=3)
+_OVERRIDDEN = replace(
+    _DEFAULTS.layout,
     optimizer_config_overrides=(("loss_scale", 1024.0),),
     ddp_config_overrides=(("bucket_size", 1000),),
 )
 
 
 def _train(case: Case) -> tuple[Outcome, dict[str, Any]]:
-    seen: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def collect(module: Any) -> Any:
         (chunk,) = module.model_chunks
         report = module.trainer.strategy.optimizer_report
-        seen["scale"] = None if report is None else float(report.loss_scale)
-        seen["buckets"] = sum(len(buffer.buckets) for buffer in chunk.buffers)
-        seen["gradients"] = {parameter.main_grad.dtype for parameter in chunk.parameters()}
+        settings["scale"] = None if report is None else float(report.loss_scale)
+        settings["buckets"] = sum(len(buffer.buckets) for buffer in chunk.buffers)
+        settings["gradients"] = {parameter.main_grad.dtype for parameter in chunk.parameters()}
         return shards(module)
 
-    return train_module(module_of(case), case, loader_of(case), collect=collect), seen
+    return train_module(module_of(case), case, loader_of(case), collect=collect), settings
 
 
-def test_what_is_set_by_hand_is_used_and_changes_no_number_that_it_should_not() -> None:
-    """A loss scale that is a power of two is exact; two ranks' gradients are added in one way, whatever the buckets."""
-    plain, by_hand = (run_ranks(_train, 2, case) for case in (_PLAIN, replace(_PLAIN, layout=_BY_HAND)))
-    assert plain[0][1] == {"scale": 1.0, "buckets": 1, "gradients": {torch.float32}}
-    assert by_hand[0][1]["scale"] == 1024.0
-    assert by_hand[0][1]["buckets"] > 3
-    for (expected, _), (got, _) in zip(plain, by_hand, strict=True):
-        assert got.losses == expected.losses
-        assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)  # added in another order
-        for ours, theirs in zip(got.weights, expected.weights, strict=True):
+def test_overridden_loss_scale_and_bucket_size_are_used_exactly() -> None:
+    """A loss scale that is a power of two is exact, and buckets do not change sums over two ranks."""
+    default, overridden = (run_ranks(_train, 2, case) for case in (_DEFAULTS, replace(_DEFAULTS, layout=_OVERRIDDEN)))
+    assert default[0][1] == {"scale": 1.0, "buckets": 1, "gradients": {torch.float32}}
+    assert overridden[0][1]["scale"] == 1024.0
+    assert overridden[0][1]["buckets"] > 3
+    for (expected, _), (actual, _) in zip(default, overridden, strict=True):
+        assert actual.losses == expected.losses
+        assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)  # different summation order
+        for ours, theirs in zip(actual.weights, expected.weights, strict=True):
             assert torch.equal(ours.data, theirs.data)
 
 
-def test_gradients_in_16_bits_train_nearly_as_those_in_32() -> None:
-    in_32 = replace(_PLAIN, precision="bf16-mixed")
-    in_16 = replace(in_32, layout=replace(_PLAIN.layout, ddp_config_overrides=(("grad_reduce_in_fp32", False),)))
-    (expected, _), (got, seen) = (run_ranks(_train, 2, case)[0] for case in (in_32, in_16))
-    assert seen["gradients"] == {torch.bfloat16}
+def test_bf16_gradients_are_close_to_fp32() -> None:
+    in_32 = replace(_DEFAULTS, precision="bf16-mixed")
+    in_16 = replace(in_32, layout=replace(_DEFAULTS.layout, ddp_config_overrides=(("grad_reduce_in_fp32", False),)))
+    (expected, _), (actual, settings) = (run_ranks(_train, 2, case)[0] for case in (in_32, in_16))
+    assert settings["gradients"] == {torch.bfloat16}
     # Sums of two microbatches and two ranks, each rounded to 8 bits.
-    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=2**-7)
-    assert got.losses == pytest.approx(expected.losses, rel=2**-9)
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=2**-7)
+    assert actual.losses == pytest.approx(expected.losses, rel=2**-9)
 
 
 # ---- schedulers -----------------------------------------------------------------------------------------------------
@@ -112,31 +112,31 @@ def _one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
-    """The learning rate that each step used, and the one logged last."""
+    """Learning rate of each step, and the last one logged."""
     from lightning_megatron import LRSchedule, MegatronModule
 
     class WithScheduler(MegatronModule):
         def configure_optimizers(self) -> Any:
             optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-            # Nothing improves by 100: one bad epoch is enough.
+            # No epoch improves by 100, so the rate drops after every epoch but the first.
             worse = {"factor": 0.1, "patience": 0, "threshold": 100.0, "threshold_mode": "abs"}
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
             scheduler = _one_cycle(optimizer) if kind == "one_cycle" else plateau(optimizer, **worse)
-            when = {"interval": "step"} if kind == "one_cycle" else {"monitor": "val_loss"}
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+            trigger = {"interval": "step"} if kind == "one_cycle" else {"monitor": "val_loss"}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **trigger}}
 
     rates: list[float] = []
     keep = callback(on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
     schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
-    is_ours = kind == "linear"
-    module = module_of(case, lr_schedule=schedule) if is_ours else module_of(case, WithScheduler)
-    limits = {} if is_ours and epochs == 1 else {"max_steps": -1, "max_epochs": epochs}
+    is_own_schedule = kind == "linear"
+    module = module_of(case, lr_schedule=schedule) if is_own_schedule else module_of(case, WithScheduler)
+    limits = {} if is_own_schedule and epochs == 1 else {"max_steps": -1, "max_epochs": epochs}
     trainer = trainer_of(case, callbacks=[keep], **limits)
     trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
     return rates, trainer.callback_metrics["lr"].item()
 
 
-def test_torchs_schedulers_do_what_they_do_to_torchs_optimizers() -> None:
+def test_torch_schedulers_set_the_learning_rate() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler, expected = _one_cycle(optimizer), []
     for _ in range(4):
@@ -150,15 +150,15 @@ def test_torchs_schedulers_do_what_they_do_to_torchs_optimizers() -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_schedule_of_the_module_ends_with_the_run(epochs: int) -> None:
-    # Warm-up 0, 1/2, then from 1 to a tenth in the 4 steps that are left of 6; the last value is for a step 7.
+def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
+    # Warm-up 0, 1/2, then from 1 to a tenth in the remaining 4 of 6 steps; the last value would be for step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
     used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
     assert [*used, logged] == pytest.approx(expected)
 
 
-def _found_rates(case: Case, folder: Path) -> tuple[list[float], float]:
-    """The learning rate that each step used behind Lightning's search for one, and what it found."""
+def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
+    """Learning rate of each step after Lightning's LearningRateFinder, and its suggestion."""
     from lightning.pytorch.callbacks import LearningRateFinder
 
     rates: list[float] = []
@@ -169,7 +169,7 @@ def _found_rates(case: Case, folder: Path) -> tuple[list[float], float]:
     return rates, finder.optimal_lr.suggestion()
 
 
-def test_the_rate_that_lightning_finds_is_used(tmp_path: Path) -> None:
-    rates, found = common_result(_found_rates, Case(layout=TWO_STAGES, lr=LR), tmp_path)
-    assert rates == pytest.approx([found] * 3)
-    assert found != LR
+def test_learning_rate_finders_suggestion_is_used(tmp_path: Path) -> None:
+    rates, suggestion = common_result(_find_rate, Case(layout=TWO_STAGES, lr=LR), tmp_path)
+    assert rates == pytest.approx([suggestion] * 3)
+    assert suggestion != LR

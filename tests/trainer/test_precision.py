@@ -1,4 +1,4 @@
-"""Formats of weights, gradients and moments in each precision, and overflows of fp16."""
+"""Dtypes of weights, gradients and moments in each precision, and overflows in fp16."""
 
 from typing import Any, Literal
 
@@ -18,46 +18,46 @@ WEIGHTS = {
 }
 
 
-def _formats() -> dict[str, dict[str, set[torch.dtype]]]:
-    """By precision: formats of everything that training keeps on this rank."""
-    formats = {}
+def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
+    """By precision, the dtypes of all training state on this rank."""
+    dtypes = {}
     for precision in WEIGHTS:
         settings = {"precision": precision, "max_steps": 2}
         trainer, _ = fit(Run(trainer=settings, optimizer={"initial_loss_scale": 2.0**10}))
         parameters = list(trainer.lightning_module.model_chunks.parameters())
         (part,) = trainer.strategy.optimizers[0].parts
-        formats[precision] = {
+        dtypes[precision] = {
             "weights": {p.dtype for p in parameters},
             "main gradients": {p.main_grad.dtype for p in parameters},
             "master weights": {p.dtype for group in part.optimizer.param_groups for p in group["params"]},
             "moments": {v.dtype for state in part.optimizer.state.values() for v in state.values() if v.numel() > 1},
         }
-    return formats
+    return dtypes
 
 
-def test_gradients_master_weights_and_moments_are_fp32_in_every_mode() -> None:
+def test_gradients_master_weights_and_moments_are_always_fp32() -> None:
     others = dict.fromkeys(("main gradients", "master weights", "moments"), {torch.float32})
-    for formats in run_ranks(_formats, 2):
-        assert formats == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
+    for dtypes in run_ranks(_dtypes, 2):
+        assert dtypes == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
 
 FIRST_SCALE, OVERFLOW_AT = 2.0**22, 6
-"""Times 2**22 the gradients are beyond fp16's 65504, times 2**16 they are not."""
+"""Gradients times 2**22 exceed fp16's maximum of 65504, times 2**16 they do not."""
 
 
 def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
-    """What each step did, with a warm-up, so that every step has another learning rate.
+    """Report of each step, with a warm-up, so that the learning rate differs in every step.
 
-    In one of the steps the last rank, and only that one, gets infinite gradients.
+    In one step only the last rank gets infinite gradients.
     """
     from lightning_megatron import LRSchedule, MegatronPrecision
 
     steps: list[dict[str, Any]] = []
     weights: list[list[torch.Tensor]] = []
 
-    def keep(trainer: Any, module: Any, *_: Any) -> None:
+    def record_weights(trainer: Any, module: Any, *_: Any) -> None:
         weights.append([shard.data for shard in shards(module)])
 
     def overflow(trainer: Any, module: Any, optimizer: Any) -> None:
@@ -65,26 +65,29 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
             for parameter in module.model_chunks.parameters():
                 parameter.main_grad.fill_(torch.inf)
 
-    def note(trainer: Any, module: Any, *_: Any) -> None:
-        keep(trainer, module)
+    def record_step(trainer: Any, module: Any, *_: Any) -> None:
+        record_weights(trainer, module)
         report, rate = trainer.strategy.optimizer_report, trainer.optimizers[0].param_groups[0]["lr"]
         changed = any(not torch.equal(a, b) for a, b in zip(*weights[-2:], strict=True))
         # The loss scale after the step, the learning rate for the next one.
         steps.append({"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed})
 
-    watch = callback(on_train_start=keep, on_before_optimizer_step=overflow, on_train_batch_end=note)
+    hooks = {"on_train_start": record_weights, "on_before_optimizer_step": overflow, "on_train_batch_end": record_step}
     optimizer = (("initial_loss_scale", FIRST_SCALE), ("loss_scale_window", 4), ("eps", 1e-3))
     layout = Layout(tp=2, pp=2, num_microbatches=2)
     case = Case(layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator)
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
-    on_cpu = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}  # Lightning would make it bf16-mixed
+    on_cpu = {
+        "precision": None,
+        "plugins": [MegatronPrecision("16-mixed")],
+    }  # Lightning would use bf16-mixed
     options = on_cpu if accelerator == "cpu" else {"precision": "16-mixed"}
-    trainer_of(case, callbacks=[watch], **options).fit(module, loader_of(case))
+    trainer_of(case, callbacks=[callback(**hooks)], **options).fit(module, loader_of(case))
     return steps
 
 
 def _loss_scales(skipped: list[bool]) -> list[float]:
-    """After each step: halved by every overflow but the first (loss_scale_hysteresis=2), doubled by four good steps."""
+    """Loss scale after each step: halved by overflows after the first (hysteresis 2), doubled by four good steps."""
     scale, good, tolerated, scales = FIRST_SCALE, 0, 1, []
     for overflow in skipped:
         good = 0 if overflow else good + 1
@@ -99,7 +102,7 @@ def _loss_scales(skipped: list[bool]) -> list[float]:
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))])
-def test_steps_that_overflow_on_any_rank_change_nothing_but_the_loss_scale(accelerator: str) -> None:
+def test_overflow_on_any_rank_changes_only_the_loss_scale(accelerator: str) -> None:
     for steps in run_ranks(_steps_in_fp16, 4, accelerator):
         skipped = [step["skipped"] for step in steps]
         assert skipped[:2] == [True, True]
@@ -109,5 +112,5 @@ def test_steps_that_overflow_on_any_rank_change_nothing_but_the_loss_scale(accel
         for step in steps:
             updates += not step["skipped"]
             assert step["changed"] == (not step["skipped"])
-            # In nine steps from a tenth to the whole.
+            # Warm-up over nine updates from a tenth to the full rate.
             assert step["lr"] == pytest.approx(Case().lr * min(1 + updates, 10) / 10)

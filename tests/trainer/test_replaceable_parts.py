@@ -1,4 +1,4 @@
-"""Replacing the loss, the batch, the forward pass or the model alone; the loss is that of an example."""
+"""Replacing only the loss (by that of an example), the batch, the forward pass or the model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ CASE = Case(layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch
 
 
 def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
-    """The losses of runs in each of which one part is replaced."""
+    """Losses of runs, each with one part replaced."""
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.models.build import build_chunks
     from lightning_megatron.models.config import ModelConfig
@@ -54,23 +54,21 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
     return [train_module(module, case, loader_of(case)).losses for module in modules]
 
 
-def test_the_loss_the_batch_the_forward_pass_or_the_model_alone() -> None:
+def test_replacing_one_part_equals_one_process() -> None:
     replaced = ("loss_func", "get_batch", "forward_step")
-    original, *split, with_relu, of_relu = common_result(_losses, CASE, ("nothing", *replaced, "model", "config"))
-    for ours, alone in zip(split, common_result(_losses, CASE.on_one_process, replaced), strict=True):
-        assert ours == pytest.approx(alone, rel=1.5e-6)
-        assert ours[0] != pytest.approx(original[0], rel=1e-3)
-    assert with_relu == of_relu != original
+    original, *sharded, provider, config = common_result(_losses, CASE, ("nothing", *replaced, "model", "config"))
+    for losses, expected in zip(sharded, common_result(_losses, CASE.on_one_process, replaced), strict=True):
+        assert losses == pytest.approx(expected, rel=1.5e-6)
+        assert losses[0] != pytest.approx(original[0], rel=1e-3)
+    assert provider == config != original
 
 
-def test_targets_that_are_counted_otherwise_are_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns, got"
-    ):
+def test_target_counts_that_differ_from_loss_are_refused() -> None:
+    with pytest.raises(RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns"):
         common_result(_losses, CASE, ("targets",))
 
 
-def test_the_loss_of_the_example_is_what_one_gets_by_hand() -> None:
+def test_example_loss_equals_manual_computation() -> None:
     step = KeyTokenTrainStep(key_tokens=[7, 9], alpha=0.5)
     batch = {
         "tokens": torch.tensor([[7, 1, 9, 7], [1, 2, 3, 4], [9, 0, 0, 0]]),

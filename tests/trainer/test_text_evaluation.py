@@ -1,4 +1,4 @@
-"""Perplexity and last-word accuracy of texts are those of transformers, row by row, on any layout."""
+"""Perplexity and last-word accuracy of texts equal transformers, row by row, on any layout."""
 
 import json
 import math
@@ -24,7 +24,7 @@ TEXTS = [
     "yes, yes, yes, is it the answer? was it? the answer is: yes, it is, the answer to the question is yes",
     "yes yes",
 ]
-"""No multiple of copies or batches; the longest loses its beginning."""
+"""Their number is no multiple of replicas or batch sizes; the longest is truncated at its start."""
 LAYOUTS = (
     Layout(),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
@@ -35,7 +35,7 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 whose favourite word is `` yes``, its tokenizer, and the texts."""
+    """A GPT-2 biased towards `` yes``, its tokenizer, and the texts."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("texts")
@@ -60,7 +60,7 @@ def _last_words(tokenizer: Any) -> list[tuple[list[int], int]]:
 
 
 def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Windows as Hugging Face's guide to perplexity moves them, except that the first token behind one is kept."""
+    """Sliding windows as in Hugging Face's guide to perplexity, but scoring also the first token after a window."""
     rows = []
     for text in TEXTS:
         tokens, done = tokenizer.encode(text), 1
@@ -74,7 +74,7 @@ def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
 
 
 def _losses(model: Any, rows: list[tuple[list[int], int]]) -> tuple[float, float]:
-    """Of rows read one by one, whose last tokens count, so many: their mean, and the share that is predicted whole."""
+    """Mean loss of the last ``count`` tokens of each row, and the share of rows that are predicted completely."""
     losses, right = [], []
     for tokens, count in rows:
         row = torch.tensor(tokens)
@@ -85,10 +85,10 @@ def _losses(model: Any, rows: list[tuple[list[int], int]]) -> tuple[float, float
     return torch.cat(losses).mean().item(), sum(right) / len(right)
 
 
-def _tested(folder: str, case: Case) -> dict[str, Any]:
+def _test(folder: str, case: Case) -> dict[str, Any]:
     from lightning_megatron import TextEvaluationDataModule
 
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for task, step, stride in (("last_word", "last_word", None), ("perplexity", "gpt", STRIDE)):
         data = TextEvaluationDataModule(
             data_path=f"{folder}/texts.jsonl",
@@ -99,43 +99,38 @@ def _tested(folder: str, case: Case) -> dict[str, Any]:
             micro_batch_size=1,
         )
         module = pretrained_module(folder, train_step=step)
-        (found[task],) = trainer_of(case).test(module, datamodule=data, verbose=False)
-    return found
+        (metrics[task],) = trainer_of(case).test(module, datamodule=data, verbose=False)
+    return metrics
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_texts_have_the_perplexity_and_the_last_words_of_transformers(folder: Path, layout: Layout) -> None:
+def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layout: Layout) -> None:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     model, tokenizer = GPT2LMHeadModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     (mean, right), (of_windows, _) = (_losses(model, rows(tokenizer)) for rows in (_last_words, _windows))
     assert 0.2 < right < 0.8
-    for found in run_ranks(_tested, layout.world_size, str(folder), Case(layout=layout)):
-        # Counted, not measured.
-        assert found["last_word"]["test_last_word_accuracy"] == pytest.approx(right, rel=1e-14)
+    for metrics in run_ranks(_test, layout.world_size, str(folder), Case(layout=layout)):
+        # A count, so exact.
+        assert metrics["last_word"]["test_last_word_accuracy"] == pytest.approx(right, rel=1e-14)
         for task, expected in (("last_word", mean), ("perplexity", of_windows)):
-            # fp32 logits of four layers in another order of additions, and one mean of fp32 losses a batch.
-            assert found[task]["test_loss"] == pytest.approx(expected, rel=2e-6)
-            assert found[task]["test_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+            # fp32 logits of four layers with a different summation order, and one fp32 mean per batch.
+            assert metrics[task]["test_loss"] == pytest.approx(expected, rel=2e-6)
+            assert metrics[task]["test_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 def _refusals(folder: str) -> list[str]:
     from lightning_megatron import MegatronModule, TextEvaluationDataModule
 
-    said, sizes = [], {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 16}
-    for task, vocab_size, phase in (
-        ("perplexity", 200, "test"),
-        ("last_word", 311, "test"),
-        ("perplexity", 311, "fit"),
-    ):
-        module = MegatronModule(model={**sizes, "vocab_size": vocab_size}, train_step="gpt")
+    messages, sizes = [], {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 16}
+    for task, phase in (("last_word", "test"), ("perplexity", "fit")):
+        module = MegatronModule(model={**sizes, "vocab_size": 311}, train_step="gpt")
         data = TextEvaluationDataModule(f"{folder}/texts.jsonl", folder, task=task, seq_length=12)  # type: ignore[arg-type]
-        said.append(refusal(getattr(trainer_of(Case()), phase), module, datamodule=data))
-    return said
+        messages.append(refusal(getattr(trainer_of(Case()), phase), module, datamodule=data))
+    return messages
 
 
-def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
-    vocabulary, objective, split = run_ranks(_refusals, 1, str(folder))[0]
-    assert "expected tokens below the model's vocab_size=200" in vocabulary
+def test_wrong_train_step_or_phase_is_refused(folder: Path) -> None:
+    objective, split = run_ranks(_refusals, 1, str(folder))[0]
     assert "expected train_step='last_word', which counts last words, got" in objective
     assert "TextEvaluationDataModule has no train split" in split
