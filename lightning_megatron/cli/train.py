@@ -325,6 +325,8 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
     path, hint = message.partition(":")[0], ""
     if not files and "arguments are required" in message:
         return f"{message}; give --config FILE, or model and data as options: see --help"
+    if "'lightning.LightningDataModule'" in message:
+        return "data: expected a class, got only options of one; give its name first, e.g. --data IndexedDataModule"
     if message.endswith("expected one argument"):  # jsonargparse names --model if --model.lr has no value
         for name, value in pairwise([*arguments, "--"]):
             if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NEGATIVE.fullmatch, (name, value))):

@@ -169,7 +169,7 @@ _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_stream": _returning(torch.cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
     "default_stream": _returning(torch.cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
-    "Stream": _returning(torch.cpu.Stream),  # side streams are created in constructors
+    "Stream": _use(torch.cpu.Stream),  # side streams are created in constructors; annotations use it as a type
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _use(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator

@@ -64,6 +64,7 @@ MISTAKES = {
     # Found by fit: wrong options,
     "fit other.yaml": "did you mean --config other.yaml?",
     "fit": "give --config FILE, or model and data as options: see --help",
+    "fit --data.seq_length 8": "data: expected a class, got only options of one; give its name first",
     f"{_FIT} --config nowhere.yaml": "nowhere.yaml",
     f"{_FIT} --trainer.max_stepps 3": "max_stepps 3; did you mean --trainer.max_steps?",
     f"{_FIT} --modle.lrr 3": "did you mean --model?",

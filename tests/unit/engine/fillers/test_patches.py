@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron.engine import patches as table
 from lightning_megatron.engine.fillers import choice
@@ -32,6 +33,9 @@ def test_every_patch_is_applied_and_undone(device_type: DeviceType, monkeypatch:
         during = values()
     assert all(a is not b for a, b in zip(before, during, strict=True))
     assert all(a is b for a, b in zip(before, values(), strict=True))
+    # A module imported during a run may say ``torch.cuda.Stream | None``.
+    of_torch = [(a, b) for (owner, *_), a, b in zip(targets, before, during, strict=True) if owner is torch.cuda]
+    assert all(isinstance(a, type) == isinstance(b, type) for a, b in of_torch)
 
 
 def test_liger_kernel_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
