@@ -1,7 +1,7 @@
-"""Campaigns: the same kind of fault again and again at random moments, for as long as one likes.
+"""Campaigns: repeated faults of the same kind at random moments, for a given time.
 
 ``nox -s campaign -- --minutes 30`` runs all of them in turn, ``python -m tests.campaigns --minutes 5 killed`` some.
-They are no tests of pytest: what they find by chance becomes a test there.
+They are not pytest tests: a fault that they find becomes one.
 """
 
 import random
@@ -13,17 +13,17 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one attempt ended."""
+    """Result of one attempt."""
 
     wrong: str = ""
-    """What was lost, or done wrong: a checkpoint, a bit of a loss, a message that does not name the cause."""
+    """Failure, or "": a lost checkpoint, another loss, a message that does not name the cause."""
     hung: bool = False
-    """Whether that is something that did not end in its time."""
+    """Whether the failure is that a process did not end in time."""
     noticed: float | None = None
-    """Seconds from the fault to the end of the last process; None where that says nothing."""
+    """Seconds from the fault to the end of the last process; None if not applicable."""
     steps: int = 0
-    """Steps that were compared with those of a run without fault."""
+    """Number of steps compared with a run without fault."""
 
 
 Attempt: TypeAlias = Callable[[random.Random, Path], Outcome]
-"""Makes one attempt in an empty folder, from random numbers that a seed repeats."""
+"""Makes one attempt in an empty directory with seeded random numbers."""

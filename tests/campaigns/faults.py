@@ -1,8 +1,8 @@
-"""Ranks that are killed, get storms of signals or hang, and disks that break, while a run trains, saves and generates.
+"""Ranks that are killed, get many signals or hang, and disks that fail, while a run trains, saves and generates.
 
-The ranks have to end by themselves, as under a scheduler that looks after nobody, and name the cause; a run whose disk
-breaks may also go on without the saves that fail. Then the run goes on from what it has kept, and every loss that it
-has ever computed must be, to the last bit, that of a run without faults.
+The ranks must end by themselves, without a scheduler that kills them, and name the cause; a run whose disk fails may
+also continue without the failed saves. Then the run resumes from its checkpoints, and every loss that it ever computed
+must be bitwise equal to that of a run without faults.
 """
 
 import contextlib
@@ -32,34 +32,34 @@ _PHASES = {
     "validating": "on_validation_batch_start",
     "generating": "on_validation_start",
 }
-"""By what the run is doing: the hook in which a fault becomes due; in the last the run generates text."""
+"""Hook in which a fault is triggered, by phase; in the last hook the run generates text."""
 _ANY = tuple(_PHASES)
 _LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}
 _RANKS = (0, 1)
 _LIMITS = {"setup": 9, "step": 6, "checkpoint": 6}
-"""Seconds that ranks may hang."""
+"""Heartbeat limits in seconds."""
 _SLOW_FSYNC = "CAMPAIGN_SLOW_FSYNC"
-"""Environment variable of a run: seconds by which each ``fsync`` takes longer."""
+"""Environment variable of a run: seconds added to each ``fsync``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What some ranks do in the first phase of a kind from a step on."""
+    """Fault on some ranks, in the first occurrence of ``phase`` from ``step`` on."""
 
     phase: str
     ranks: tuple[int, ...]
     step: int
     act: Callable[[], None]
     """A function at the top level of a module."""
-    is_beside: bool = False
-    """Whether the run goes on meanwhile."""
+    is_async: bool = False
+    """Whether the run continues during the fault."""
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
 
 def _run_of(layout: str, **strategy: Any) -> Run:
-    """Ten steps that save, validate and generate every other step."""
+    """Run of ten steps that saves, validates and generates every other step."""
     trainer = {"max_steps": 10, "val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
     return Run(strategy={**_LAYOUTS[layout], **strategy}, trainer=trainer, validate=True)
 
@@ -67,17 +67,17 @@ def _run_of(layout: str, **strategy: Any) -> Run:
 def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
     import torch
 
-    due = [] if fault is None else [fault]
+    pending = [] if fault is None else [fault]
 
-    def happen(fault: Fault) -> None:
+    def trigger(fault: Fault) -> None:
         with (folder / "faults.txt").open("a") as file:
             file.write(f"{time.time()}\n")
         fault.act()
 
     def enter(trainer: Any, *_: Any) -> None:
-        if due and trainer.global_rank in due[0].ranks and trainer.global_step >= due[0].step:
-            now = due.pop()
-            threading.Thread(target=happen, args=(now,), daemon=True).start() if now.is_beside else happen(now)
+        if pending and trainer.global_rank in pending[0].ranks and trainer.global_step >= pending[0].step:
+            now = pending.pop()
+            threading.Thread(target=trigger, args=(now,), daemon=True).start() if now.is_async else trigger(now)
 
     def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         with (folder / f"losses_{trainer.global_rank}.txt").open("a") as file:
@@ -86,13 +86,13 @@ def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
     def generate(trainer: Any, module: Any) -> None:
         module.generate(torch.arange(4)[None], max_new_tokens=4)
 
-    faulty = [callback(**{_PHASES[each.phase]: enter}) for each in due]
-    keeper = checkpoints_at(folder / "kept", every_n_train_steps=2, save_top_k=1, save_last=True)
-    return [*faulty, callback(on_train_batch_end=record, on_validation_start=generate), keeper]
+    faulty = [callback(**{_PHASES[fault.phase]: enter}) for fault in pending]
+    saver = checkpoints_at(folder / "kept", every_n_train_steps=2, save_top_k=1, save_last=True)
+    return [*faulty, callback(on_train_batch_end=record, on_validation_start=generate), saver]
 
 
 def _train(run: Run, folder: Path, fault: Fault | None) -> None:
-    """Go on with the run in ``folder`` to its end; the process ends with the code of a script that does so."""
+    """Resume the run in ``folder`` and finish it; exit with the code of a script that does so."""
     code = 0
     if delay := os.environ.get(_SLOW_FSYNC):
         fsync = os.fsync
@@ -112,24 +112,24 @@ class _Ended:
     """How the ranks of a run ended."""
 
     codes: dict[int, int]
-    """By rank, of those that ended in Python."""
+    """Exit code by rank, for ranks that were not killed."""
     left: list[int]
-    """Ranks that were still there when time was up."""
+    """Ranks that had not ended in time."""
     seconds: float
-    """From the first fault (from the start, if none came) to the end of the last rank."""
+    """Seconds from the first fault (from the start, if there was none) to the end of the last rank."""
     printed: str
 
 
 def _run_to_end(
     run: Run, folder: Path, fault: Fault | None = None, patience: float = 60, stopped: tuple[int, ...] = ()
 ) -> _Ended:
-    """Start the run, wait until all ranks but those that are ``stopped`` have ended, and kill what is left.
+    """Start the run, wait until all ranks except ``stopped`` have ended, and kill the rest.
 
     Args:
-        run: What to train.
-        folder: Where it is kept.
-        fault: What happens to it.
-        patience: Seconds from the fault (from the start and 60 more, if none comes) until it counts as hung.
+        run: The run.
+        folder: Directory of its files.
+        fault: Fault to cause.
+        patience: Seconds from the fault (without one, from 60 s after the start) until the run counts as hung.
         stopped: Ranks that cannot end.
     """
     faults = folder / "faults.txt"
@@ -152,18 +152,18 @@ def _run_to_end(
 
 
 def _losses(folder: Path) -> dict[str, set[str]]:
-    """By rank and step: every loss computed for it; just one if resumed runs are exact."""
-    found: dict[str, set[str]] = {}
+    """All losses computed for each rank and step; exactly one if resumes are exact."""
+    losses: dict[str, set[str]] = {}
     for file in folder.glob("losses_*.txt"):
         for line in file.read_text().splitlines():
             step, _, loss = line.partition(" ")
-            found.setdefault(f"{file.stem} {step}", set()).add(loss)
-    return found
+            losses.setdefault(f"{file.stem} {step}", set()).add(loss)
+    return losses
 
 
 @functools.cache
 def _expected(layout: str) -> dict[str, set[str]]:
-    """The losses of a run without faults."""
+    """Losses of a run without faults."""
     with tempfile.TemporaryDirectory() as folder:
         ended = _run_to_end(_run_of(layout), Path(folder))
         if set(ended.codes.values()) != {0}:
@@ -171,23 +171,23 @@ def _expected(layout: str) -> dict[str, set[str]]:
         return _losses(Path(folder))
 
 
-def _outcome(layout: str, folder: Path, what: object, ended: _Ended, wrong: str = "") -> Outcome:
-    """Judge how a run has ended, and whether it goes on to its end as if nothing had been."""
+def _outcome(layout: str, folder: Path, fault: object, ended: _Ended, wrong: str = "") -> Outcome:
+    """Judge how a run ended, and whether it resumes exactly and finishes."""
     steps = 0
     if ended.left:
-        wrong = f"ranks {ended.left} are still there"
+        wrong = f"ranks {ended.left} have not ended"
     elif not wrong:
-        again, whole = _run_to_end(_run_of(layout), folder), _expected(layout)
-        found, steps = _losses(folder), len(whole)
-        if again.codes != dict.fromkeys(_RANKS, 0):
-            wrong = f"the run does not go on: codes {again.codes}, left {again.left}\n{again.printed}"
-        elif others := sorted(step for step in whole if found.get(step) != whole[step]):
-            wrong = f"other losses than without the fault: {', '.join(others)}"
-    text = wrong and f"{layout}, {what}: {wrong}\n{ended.printed}"
+        resumed, expected = _run_to_end(_run_of(layout), folder), _expected(layout)
+        losses, steps = _losses(folder), len(expected)
+        if resumed.codes != dict.fromkeys(_RANKS, 0):
+            wrong = f"the run does not resume: codes {resumed.codes}, left {resumed.left}\n{resumed.printed}"
+        elif differing := sorted(step for step in expected if losses.get(step) != expected[step]):
+            wrong = f"other losses than without the fault: {', '.join(differing)}"
+    text = wrong and f"{layout}, {fault}: {wrong}\n{ended.printed}"
     return Outcome(wrong=text, hung=bool(ended.left), noticed=ended.seconds, steps=steps)
 
 
-# ---- ranks that are killed ------------------------------------------------------------------------------------------
+# ---- killed ranks ------------------------------------------------------------------------------------------
 
 
 def _signal(signum: int, times: int, delay: float) -> None:
@@ -197,21 +197,21 @@ def _signal(signum: int, times: int, delay: float) -> None:
         time.sleep(0.01)
 
 
-def _killed(signum: int, most: int, rng: random.Random, folder: Path) -> Outcome:
+def _kill(signum: int, max_times: int, rng: random.Random, folder: Path) -> Outcome:
     layout = rng.choice(list(_LAYOUTS))
     fault = Fault(
         phase=rng.choice(_ANY),
         ranks=rng.choice(((0,), (1,), _RANKS)),
         step=rng.randrange(8),
-        act=functools.partial(_signal, signum, rng.randint(1, most), rng.uniform(0, 0.05)),
-        is_beside=True,
+        act=functools.partial(_signal, signum, rng.randint(1, max_times), rng.uniform(0, 0.05)),
+        is_async=True,
     )
     ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, fault, patience=45)
     is_wrong = signum == signal.SIGTERM and set(ended.codes.values()) - {143, 0}
     return _outcome(layout, folder, fault, ended, f"SIGTERM ends with {ended.codes}" if is_wrong else "")
 
 
-# ---- ranks that hang ------------------------------------------------------------------------------------------------
+# ---- hanging ranks ------------------------------------------------------------------------------------------------
 
 
 def _sleep() -> None:
@@ -230,7 +230,7 @@ def _barrier() -> None:
 
 
 def _dead_disk() -> None:
-    """Every write of this rank waits for ever, in the threads that write."""
+    """Block every write of this rank forever, in the writer threads."""
     from lightning_megatron.checkpoint.save import _ChecksummedFile
 
     _ChecksummedFile.write = lambda self, data: _sleep() or 0  # type: ignore[method-assign, func-returns-value]
@@ -240,11 +240,11 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _hangs(act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
+def _hang(act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
     from lightning_megatron.engine.heartbeat import Heartbeat
 
     layout, rank = rng.choice(list(_LAYOUTS)), rng.choice(_RANKS)
-    fault = Fault(phase=rng.choice(phases), ranks=(rank,), step=rng.randrange(2, 8), act=act, is_beside=act is _stop)
+    fault = Fault(phase=rng.choice(phases), ranks=(rank,), step=rng.randrange(2, 8), act=act, is_async=act is _stop)
     run = _run_of(layout, heartbeat=Heartbeat(**_LIMITS))
     ended = _run_to_end(run, folder, fault, _LIMITS["setup"] + 15, (rank,) if act is _stop else ())
     lines, stack, wrong = re.findall(r"^error: .*", ended.printed, re.MULTILINE), folder / f"stacks/rank_{rank}.txt", ""
@@ -255,11 +255,11 @@ def _hangs(act: Callable[[], None], phases: tuple[str, ...], rng: random.Random,
     return _outcome(layout, folder, fault, ended, wrong)
 
 
-# ---- disks that break -----------------------------------------------------------------------------------------------
+# ---- failing disks -----------------------------------------------------------------------------------------------
 
 
 def _fill(kept: Path, rng: random.Random) -> Callable[[], None]:
-    """Fill the disk; returns what frees it."""
+    """Fill the disk; return the function that frees it."""
     left = shutil.disk_usage(kept).free - rng.choice((0, 4096, 50_000, 200_000))
     with contextlib.suppress(OSError), (kept / "filler").open("wb") as file:
         file.write(bytes(max(left, 0)))
@@ -267,21 +267,21 @@ def _fill(kept: Path, rng: random.Random) -> Callable[[], None]:
 
 
 def _remount(kept: Path, rng: random.Random) -> Callable[[], None]:
-    def mount(how: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{how}", kept], check=False, capture_output=True)
+    def mount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", kept], check=False, capture_output=True)
 
-    mount("ro")  # refused while a file is open for writing: then the disk stays as it is
+    mount("ro")  # refused while a file is open for writing: the disk then stays writable
     return lambda: mount("rw")
 
 
 def _delete(kept: Path, rng: random.Random) -> Callable[[], None]:
-    for each in kept.iterdir():
-        shutil.rmtree(each, ignore_errors=True)
+    for path in kept.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
     return lambda: None
 
 
-def _broken(harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path) -> Outcome:
-    """On a disk of its own that breaks, and is well again when the run has ended."""
+def _break_disk(harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path) -> Outcome:
+    """Run on a separate disk that fails and is repaired when the run has ended."""
     layout, kept = rng.choice(list(_LAYOUTS)), folder / "kept"
     kept.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", kept], check=True)
@@ -292,21 +292,21 @@ def _broken(harm: Callable[[Path, random.Random], Callable[[], None]], rng: rand
         ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder)
         timer.join()
         undo[0]()
-        told, codes = " ".join(ended.printed.split()), set(ended.codes.values())
-        reasons = (
+        printed, codes = " ".join(ended.printed.split()), set(ended.codes.values())
+        reasons = [
             "is not written",
             "cannot be saved",
-            *(("does not exist", "No such file") if harm is _delete else ()),
-        )
-        is_told = codes == {0} or (codes <= {0, 1} and any(each in told for each in reasons))
-        wrong = "" if is_told else f"codes {ended.codes} without a reason"
+            *(["does not exist", "No such file"] if harm is _delete else []),
+        ]
+        is_reported = codes == {0} or (codes <= {0, 1} and any(reason in printed for reason in reasons))
+        wrong = "" if is_reported else f"codes {ended.codes} without a reason"
         return _outcome(layout, folder, harm.__name__, ended, wrong)
     finally:
         subprocess.run(["umount", "-l", kept], check=True)
 
 
 def _slow(rng: random.Random, folder: Path) -> Outcome:
-    """Files take long to reach the disk: the run waits, or trains on, and keeps the same."""
+    """Slow down every ``fsync``: the run waits or trains on, and its results are unchanged."""
     layout = rng.choice(list(_LAYOUTS))
     os.environ[_SLOW_FSYNC] = str(rng.uniform(0.05, 0.4))
     try:
@@ -318,22 +318,22 @@ def _slow(rng: random.Random, folder: Path) -> Outcome:
 
 CAMPAIGNS: dict[str, dict[str, Attempt]] = {
     "killed": {
-        "kill -9": functools.partial(_killed, signal.SIGKILL, 1),
-        "SIGTERM, up to 20 times": functools.partial(_killed, signal.SIGTERM, 20),
-        "SIGINT, up to 20 times": functools.partial(_killed, signal.SIGINT, 20),
+        "kill -9": functools.partial(_kill, signal.SIGKILL, 1),
+        "SIGTERM, up to 20 times": functools.partial(_kill, signal.SIGTERM, 20),
+        "SIGINT, up to 20 times": functools.partial(_kill, signal.SIGINT, 20),
     },
     "hangs": {
-        "SIGSTOP": functools.partial(_hangs, _stop, _ANY),
-        "sleeps in a hook": functools.partial(_hangs, _sleep, _ANY),
-        "loops in a hook": functools.partial(_hangs, _loop, ("training", "validating")),
-        "a barrier of its own": functools.partial(_hangs, _barrier, ("training", "validating")),
-        "a dead disk": functools.partial(_hangs, _dead_disk, ("saving",)),
+        "SIGSTOP": functools.partial(_hang, _stop, _ANY),
+        "sleeps in a hook": functools.partial(_hang, _sleep, _ANY),
+        "loops in a hook": functools.partial(_hang, _loop, ("training", "validating")),
+        "a barrier of its own": functools.partial(_hang, _barrier, ("training", "validating")),
+        "a dead disk": functools.partial(_hang, _dead_disk, ("saving",)),
     },
     "disks": {"disk: slow": _slow},
 }
-if os.geteuid() == 0:  # else it may not mount
+if os.geteuid() == 0:  # mounting needs root
     CAMPAIGNS["disks"] |= {
-        "disk: full": functools.partial(_broken, _fill),
-        "disk: read-only": functools.partial(_broken, _remount),
-        "disk: checkpoints deleted": functools.partial(_broken, _delete),
+        "disk: full": functools.partial(_break_disk, _fill),
+        "disk: read-only": functools.partial(_break_disk, _remount),
+        "disk: checkpoints deleted": functools.partial(_break_disk, _delete),
     }

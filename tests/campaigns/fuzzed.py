@@ -1,8 +1,8 @@
 """Damaged and hostile files for every reader, through ``fit``, ``convert``, ``inspect`` and ``generate``.
 
-Each attempt changes one file of a sound model, checkpoint, dataset or configuration and runs a command on it. It must
-end with code 0 or, for a file that is refused, with code 2 and one line; take no more than 5 s of CPU time and 200 MB
-beyond the same command on the sound files; and run nothing that a file names.
+Each attempt changes one file of an intact model, checkpoint, dataset or configuration and runs a command on it. The
+command must end with code 0 or, if it refuses the file, with code 2 and one line; take at most 5 s of CPU time and
+200 MB more than on the intact files; and run no code that a file names.
 """
 
 import functools
@@ -32,14 +32,14 @@ from tests.cli.corpus import VOCAB_SIZE, configuration, make_corpus
 from tests.models import GPT2
 from tests.ranks import RankError, run_ranks
 
-_MOST_MEGABYTES, _MOST_SECONDS = 200, 5.0
-_MOST_OF_LARGER_MODELS = 1000
-"""Megabytes, of a configuration that is damaged but sound: without ``n_embd`` a GPT-2 is as wide as transformers says,
-768, and takes 290 to train."""
+_MAX_MEGABYTES, _MAX_SECONDS = 200, 5.0
+_MAX_MEGABYTES_OF_LARGER_MODELS = 1000
+"""For damaged but still valid configurations: without ``n_embd`` a GPT-2 has transformers' default width of 768 and
+takes 290 MB to train."""
 _PATIENCE = 60
-"""Seconds on the clock; others may need the cores too."""
-_MOST_CHARACTERS = 3000
-"""That a refusal prints: warnings may stand before its one line."""
+"""Wall-clock seconds; other processes may need the cores too."""
+_MAX_CHARACTERS = 3000
+"""Maximum output of a refusal: warnings may precede its one line."""
 
 _FIT = "fit --config fit.yaml"
 _CHECKPOINT, _LEGACY = ("run.ckpt/*", "run.ckpt/.metadata"), ("legacy/*", "legacy/*/*/*", "legacy/*/*")
@@ -62,13 +62,13 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (*_CHECKPOINT, *_TOKENIZER, "hf/special*", "hf/merges*"),
     ),
 }
-"""By row of the table: the command, and globs of the files of which one is changed."""
+"""Command, and globs of the files of which one is changed, by row of the table."""
 
 
-# ---- ways to damage a file, or to make it mean harm; each says in words what it has done -----------------------------
+# ---- ways to damage a file or make it malicious; each returns a description ----------------------------
 
 _Mutation = Callable[[random.Random, Path, Path], str]
-"""Changes a file; what would run if it could makes the folder at the third argument."""
+"""Changes a file; injected code, if it runs, makes the directory at the third argument."""
 
 _NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 _VALUES: tuple[Any, ...] = (
@@ -83,11 +83,11 @@ _LARGEST_CHANGED = 1 << 22
 
 def _flip(rng: random.Random, file: Path, marker: Path) -> str:
     data = bytearray(file.read_bytes())
-    places = [rng.randrange(len(data)) for _ in range(rng.choice((1, 1, 8, 64)))] if data else []
-    for place in places:
-        data[place] ^= 1 << rng.randrange(8)
+    offsets = [rng.randrange(len(data)) for _ in range(rng.choice((1, 1, 8, 64)))] if data else []
+    for offset in offsets:
+        data[offset] ^= 1 << rng.randrange(8)
     file.write_bytes(data)
-    return f"bits flipped at {places}"
+    return f"bits flipped at {offsets}"
 
 
 def _cut(rng: random.Random, file: Path, marker: Path) -> str:
@@ -98,19 +98,19 @@ def _cut(rng: random.Random, file: Path, marker: Path) -> str:
 
 def _number(rng: random.Random, file: Path, marker: Path) -> str:
     data, value = bytearray(file.read_bytes()), rng.choice(_NUMBERS)
-    place = rng.randrange(min(len(data), rng.choice((64, 512, len(data)))) or 1) if data else 0
-    data[place : place + 8] = struct.pack("<Q", value)
+    offset = rng.randrange(min(len(data), rng.choice((64, 512, len(data)))) or 1) if data else 0
+    data[offset : offset + 8] = struct.pack("<Q", value)
     file.write_bytes(data)
-    return f"the number {value} at {place}"
+    return f"the number {value} at {offset}"
 
 
 def _splice(rng: random.Random, file: Path, marker: Path) -> str:
     data = file.read_bytes()
     a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     chunk = rng.choice((data[a:b], bytes(b - a), rng.randbytes(min(b - a, 4096)), data[a:b] * 3))
-    place = rng.randrange(len(data) + 1)
-    file.write_bytes((data[:place] + chunk + data[place:])[:_LARGEST_CHANGED])
-    return f"{len(chunk)} bytes put in at {place}"
+    offset = rng.randrange(len(data) + 1)
+    file.write_bytes((data[:offset] + chunk + data[offset:])[:_LARGEST_CHANGED])
+    return f"{len(chunk)} bytes inserted at {offset}"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _splice(rng: random.Random, file: Path, marker: Path) -> str:
 
 def _another_kind(rng: random.Random, file: Path, marker: Path) -> str:
     kinds = ["missing", "folder", "/dev/null", "/etc/passwd", "loop", "nowhere", "parent"]
-    # The user names a configuration, and may well mean a pipe.
+    # A configuration is named by the user, and may legitimately be a pipe.
     target = rng.choice(kinds if file.suffix == ".yaml" else [*kinds, "fifo", "/dev/zero"])
     file.unlink()
     if target == "folder":
@@ -134,18 +134,18 @@ def _another_kind(rng: random.Random, file: Path, marker: Path) -> str:
 
 
 def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
-    """In every place that could be unpickled: the file itself, or that of an archive."""
+    """Replace the file, or the pickles of an archive, with a malicious pickle."""
     import torch
 
     evil, protocol = Evil(marker), rng.choice((0, 2, 4))
     if zipfile.is_zipfile(file) and rng.random() < 0.7:
         with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()  # what is in it has no checksums
-        inside = io.BytesIO()
-        with zipfile.ZipFile(inside, "w") as archive:
+            names = archive.namelist()  # entries of the archive have no checksums
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
             for name in names:
                 archive.writestr(name, pickle.dumps({"a": evil}, 2) if name.endswith("data.pkl") else b"3")
-        file.write_bytes(inside.getvalue())
+        file.write_bytes(content.getvalue())
         return "data.pkl of the archive would run code"
     if rng.random() < 0.5:
         saved = io.BytesIO()
@@ -158,7 +158,7 @@ def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
 
 
 def _remote_code(rng: random.Random, file: Path, marker: Path) -> str:
-    """The ``auto_map`` by which transformers loads a module beside a config."""
+    """Add an ``auto_map``, by which transformers loads a module next to a config."""
     value = _json(file)
     (file.parent / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass _Evil: pass\n")
     classes = ("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer")
@@ -166,7 +166,7 @@ def _remote_code(rng: random.Random, file: Path, marker: Path) -> str:
     if rng.random() < 0.5:
         evil |= {"model_type": "evil", "tokenizer_class": "Evil", "custom_pipelines": {"x": {"impl": "evil.Evil"}}}
     file.write_text(json.dumps({**(value if isinstance(value, dict) else {}), **evil}))
-    return f"names code of its own: {sorted(evil)}"
+    return f"names a module with code: {sorted(evil)}"
 
 
 # ---- JSON and YAML --------------------------------------------------------------------------------------------------
@@ -196,19 +196,19 @@ def _json_value(rng: random.Random, file: Path, marker: Path) -> str:
 def _nested(rng: random.Random, file: Path, marker: Path) -> str:
     depth = rng.choice((100, 5_000, 200_000))
     file.write_text(rng.choice(('{"a":' * depth + "1" + "}" * depth, "[" * depth + "]" * depth, "[" * depth)))
-    return f"{depth} brackets in each other"
+    return f"{depth} nested brackets"
 
 
-def _yaml_harm(rng: random.Random, file: Path, marker: Path) -> str:
+def _malicious_yaml(rng: random.Random, file: Path, marker: Path) -> str:
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    place = f"!!python/object/apply:os.mkdir [{marker}]"
+    mkdir = f"!!python/object/apply:os.mkdir [{marker}]"
     text = file.read_text()
     system = f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
     harm = rng.choice(
         [
-            *(f"x: {place}\n{text}", f"{bomb}{text}", f"&a [*a]\n{text}", f"trainer: *nowhere\n{text}"),
+            *(f"x: {mkdir}\n{text}", f"{bomb}{text}", f"&a [*a]\n{text}", f"trainer: *nowhere\n{text}"),
             *(f"{text}\n? {text}", "\0" + text, text.replace("lr: 0.001", "lr: " + "9" * 5000)),
-            text.replace("max_steps: 1", f"max_steps: {place}"),
+            text.replace("max_steps: 1", f"max_steps: {mkdir}"),
             text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"),
             text.replace("MegatronModule", "os.mkdir"),
             text.replace("class_path: MegatronModule", system),
@@ -221,25 +221,25 @@ def _yaml_harm(rng: random.Random, file: Path, marker: Path) -> str:
 _ANY: tuple[_Mutation, ...] = (_flip, _flip, _cut, _cut, _number, _number, _splice, _another_kind, _evil_pickle)
 _BY_SUFFIX: dict[str, tuple[_Mutation, ...]] = {
     ".json": (*_ANY, _json_value, _json_value, _json_value, _nested, _remote_code, _remote_code),
-    ".yaml": (_flip, _cut, _splice, _another_kind, _nested, *[_yaml_harm] * 6),
+    ".yaml": (_flip, _cut, _splice, _another_kind, _nested, *[_malicious_yaml] * 6),
 }
 
 
-# ---- attempts --------------------------------------------------------------------------------------------------------
+# ---- attempts -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
     code: int | None
-    """None if time was up."""
+    """None after a timeout."""
     printed: str
     cpu_seconds: float = 0.0
     megabytes: float = 0.0
 
 
 @functools.cache
-def _sound() -> Path:
-    """A folder with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
+def _intact() -> Path:
+    """Directory with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
@@ -259,32 +259,34 @@ def _sound() -> Path:
         " --trainer.callbacks.dirpath . --trainer.callbacks.filename run",
         "convert --load-path hf --save-path legacy --to megatron-legacy",
     ):
-        ended = _run(command, folder)
-        if ended.code != 0:
-            raise SystemExit(f"{command} on sound files fails: {ended.printed}")
+        _run_intact(command, folder)
     return folder
+
+
+def _run_intact(command: str, folder: Path) -> _Ended:
+    ended = _run(command, folder)
+    if ended.code != 0:
+        raise SystemExit(f"{command} on intact files fails: {ended.printed}")
+    return ended
 
 
 @functools.cache
 def _usual(command: str) -> _Ended:
-    """What a command takes on the sound files."""
+    """Time and memory of a command on the intact files."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(_sound(), Path(folder, "files"))
-        ended = _run(command, Path(folder, "files"))
-    if ended.code != 0:
-        raise SystemExit(f"{command} on sound files fails: {ended.printed}")
-    return ended
+        shutil.copytree(_intact(), Path(folder, "files"))
+        return _run_intact(command, Path(folder, "files"))
 
 
 def _run(command: str, folder: Path) -> _Ended:
-    """Run a command of ``lightning-megatron`` in a process of its own, in which everything is imported already."""
+    """Run a ``lightning-megatron`` command in a forked process that has already imported everything."""
     try:
-        return run_ranks(_measured, 1, str(folder), command, timeout=_PATIENCE)[0]  # type: ignore[no-any-return]
+        return run_ranks(_measure, 1, str(folder), command, timeout=_PATIENCE)[0]  # type: ignore[no-any-return]
     except RankError as error:
         return _Ended(code=None if error.rank is None else 1, printed=str(error))
 
 
-def _measured(folder: str, command: str) -> _Ended:
+def _measure(folder: str, command: str) -> _Ended:
     ((code, out, err),) = run_here(folder, [command.split()])
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds, megabytes = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
@@ -292,20 +294,20 @@ def _measured(folder: str, command: str) -> _Ended:
 
 
 def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
-    """What must not be, in words; "" if nothing is."""
+    """Description of the failure, or ""."""
     may_be_larger = ended.code == 0 and file.name in ("config.json", "fit.yaml")
-    most = _MOST_OF_LARGER_MODELS if may_be_larger else _MOST_MEGABYTES
+    max_megabytes = _MAX_MEGABYTES_OF_LARGER_MODELS if may_be_larger else _MAX_MEGABYTES
     if marker.exists():
         return "code of a file has run"
     if ended.code is None:
         return f"not ended after {_PATIENCE} s"
     if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
         return f"ended with {ended.code}"
-    if ended.cpu_seconds > usual.cpu_seconds + _MOST_SECONDS:
-        return f"took {ended.cpu_seconds:.1f} s of CPU time, {usual.cpu_seconds:.1f} s on sound files"
-    if ended.megabytes > usual.megabytes + most:
-        return f"took {ended.megabytes:.0f} MB, {usual.megabytes:.0f} MB on sound files"
-    if ended.code == 2 and len(ended.printed) > _MOST_CHARACTERS:
+    if ended.cpu_seconds > usual.cpu_seconds + _MAX_SECONDS:
+        return f"took {ended.cpu_seconds:.1f} s of CPU time, {usual.cpu_seconds:.1f} s on intact files"
+    if ended.megabytes > usual.megabytes + max_megabytes:
+        return f"took {ended.megabytes:.0f} MB, {usual.megabytes:.0f} MB on intact files"
+    if ended.code == 2 and len(ended.printed) > _MAX_CHARACTERS:
         return f"a refusal of {len(ended.printed)} characters"
     return ""
 
@@ -313,16 +315,16 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
 def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
     usual = _usual(command)
     files, marker = folder / "files", folder / "code_has_run"
-    shutil.copytree(_sound(), files)
-    file = rng.choice(sorted({file for each in globs for file in files.glob(each) if file.is_file()}))
-    done = rng.choice(_BY_SUFFIX.get(file.suffix, _ANY))(rng, file, marker)
+    shutil.copytree(_intact(), files)
+    file = rng.choice(sorted({file for pattern in globs for file in files.glob(pattern) if file.is_file()}))
+    change = rng.choice(_BY_SUFFIX.get(file.suffix, _ANY))(rng, file, marker)
     begin = time.monotonic()
     ended = _run(command, files)
     wrong = _wrong(ended, usual, marker, file)
-    told = f"{command}: {file.relative_to(files)} {done}: {wrong}\n{ended.printed[-_MOST_CHARACTERS:]}" if wrong else ""
-    return Outcome(wrong=told, hung=ended.code is None, noticed=time.monotonic() - begin)
+    text = f"{command}: {file.relative_to(files)} {change}: {wrong}\n{ended.printed[-_MAX_CHARACTERS:]}"
+    return Outcome(wrong=text if wrong else "", hung=ended.code is None, noticed=time.monotonic() - begin)
 
 
 CAMPAIGNS: dict[str, dict[str, Attempt]] = {
-    "fuzzed": {f"fuzz: {row}": functools.partial(_attempt, *given) for row, given in _COMMANDS.items()}
+    "fuzzed": {f"fuzz: {row}": functools.partial(_attempt, *arguments) for row, arguments in _COMMANDS.items()}
 }

@@ -1,1 +1,1 @@
-"""Files that commit 25d5a27 wrote, and what it did with them."""
+"""Files that commit 25d5a27 wrote, and records of its results."""

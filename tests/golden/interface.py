@@ -1,4 +1,4 @@
-"""The public interface as plain data: names, parameters, and the options of each command; what of it is gone."""
+"""The public interface as plain data: names, parameters and command-line options; incompatible changes to it."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from unittest import mock
 from tests.cli.command import run_here
 
 Interface = dict[str, Any]
-"""By what a user writes, e.g. ``MegatronStrategy(tp)`` or ``convert --tp``: what is known of it."""
+"""Properties by name as a user writes it, e.g. ``MegatronStrategy(tp)`` or ``convert --tp``."""
 
 MEMBERS = {
     "MegatronStrategy": ("global_batch_size", "data_parallel_size", "data_parallel_group", "is_last_stage"),
@@ -20,7 +20,7 @@ MEMBERS = {
     "TrainStep": ("get_batch", "forward_step", "loss_func", "loss_terms", "metrics", "update_metrics"),
     "MegatronDataModule": ("has_split", "check", "lengths", "open"),
 }
-"""What users call and override, by the design's section 4 and the docs."""
+"""Members that users call or override, by class."""
 COMMANDS = ("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "doctor")
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _FIT = "--trainer.strategy=MegatronStrategy --data=IndexedDataModule --print_config"
@@ -29,26 +29,26 @@ _ABSENT = "no default"
 
 
 def interface() -> Interface:
-    """Today's interface; takes a process in which nothing need be imported yet."""
+    """The current interface; needs no imports in the calling process."""
     return {**_names(), **_commands(), **_trainer_commands(), **_strategies()}
 
 
-def broken(old: Interface, new: Interface) -> dict[str, str]:
-    """What of ``old`` a user can no longer rely on, and how it differs."""
-    found = {name: difference for name, was in old.items() if (difference := _difference(was, new.get(name)))}
-    homes = {_home(name) for name in old}
+def incompatibilities(old: Interface, new: Interface) -> dict[str, str]:
+    """Entries of ``old`` that are gone or incompatible, and new required parameters, with the difference."""
+    changes = {name: difference for name, was in old.items() if (difference := _difference(was, new.get(name)))}
+    owners = {_owner(name) for name in old}
     for name, now in new.items():
-        if name not in old and _home(name) in homes and isinstance(now, dict) and _is_demanded(now):
-            found[name] = "is new and required"
-    return found
+        if name not in old and _owner(name) in owners and isinstance(now, dict) and _is_required(now):
+            changes[name] = "is new and required"
+    return changes
 
 
-def _home(name: str) -> str:
-    """The function or the command of a parameter."""
+def _owner(name: str) -> str:
+    """Function or command of a parameter."""
     return name.partition("(")[0].partition(" ")[0]
 
 
-def _is_demanded(parameter: Mapping[str, Any]) -> bool:
+def _is_required(parameter: Mapping[str, Any]) -> bool:
     is_variable = parameter.get("kind", "").startswith("VAR")
     return bool(parameter.get("required")) or (parameter["default"] == _ABSENT and not is_variable)
 
@@ -57,7 +57,7 @@ def _difference(was: Any, now: Any) -> str | None:
     if now is None:
         return "is gone"
     if isinstance(was, list):
-        kept = [name for name in was if name in now]  # what is gone has a name of its own
+        kept = [name for name in was if name in now]  # a parameter that is gone is reported under its own name
         return None if now[: len(kept)] == kept else f"was {was} and is {now}"
     if not isinstance(was, dict):
         return None if now == was else f"was {was!r} and is {now!r}"
@@ -77,69 +77,70 @@ def _difference(was: Any, now: Any) -> str | None:
 def _names() -> Interface:
     import lightning_megatron
 
-    found: Interface = {}
+    names: Interface = {}
     for name in lightning_megatron.__all__:
         value = getattr(lightning_megatron, name)
         if not inspect.isclass(value):
-            found |= {name: "function", **_parameters(name, value)}
+            names |= {name: "function", **_parameters(name, value)}
             continue
-        found[name] = "error" if issubclass(value, Exception) else "class"
-        if found[name] == "class":
-            found |= _parameters(name, value.__init__)
+        names[name] = "error" if issubclass(value, Exception) else "class"
+        if names[name] == "class":
+            names |= _parameters(name, value.__init__)
         for member in MEMBERS.get(name, ()):
             attribute = getattr(value, member, None)
             if inspect.isfunction(attribute):
-                found |= {f"{name}.{member}": "method", **_parameters(f"{name}.{member}", attribute)}
+                names |= {f"{name}.{member}": "method", **_parameters(f"{name}.{member}", attribute)}
             elif attribute is not None or any(
-                member in vars(each).get("__annotations__", ()) for each in value.__mro__
+                member in vars(base).get("__annotations__", ()) for base in value.__mro__
             ):
-                found[f"{name}.{member}"] = "attribute"
-    return found
+                names[f"{name}.{member}"] = "attribute"
+    return names
 
 
 def _parameters(name: str, function: Callable[..., Any]) -> Interface:
-    parameters = {key: each for key, each in inspect.signature(function).parameters.items() if key != "self"}
-    found: Interface = {
-        f"{name}({key})": {
-            "kind": each.kind.name,
-            "default": _ABSENT if each.default is each.empty else _shown(each.default),
-            "accepts": sorted(set(_alternatives(_evaluated(each.annotation, function)))),
+    parameters = [
+        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "self"
+    ]
+    properties: Interface = {
+        f"{name}({parameter.name})": {
+            "kind": parameter.kind.name,
+            "default": _ABSENT if parameter.default is parameter.empty else _format(parameter.default),
+            "accepts": sorted(set(_alternatives(_evaluate(parameter.annotation, function)))),
         }
-        for key, each in parameters.items()
+        for parameter in parameters
     }
-    found[f"{name}(*)"] = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    return found
+    return {**properties, f"{name}(*)": [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]}
 
 
-def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
+def _evaluate(annotation: Any, function: Callable[..., Any]) -> Any:
     try:
         return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
-    except NameError:  # of what only type checkers import
+    except NameError:  # imported only for type checkers
         return annotation
 
 
-def _shown(default: Any) -> str:
-    """As in the source; the options of a dataclass have lines of their own."""
+def _format(default: Any) -> str:
+    """Default as in the source; the fields of a dataclass are separate entries."""
     if dataclasses.is_dataclass(default) and default == type(default)():  # type: ignore[operator]
         return f"{type(default).__name__}()"
     return repr(default)
 
 
 def _alternatives(hint: Any) -> Iterator[str]:
-    """The types of a union, and the values of a ``Literal``, one by one."""
+    """Members of a union and values of a ``Literal``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        for each in arguments:
-            yield from _alternatives(each)
+        for argument in arguments:
+            yield from _alternatives(argument)
     elif origin is Literal:
         yield from map(repr, arguments)
     elif origin is not None:
-        parts = ["|".join(sorted(_alternatives(each))) for each in arguments if not isinstance(each, list)]
+        parts = ["|".join(sorted(_alternatives(argument))) for argument in arguments if not isinstance(argument, list)]
         yield f"{getattr(origin, '__name__', origin)}[{', '.join(parts)}]"
     elif hint is None or hint is type(None):
         yield "None"
     elif isinstance(hint, str):
-        yield from (each.strip().rpartition(".")[2] for each in hint.split("|"))
+        yield from (name.strip().rpartition(".")[2] for name in hint.split("|"))
     else:
         yield getattr(hint, "__name__", str(hint))
 
@@ -148,35 +149,34 @@ def _alternatives(hint: Any) -> Iterator[str]:
 
 
 def _commands() -> Interface:
-    found: Interface = {}
+    options: Interface = {}
     for command in COMMANDS:
         with mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as print_help:
             _run(command, "--help")
         parser: argparse.ArgumentParser = print_help.call_args.args[0]
         for action in parser._actions:
             for flag in action.option_strings or [action.metavar or action.dest]:
-                found[f"{command} {flag}"] = {
+                options[f"{command} {flag}"] = {
                     "required": action.required,
                     "values": "none" if action.nargs == 0 else "several" if action.nargs == "+" else "one",
                     "default": None if action.default == argparse.SUPPRESS else _plain(action.default),
                     "accepts": sorted(map(str, action.choices or ["Any"])),
                 }
-    return found
+    return options
 
 
 def _trainer_commands() -> Interface:
-    """The options that help names, and the defaults of a whole configuration."""
+    """Options in the help of the Trainer commands, and the defaults of a complete configuration."""
     import yaml
 
-    found: Interface = {}
+    options: Interface = {}
     for command in TRAINER_COMMANDS:
-        found |= {
-            f"{command} {flag}": "option" for flag in re.findall(r"--[a-z]\w*(?:\.[a-z]\w*)*", _run(command, "--help"))
-        }
+        flags = re.findall(r"--[a-z]\w*(?:\.[a-z]\w*)*", _run(command, "--help"))
+        options |= {f"{command} {flag}": "option" for flag in flags}
     callbacks = [f"--trainer.callbacks+={name}" for name in _CALLBACKS]
     config = yaml.safe_load(_run("fit", "--model.model=config.json", *callbacks, *_FIT.split()))
     config["trainer"] = {name: config["trainer"][name] for name in ("strategy", "callbacks")}
-    return {**found, **{f"fit YAML {path}": value for path, value in _leaves(config)}}
+    return {**options, **{f"fit YAML {path}": value for path, value in _leaves(config)}}
 
 
 def _run(*arguments: str) -> str:
@@ -190,13 +190,13 @@ def _plain(value: Any) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each plain value of a nested configuration; classes by their last names."""
+    """Plain values of a nested configuration by path; classes by their last name."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _leaves(each, f"{path}.{key}" if path else str(key))
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value:
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}.{index}")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
     else:
         yield path, str(value).rpartition(".")[2] if path.endswith("class_path") else repr(value)
 

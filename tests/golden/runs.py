@@ -1,4 +1,4 @@
-"""Training runs of the golden files, and what commands write from them; for rank functions."""
+"""Training runs of the golden files, and the outputs of commands on them; for rank functions."""
 
 import argparse
 import hashlib
@@ -32,10 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"vocab_size": 110, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     },
 }
-"""Hugging Face configs with the vocabulary of the tokenizers here."""
+"""Hugging Face configs with the vocabulary size of the golden tokenizers."""
 
 
-# ---- runs: prefixes and tokenizers of ``indexed`` are below the folder of files --------------------------------------
+# ---- runs: data prefixes and tokenizers are relative to the directory of files -------------------------------------
 
 Steps = dict[int, dict[str, Any]]
 """By global step: loss, learning rate, gradient norm, and a hash of each row of the batch."""
@@ -47,9 +47,9 @@ BLEND = Run(
     trainer={"max_steps": 6, "precision": "bf16-mixed"},
 )
 WITHOUT_DROPOUT = replace(BLEND, strategy={}, model={**MODELS["gpt2"], **NO_DROPOUT})
-"""By which other layouts are compared, whose ranks draw other random numbers."""
+"""For comparisons at other layouts, whose ranks draw other random numbers."""
 SHUFFLED = Run(model=MODELS["llama"], trainer={"max_epochs": 3})
-"""Five steps an epoch, on two copies of the model."""
+"""Five steps per epoch, on two replicas."""
 BERT = Run(
     model={**MODELS["bert"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     indexed={"data_path": "books_pieces_text_sentence", "split": "1,0,0", "tokenizer": "pieces"},
@@ -63,7 +63,7 @@ T5 = Run(
     trainer={"max_steps": 5},
 )
 RUNS: dict[str, tuple[Run, int]] = {"blend": (BLEND, 4), "shuffled": (SHUFFLED, 2), "bert": (BERT, 2), "t5": (T5, 2)}
-"""Name of each run, in the middle of which ``NAME.ckpt`` was saved: what, on how many ranks."""
+"""Run and number of ranks by name; ``NAME.ckpt`` was saved in the middle of the run."""
 
 _INSTRUCTIONS = Run(
     model=WITHOUT_DROPOUT.model,
@@ -83,58 +83,58 @@ SAMPLES: dict[str, Run] = {
     "instructions": _INSTRUCTIONS,
     "instructions, packed": _INSTRUCTIONS.but(indexed={"packing": True, "answers": "last"}),
 }
-"""Runs from the beginning on one rank, for several passes, of which only the samples count."""
+"""Runs from the first step on one rank, for several epochs, of which only the samples are compared."""
 
 
-def trained(run: Run, files: Path, work: Path) -> Steps:
-    """The steps of a run; every rank.
+def train(run: Run, files: Path, work: Path) -> Steps:
+    """Train and return the steps of this rank.
 
     Args:
-        run: What to train.
-        files: Folder of datasets and tokenizers.
-        work: Folder for the caches.
+        run: The run.
+        files: Directory of datasets and tokenizers.
+        work: Directory for the caches.
     """
     from lightning_megatron import LRSchedule
 
     schedule = LRSchedule(style="linear", warmup_steps=2, decay_steps=20)
     run = run.but(module={"lr_schedule": schedule, "make_vocab_size_divisible_by": 8})
     if isinstance(run.indexed, Mapping):
-        paths = {key: _below(files, run.indexed[key]) for key in ("data_path", "tokenizer") if key in run.indexed}
+        paths = {key: _absolute(files, run.indexed[key]) for key in ("data_path", "tokenizer") if key in run.indexed}
         run = run.but(indexed={"index_cache": str(work / "cache"), **paths})
     rows: Steps = {}
-    """Hashes of the rows of each step, and of the validation after it."""
+    """Row hashes of each step, and of the validation after it."""
 
-    def train(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def record_rows(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         rows[trainer.global_step + 1] = {"rows": row_hashes(batch)}
 
-    def validate(trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+    def record_validation(trainer: Any, module: Any, batch: Any, *_: Any) -> None:
         if trainer.global_step in rows:
             rows[trainer.global_step].setdefault("valid rows", []).extend(row_hashes(batch))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* of another order than the checkpoint's")
-        _, trace = fit(run, callback(on_train_batch_start=train, on_validation_batch_start=validate))
+        _, trace = fit(run, callback(on_train_batch_start=record_rows, on_validation_batch_start=record_validation))
     return {
-        step: {**rows[step], "loss": seen["loss"], "lr": max(seen["lr"]), "grad_norm": seen["grad_norm"]}
-        for step, seen in trace.steps.items()
+        step: {**rows[step], "loss": values["loss"], "lr": max(values["lr"]), "grad_norm": values["grad_norm"]}
+        for step, values in trace.steps.items()
     }
 
 
-def merged(run: Run, ranks: list[Steps]) -> dict[str, dict[str, Any]]:
-    """The steps of all ranks, which must agree in all numbers, as JSON has them; with the rows of each model copy."""
+def merge_ranks(run: Run, ranks: list[Steps]) -> dict[str, dict[str, Any]]:
+    """Steps in the form of the JSON records, with the rows of each replica; all ranks must agree on other values."""
     tp, pp = run.strategy.get("tp", 1), run.strategy.get("pp", 1)
-    copies = ranks[: len(ranks) // pp : tp]  # the first rank of the first stage of each
+    replicas = ranks[: len(ranks) // pp : tp]  # first rank of the first stage of each
     steps: dict[str, dict[str, Any]] = {}
-    for step, numbers in ranks[0].items():
-        numbers = {name: value for name, value in numbers.items() if "rows" not in name}
+    for step, values in ranks[0].items():
+        values = {name: value for name, value in values.items() if "rows" not in name}
         for other in ranks[1:]:
-            assert {name: other[step][name] for name in numbers} == numbers, f"ranks differ in step {step}"
-        steps[str(step)] = {**numbers, "rows": [" ".join(copy[step]["rows"]) for copy in copies]}
+            assert {name: other[step][name] for name in values} == values, f"ranks differ in step {step}"
+        steps[str(step)] = {**values, "rows": [" ".join(replica[step]["rows"]) for replica in replicas]}
     return steps
 
 
 def row_hashes(batch: Mapping[str, Any]) -> list[str]:
-    """A hash of each row: of all that it holds, by key."""
+    """Hash of each row over all of its keys."""
     rows = [hashlib.sha256() for _ in next(iter(batch.values()))]
     for key in sorted(batch):
         for digest, row in zip(rows, batch[key], strict=True):
@@ -143,21 +143,21 @@ def row_hashes(batch: Mapping[str, Any]) -> list[str]:
 
 
 def plain_bytes(tensor: Any) -> bytes:
-    """Shape and numbers, whatever the dtype of whole numbers is."""
+    """Shape and values, independent of the integer dtype."""
     tensor = tensor.double() if tensor.is_floating_point() else tensor.long()
     return str(tuple(tensor.shape)).encode() + bytes(tensor.contiguous().numpy().tobytes())
 
 
-def _below(files: Path, value: Any) -> Any:
+def _absolute(files: Path, value: Any) -> Any:
     if isinstance(value, list):
-        return [_below(files, each) for each in value]
+        return [_absolute(files, item) for item in value]
     return str(files / value) if isinstance(value, str) else value
 
 
-# ---- what commands write: exports, datasets, texts and orders of samples ---------------------------------------------
+# ---- outputs of commands: exports, datasets, texts and sample orders --------------------------------------------
 
 Tensors = dict[str, str]
-"""By name: shape, dtype and a hash of the content."""
+"""Shape, dtype and hash of the content by name."""
 
 DATASETS = {
     "books": "--tokenizer {} --append-eod --json-keys text title",
@@ -165,7 +165,7 @@ DATASETS = {
     "books_pieces": "--tokenizer {} --split-sentences",
     "books_words": "--tokenizer {} --split-sentences",
 }
-"""Prefix of each dataset, which begins with its corpus, and the options of ``preprocess``."""
+"""Options of ``preprocess`` by dataset prefix, which begins with the name of the corpus."""
 PROMPTS = ("the new man of", "who are you")
 TEXTS = {
     "greedy": "--max-new-tokens 8",
@@ -176,11 +176,11 @@ TEXTS = {
 
 
 def command(line: str, *values: object) -> str:
-    """What a command prints, run as by one process of its own.
+    """Run a command as a single process and return its output.
 
     Args:
-        line: Words, in which ``{}`` stands for the next value.
-        values: What stands for ``{}``, and what follows the line.
+        line: The words of the command; each ``{}`` is replaced by the next value.
+        values: Replacements of ``{}``, and further words.
     """
     rest = iter(values)
     words = [str(next(rest)) if word == "{}" else word for word in line.split()]
@@ -190,7 +190,7 @@ def command(line: str, *values: object) -> str:
 
 
 def make_datasets(files: Path, work: Path) -> None:
-    """Indexed datasets of the corpora in ``files``, and two of them merged."""
+    """Write indexed datasets of the corpora in ``files``, and two of them merged."""
     for name, options in DATASETS.items():
         corpus, tokenizer = name.split("_")[0], "pieces" if name == "books_pieces" else "words"
         line = f"preprocess --input {{}} --output-prefix {{}} {options}"
@@ -200,24 +200,24 @@ def make_datasets(files: Path, work: Path) -> None:
 
 
 def samples(files: Path, work: Path) -> dict[str, Any]:
-    """Hashes of the rows of each of ``SAMPLES`` in their order."""
+    """Row hashes of each of ``SAMPLES`` in order."""
     return {
         name: {
-            str(step): {key: " ".join(rows) for key, rows in numbers.items() if "rows" in key}
-            for step, numbers in trained(run, files, work).items()
+            str(step): {key: " ".join(rows) for key, rows in values.items() if "rows" in key}
+            for step, values in train(run, files, work).items()
         }
         for name, run in SAMPLES.items()
     }
 
 
 def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
-    """Each checkpoint in each format."""
+    """Export each checkpoint to each format."""
     kinds = (hugging_face_export, legacy_export, legacy_import, megatron_export)
     return {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
 
 
 def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
-    """A checkpoint as a model directory."""
+    """Convert a checkpoint to a Hugging Face model directory."""
     from safetensors.torch import load_file
 
     target = work / f"{path.name}-hf"
@@ -225,51 +225,51 @@ def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
     tensors = load_file(target / "model.safetensors")
     config = json.loads((target / "config.json").read_text())
     known = {*next(model for model in MODELS.values() if model["model_type"] == config["model_type"]), "architectures"}
-    return {"tensors": _described(tensors), "config": {name: config[name] for name in sorted(known) if name in config}}
+    return {"tensors": _describe(tensors), "config": {name: config[name] for name in sorted(known) if name in config}}
 
 
 def legacy_export(path: Path, work: Path) -> dict[str, Any]:
-    """A checkpoint as Megatron-LM's files of tp=2, pp=2: the weights of each rank, and the arguments."""
+    """Convert to Megatron-LM's files at tp=2, pp=2: the weights of each rank, and the arguments."""
     import torch
 
     target = work / f"{path.name}-legacy"
     layout = "--tp 2 --pp 2 --make-vocab-size-divisible-by 8"
     command(f"convert --to megatron-legacy {layout} --load-path {{}} --save-path {{}}", path, target)
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for file in sorted(target.rglob("model_optim_rng.pt")):
         with torch.serialization.safe_globals([argparse.Namespace]):
             state = torch.load(file, weights_only=True)
         arguments = {name: str(value) for name, value in vars(state["args"]).items() if name != "hugging_face_config"}
         plain = {"version": state["checkpoint_version"], "iteration": state["iteration"], "arguments": arguments}
-        found |= {"of all ranks": plain, str(file.relative_to(target)): _described(_flat(state["model"]))}
-    return found
+        contents |= {"of all ranks": plain, str(file.relative_to(target)): _describe(_flat(state["model"]))}
+    return contents
 
 
 def legacy_import(path: Path, work: Path) -> Tensors:
-    """What ``legacy_export`` has made, as a model directory."""
+    """Convert the output of ``legacy_export`` to a model directory."""
     return hugging_face_export(work / f"{path.name}-legacy", work)["tensors"]  # type: ignore[no-any-return]
 
 
 def megatron_export(path: Path, work: Path) -> Tensors:
-    """A checkpoint's weights as another ``*.ckpt``, by torch's reader."""
+    """Convert a checkpoint's weights to another ``*.ckpt``, read by torch's reader."""
     target = work / f"{path.name}-core.ckpt"
     line = "convert --to megatron --make-vocab-size-divisible-by 8 --load-path {} --save-path {}"
     command(line, path, target)
-    weights = {name: each for name, each in read_tensors(target).items() if not name.startswith("optimizer.")}
-    return _described(weights)
+    weights = {name: tensor for name, tensor in read_tensors(target).items() if not name.startswith("optimizer.")}
+    return _describe(weights)
 
 
 def texts(path: Path) -> dict[str, list[str]]:
-    """What a checkpoint with a tokenizer and a generation config inside writes."""
-    written = {}
+    """Completions by a checkpoint that contains a tokenizer and a generation config."""
+    completions = {}
     for name, options in TEXTS.items():
         line = f"generate --accelerator cpu --json --checkpoint {{}} {options} --prompt"
         lines = command(line, path, *PROMPTS)
-        written[name] = [json.loads(line)["text"] for line in lines.splitlines()]
-    return written
+        completions[name] = [json.loads(line)["text"] for line in lines.splitlines()]
+    return completions
 
 
-def _described(tensors: Mapping[str, Any]) -> Tensors:
+def _describe(tensors: Mapping[str, Any]) -> Tensors:
     return {
         name: f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {_hash(tensor)}"
         for name, tensor in sorted(tensors.items())
@@ -280,8 +280,8 @@ def _hash(tensor: Any) -> str:
     return hashlib.sha256(plain_bytes(tensor)).hexdigest()[:12]
 
 
-def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name, value in nested.items():
-        tensors |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+        tensors |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return tensors

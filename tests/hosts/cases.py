@@ -1,7 +1,7 @@
-"""Runs on several hosts: they begin, are killed and cut off, and go on with other numbers of hosts.
+"""Runs on several hosts that are killed or disconnected and continue with other numbers of hosts.
 
-Each step must have the loss that it has in one process without an incident. ``nox -s hosts`` prints what was noticed,
-and after how long.
+Each step must have the loss of an uninterrupted run in one process. ``nox -s hosts`` prints the times until faults were
+noticed and training continued.
 """
 
 import json
@@ -19,21 +19,21 @@ from typing import Any
 import pytest
 
 from tests.hosts import train
-from tests.hosts.network import Network, python, what_is_missing
+from tests.hosts.network import Network, missing_requirement, python
 from tests.launch.test_started_by import slurm_variables
 from tests.pages import blocks
 from tests.ranks import ROOT
 
-if reason := what_is_missing():
+if reason := missing_requirement():
     pytest.skip(reason, allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(900)
 _GLOBAL_BATCH = 12
-"""Microbatches of one row; hosts 1, 2 and 3 share them evenly."""
+"""Microbatches of one row per step; divisible among 1, 2 and 3 hosts."""
 
 
 class Cluster:
-    """A run on the hosts of a network, and what it has written so far."""
+    """A run on the hosts of a network, and its output."""
 
     def __init__(self, network: Network, folder: Path, devices: int, max_steps: int, cache: str = "cache") -> None:
         self.network, self.folder, self._files = network, folder, ExitStack()
@@ -48,7 +48,7 @@ class Cluster:
         return self.network.run(host, [*command, *script], log, **environment)
 
     def torchrun(self, host: str) -> subprocess.Popen[bytes]:
-        """The two lines of docs/several_hosts.md, with other sizes and our script."""
+        """Start an agent with the two lines of docs/several_hosts.md, other sizes and our script."""
         export, line = blocks("docs/several_hosts.md", "bash")[0].replace("\\\n", "").splitlines()
         sizes = {"1:2": f"1:{self.options['num_nodes']}", "8": str(self.options["devices"])}
         words = shlex.split(line)
@@ -57,7 +57,7 @@ class Cluster:
         return self.start(host, python("-m", "torch.distributed.run", *options), **{name: value})
 
     def task(self, host: str, **more: str) -> subprocess.Popen[bytes]:
-        """The task of one of two hosts, with the variables of SLURM."""
+        """Start the task of one of two hosts with the variables of SLURM."""
         variables = slurm_variables(int(host[-1]) - 1, 2, "host[1-2]")
         return self.start(host, python(), **variables, **more)
 
@@ -65,11 +65,11 @@ class Cluster:
         path = self.folder / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 240) -> float:
-        """Until ``what`` is so; the seconds that it took."""
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> float:
+        """Wait until ``condition`` holds; return the seconds that it took."""
         begin = time.monotonic()
-        while not what():
-            assert time.monotonic() < begin + seconds, f"nothing after {seconds} s\n{self.told()}"
+        while not condition():
+            assert time.monotonic() < begin + seconds, f"nothing after {seconds} s\n{self.log_tails()}"
             time.sleep(0.1)
         return time.monotonic() - begin
 
@@ -79,14 +79,14 @@ class Cluster:
 
         return self.wait_for(is_done, seconds)
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
-    def told(self) -> str:
+    def log_tails(self) -> str:
         return "\n".join(f"---- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(self.folder.glob("*.log")))
 
     def check_losses(self) -> None:
-        """Every step was computed as without incidents; fp32 is summed in another order."""
+        """Check every loss against the run in one process, which sums fp32 in another order."""
         expected = _losses_of_one_process(self.options["max_steps"])
         for step, loss, *_ in self.lines("steps"):
             assert loss == pytest.approx(expected[step], rel=2e-5), f"step {step}"
@@ -94,7 +94,7 @@ class Cluster:
 
 @cache
 def _losses_of_one_process(max_steps: int) -> dict[int, float]:
-    """Of each step; the order of samples depends on how many the whole run takes."""
+    """Loss of each step; the sample order depends on the number of samples of the complete run."""
     sizes = {"num_nodes": 1, "devices": 1, "num_microbatches": _GLOBAL_BATCH}
     options = {**sizes, "max_steps": max_steps, "cache": "cache"}
     with TemporaryDirectory() as folder:
@@ -109,16 +109,16 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
-    with Network(request.param, tmp_path) as made:
-        yield made
+    with Network(request.param, tmp_path) as network:
+        yield network
 
 
-def _print(news: str) -> None:
-    print(f"\n>>> {news}", flush=True)
+def print_time(text: str) -> None:
+    print(f"\n>>> {text}", flush=True)
 
 
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
-def test_torchrun_goes_on_without_a_host_and_takes_it_back(network: Network, tmp_path: Path) -> None:
+def test_torchrun_continues_without_a_host_and_readmits_it(network: Network, tmp_path: Path) -> None:
     hosts, lost = network.hosts, network.hosts[-1]
     cluster = Cluster(network, tmp_path, devices=1, max_steps=100)
     agents = {host: cluster.torchrun(host) for host in hosts}
@@ -129,35 +129,33 @@ def test_torchrun_goes_on_without_a_host_and_takes_it_back(network: Network, tmp
     time.sleep(10)
     network.plug(lost)
     cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 2)
-    _print(
-        f"{len(hosts)} hosts, cable pulled for 10 s: steps again {time.monotonic() - begin:.0f} s after it was pulled"
-    )
-    assert len(cluster.lines("begins")) == len(hosts), cluster.told()  # the same processes
+    print_time(f"{len(hosts)} hosts, cable pulled for 10 s: next step after {time.monotonic() - begin:.0f} s")
+    assert len(cluster.lines("begins")) == len(hosts), cluster.log_tails()  # the same processes
 
     network.unplug(lost)
     network.kill(lost)
     begin, done = time.monotonic(), len(cluster.lines("steps"))
-    noticed = cluster.wait_for(lambda: "failed (exitcode" in cluster.said())
+    noticed = cluster.wait_for(lambda: "failed (exitcode" in cluster.logs())
     cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 1 and cluster.lines("steps")[-1][2] < len(hosts))
     without = time.monotonic() - begin
-    _print(f"{len(hosts)} hosts, one without power: noticed after {noticed:.0f} s, steps again after {without:.0f} s")
+    print_time(f"{len(hosts)} hosts, one without power: noticed after {noticed:.0f} s, next step after {without:.0f} s")
 
     network.plug(lost)
     begin = time.monotonic()
     agents[lost] = cluster.torchrun(lost)
     cluster.wait_for(lambda: cluster.lines("steps")[-1][2] == len(hosts))
-    _print(f"{len(hosts)} hosts, one is back: steps of all after {time.monotonic() - begin:.0f} s")
-    assert {agent.wait(240) for agent in agents.values()} == {0}, cluster.told()
+    print_time(f"{len(hosts)} hosts, one is back: step on all after {time.monotonic() - begin:.0f} s")
+    assert {agent.wait(240) for agent in agents.values()} == {0}, cluster.log_tails()
     assert cluster.lines("steps")[-1][0] == 100
     cluster.check_losses()
-    assert cluster.said().count("Building the index") == 1  # by one host, in the shared folder
-    assert "interface eth0" in cluster.said()
+    assert cluster.logs().count("Building the index") == 1  # by one host, in the shared directory
+    assert "interface eth0" in cluster.logs()
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)
-def test_a_wrong_interface_is_named(network: Network, tmp_path: Path) -> None:
+def test_wrong_network_interface_is_named(network: Network, tmp_path: Path) -> None:
     cluster = Cluster(network, tmp_path, devices=1, max_steps=2)
     ranks = [cluster.task(host, GLOO_SOCKET_IFNAME="lo") for host in network.hosts]
-    # A rank to which others connect waits for five times a collective's timeout in gloo, unless its launcher ends it.
+    # In gloo, a rank that accepts connections waits five times a collective's timeout, unless its launcher ends it.
     assert all(rank.wait(400) != 0 for rank in ranks)
-    assert "GLOO_SOCKET_IFNAME=lo: expected the network interface of this host that the 2 hosts" in cluster.said()
+    assert "GLOO_SOCKET_IFNAME=lo: expected the network interface of this host that the 2 hosts" in cluster.logs()

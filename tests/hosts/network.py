@@ -1,7 +1,7 @@
-"""A network of hosts: a namespace each, a virtual cable from each to one switch, and the disks of this machine.
+"""A network of hosts: network namespaces, each with a virtual cable to one switch.
 
-Each host has its own name, address and loopback, and, as Debian sets it up, 127.0.1.1 for its own name. What is not in
-a namespace is shared: the file systems are those of a cluster with a common disk.
+Each host has its own name, address and loopback and, as on Debian, 127.0.1.1 for its own name. File systems are shared,
+as in a cluster with a common disk.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from typing import IO, Self
 from tests.ranks import ROOT
 
 _OURS = f"lm{os.getpid()}"
-"""Begins the names of what this process makes; two may test at once."""
+"""Prefix of the names of this process's devices and namespaces, so that two processes can test at once."""
 _SWITCH = f"{_OURS}s"
 _BOOT = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
-def what_is_missing() -> str | None:
-    """Why this machine cannot have such hosts; None if it can."""
+def missing_requirement() -> str | None:
+    """Reason why this machine cannot create such hosts, or None."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     try:
@@ -37,14 +37,14 @@ def what_is_missing() -> str | None:
 
 
 class Network:
-    """``host1``, ``host2``, ..., up while the context lasts; what still runs on them ends with it."""
+    """Hosts ``host1``, ``host2``, ... that exist within the context; on exit their processes are killed."""
 
     def __init__(self, num_hosts: int, folder: Path) -> None:
-        """Nothing is made yet.
+        """Create nothing yet.
 
         Args:
-            num_hosts: Hosts.
-            folder: For their tables of names.
+            num_hosts: Number of hosts.
+            folder: Directory for their ``/etc/hosts`` files.
         """
         self.hosts = [f"host{number}" for number in range(1, num_hosts + 1)]
         self._folder = folder
@@ -89,15 +89,15 @@ class Network:
         )
 
     def unplug(self, host: str) -> None:
-        """Pull the cable: packets are lost, and nobody is told."""
+        """Pull the cable: packets are lost without notice."""
         _ip("link", "set", _cable(host), "down")
 
     def plug(self, host: str) -> None:
-        """Put it back."""
+        """Reconnect the cable."""
         _ip("link", "set", _cable(host), "up")
 
     def kill(self, host: str) -> None:
-        """End every process of a host; if it is unplugged, as by a loss of power: no connection is closed."""
+        """Kill every process of a host; if it is unplugged, no connection is closed, as in a loss of power."""
         listed = subprocess.run(["ip", "netns", "pids", _space(host)], capture_output=True, text=True, check=False)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):

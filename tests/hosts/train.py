@@ -1,4 +1,4 @@
-"""What the hosts run: a small GPT-2 on an indexed dataset, saved every five steps and continued from the last one.
+"""Training script of the hosts: a small GPT-2 on an indexed dataset, saved every five steps and resumed from ``last``.
 
 train.py OPTIONS    # JSON: num_nodes, devices, num_microbatches, max_steps, cache
 """
@@ -22,15 +22,15 @@ BOOKS = Path(__file__).parent.parent / "golden" / "files" / "books_text_document
 TIMEOUT = timedelta(seconds=40)
 
 
-class Told(Callback):
-    """Writes down each step of rank 0 and each beginning of any rank, with the time."""
+class Recorder(Callback):
+    """Record each step of rank 0 and each start of any rank, with the time."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Note a beginning."""
+        """Record a start."""
         _write("begins", [trainer.global_step, trainer.world_size, socket.gethostname(), time.time(), os.getpid()])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        """Note a step."""
+        """Record a step."""
         if trainer.global_rank == 0:
             _write("steps", [trainer.global_step, float(outputs["loss"]), trainer.world_size, time.time()])
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.5")))
@@ -56,7 +56,7 @@ def main() -> None:
         num_nodes=options["num_nodes"],
         max_steps=options["max_steps"],
         strategy=MegatronStrategy(num_microbatches=options["num_microbatches"], timeout=TIMEOUT),
-        callbacks=[Told(), ModelCheckpoint("checkpoints", every_n_train_steps=5, save_last="link")],
+        callbacks=[Recorder(), ModelCheckpoint("checkpoints", every_n_train_steps=5, save_last="link")],
         **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0},
     )
     trainer.fit(MegatronModule(model={**model, **dropout}, lr=1e-2), datamodule=data, ckpt_path="last")

@@ -1,11 +1,10 @@
-"""A run that a scheduler stops goes on where it was: SIGTERM, and SLURM's requeue signal."""
+"""A preempted run resumes exactly: SIGTERM, and SLURM's requeue signal."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import yaml
 from tests.checkpoint.runs import (
     Run,
     Trace,
+    assert_exact_resume,
     callback,
     checkpoints_at,
-    differences,
     fit,
     make_corpus,
     train,
@@ -31,8 +30,8 @@ from tests.ranks import run_ranks
 SIX_STEPS = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
 
 
-def _signals_itself(signum: int, ranks: tuple[int, ...], step: int, times: int = 1) -> Any:
-    """Sends this process a signal at the end of a step; -1: while it validates after the fourth."""
+def _send_signal(signum: int, ranks: tuple[int, ...], step: int, times: int = 1) -> Any:
+    """Callback that signals its own process at the end of a step; -1: during the validation after step 4."""
 
     def send(trainer: Any, *_: Any) -> None:
         if trainer.global_step == (4 if step == -1 else step) and trainer.global_rank in ranks:
@@ -42,22 +41,14 @@ def _signals_itself(signum: int, ranks: tuple[int, ...], step: int, times: int =
     return callback(**{"on_validation_batch_end" if step == -1 else "on_train_batch_end": send})
 
 
-def _stopped(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The exit code of a run that gets SIGTERM, and what it leaves."""
+def _preempt(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Exit code and checkpoints of a run that gets SIGTERM."""
     code = None
     try:
-        fit(run, checkpoints_at(folder, **keep), _signals_itself(signal.SIGTERM, **sent))
+        fit(run, checkpoints_at(folder, **keep), _send_signal(signal.SIGTERM, **sent))
     except SystemExit as ended:
         code = ended.code
     return code, sorted(path.name for path in folder.glob("*.ckpt"))
-
-
-def _goes_on_exactly(expected: list[Trace], found: list[Trace], *firsts: int) -> None:
-    for whole, rest in zip(expected, found, strict=True):
-        assert min(rest.steps) in firsts
-        assert all(rest.steps[step] == whole.steps[step] for step in rest.steps)
-        assert max(rest.steps) == max(whole.steps)
-        assert differences(whole.state, rest.state) == []
 
 
 _LINKED = {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 2}
@@ -66,9 +57,9 @@ _WITH_VALIDATION = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2
 
 
 @pytest.mark.parametrize(
-    ("run", "sent", "keep", "left", "firsts"),
+    ("run", "sent", "keep", "left", "first_steps"),
     [
-        # Noted in step 1, agreed on in step 2, and step 3 is the last.
+        # The signal comes in step 1, ranks agree on it in step 2, and step 3 is the last.
         pytest.param(SIX_STEPS, {"ranks": (1,), "step": 1}, _NEVER, ["last.ckpt"], (4,), id="without save_last"),
         pytest.param(
             *(SIX_STEPS, {"ranks": (0, 1), "times": 2, "step": 1}, _LINKED),
@@ -81,29 +72,30 @@ _WITH_VALIDATION = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2
         ),
     ],
 )
-def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(
-    tmp_path: Path, run: Run, sent: dict[str, Any], keep: dict[str, Any], left: list[str], firsts: tuple[int, ...]
+def test_sigterm_saves_and_the_resumed_run_is_exact(
+    tmp_path: Path, run: Run, sent: dict[str, Any], keep: dict[str, Any], left: list[str], first_steps: tuple[int, ...]
 ) -> None:
     expected = run_ranks(train, 2, run)
 
-    stopped = run_ranks(_stopped, 2, run.but(strategy={"async_save": True}), tmp_path, keep, sent)
+    preempted = run_ranks(_preempt, 2, run.but(strategy={"async_save": True}), tmp_path, keep, sent)
 
-    assert stopped == [(143, left)] * 2
-    _goes_on_exactly(expected, run_ranks(train_with_checkpoints, 2, run.but(ckpt_path="last"), tmp_path, keep), *firsts)
+    assert preempted == [(143, left)] * 2
+    resumed = run_ranks(train_with_checkpoints, 2, run.but(ckpt_path="last"), tmp_path, keep)
+    assert_exact_resume(expected, resumed, *first_steps)
 
 
 def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
-    """A run as one of two tasks of a job; with ``signals`` rank 1 gets the requeue signal in step 2."""
+    """Train as one of two SLURM tasks; with ``signals``, rank 1 gets the requeue signal in step 2."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     variables = slurm_variables(int(os.environ["RANK"]))
     os.environ |= {**variables, "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{root}:{os.environ['PATH']}"}
     run = run.but(trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)})
-    return fit(run, *([_signals_itself(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
+    return fit(run, *([_send_signal(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
 
 
-def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(tmp_path: Path) -> None:
-    """It does not begin anew from the weights that it was given."""
+def test_slurm_requeue_signal_saves_and_the_resumed_run_is_exact(tmp_path: Path) -> None:
+    """The requeued run does not start again from its pretrained weights."""
     pretrained, root = tmp_path / "pretrained.ckpt", tmp_path / "job"
     root.mkdir()
     (root / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {root}/called.txt\n')
@@ -116,34 +108,27 @@ def test_slurms_signal_saves_between_steps_and_the_requeued_run_goes_on_exactly(
 
     assert [min(trace.steps) for trace in expected] == [1, 1]
     assert (root / "called.txt").read_text() == "requeue 7070\n"
-    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # of a save that was killed, which Lightning takes for the newest
-    _goes_on_exactly(expected, run_ranks(_in_slurm, 2, run, root, False, 1), 4)
+    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # a killed save, which Lightning takes for the newest checkpoint
+    assert_exact_resume(expected, run_ranks(_in_slurm, 2, run, root, False, 1), 4)
 
 
-def _wait_for(what: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    """SIGTERM to the process that started the other rank; the logger gives each run a folder of its own."""
-
+def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(corpus: Path, tmp_path: Path) -> None:
+    """SIGTERM goes to the process that started the other rank; the logger makes a directory for each run."""
     config = configuration(corpus, tmp_path)
-    keeper = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
+    saver = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
     config["trainer"] |= {
         "default_root_dir": str(tmp_path),
         "devices": 2,
         "max_steps": 100_000,
         "limit_val_batches": 0,
-        "callbacks": [keeper],
+        "callbacks": [saver],
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--ckpt_path", "last"]
     run = subprocess.Popen(command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for(lambda: any(tmp_path.rglob("version_0/checkpoints/*.ckpt")))
+        while run.poll() is None and not any(tmp_path.rglob("version_0/checkpoints/*.ckpt")):
+            time.sleep(0.1)
         run.send_signal(signal.SIGTERM)
         _, err = run.communicate(timeout=200)
     finally:
@@ -151,9 +136,7 @@ def test_the_command_line_ends_with_143_and_the_next_run_finds_the_checkpoint(co
 
     assert run.returncode == 143, err
     (line,) = [line for line in err.splitlines() if "SIGTERM at step" in line]
-    assert line.endswith(
-        f"the run ends with code 143; its checkpoint is {tmp_path}/last.ckpt, resume with ckpt_path='last'"
-    )
+    assert line.endswith(f"code 143; its checkpoint is {tmp_path}/last.ckpt, resume with ckpt_path='last'")
     step = int(line.split("SIGTERM at step ")[1].split(":")[0])
     more = ["--trainer.max_steps", str(step + 2), "--trainer.devices", "1"]
     code, _, err = run_cli(tmp_path, *command[3:], *more)

@@ -1,4 +1,4 @@
-"""Ranks that are started again find each other, and go on where those before had saved."""
+"""Restarted ranks find each other and resume from the last checkpoint."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 
 
 def _sum_of_ranks(port: int, last: int) -> float:
-    """As a worker of torchrun does whose agent has its store at ``port``; rank ``last`` comes later than the others."""
+    """All-reduce as a torchrun worker whose agent's store is at ``port``; rank ``last`` starts later."""
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     from lightning_megatron.launch import connect_ranks
@@ -37,7 +37,7 @@ def _sum_of_ranks(port: int, last: int) -> float:
     return float(total)
 
 
-def test_each_start_has_addresses_of_its_own_with_more_and_fewer_ranks() -> None:
+def test_ranks_connect_after_restarts_with_other_world_sizes() -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for world_size, last in ((2, 0), (2, 1), (3, 0), (1, 0)):
         expected = world_size * (world_size - 1) / 2
@@ -63,31 +63,31 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 
 
 @pytest.mark.parametrize(
-    ("code", "max_restarts", "ends", "starts"),
+    ("code", "max_restarts", "exit_code", "starts"),
     [(-9, 3, 0, 3), (1, 1, 1, 2), (-9, 1, 137, 2), (2, 3, 2, 1), (143, 3, 143, 1)],
 )
-def test_what_was_killed_or_failed_is_started_again(
-    code: int, max_restarts: int, ends: int, starts: int, tmp_path: Path
+def test_killed_and_failed_processes_are_restarted(
+    code: int, max_restarts: int, exit_code: int, starts: int, tmp_path: Path
 ) -> None:
     script = _DIES.replace("sys.argv[1]", repr(str(code)))
     command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
     ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=200)
-    assert ran.returncode == ends, ran.stderr
+    assert ran.returncode == exit_code, ran.stderr
     assert (tmp_path / "starts").read_text() == "x" * starts
     assert (tmp_path / "is_of_this_run").read_text() == str(starts > 1)
     lines = ran.stderr.splitlines()
-    how = "was ended by SIGKILL" if code < 0 else f"ended with code {code}"
+    reason = "was ended by SIGKILL" if code < 0 else f"ended with code {code}"
     expected = [f"restart {n} of {max_restarts}" for n in range(1, starts)]
-    expected += ["no restart is left"] if ends in (1, 137) else []
+    expected += ["no restart is left"] if exit_code in (1, 137) else []
     assert [line.rpartition("; ")[2] for line in lines] == expected
-    assert all(line.startswith(f"error: local rank 0 {how} at ") for line in lines)
+    assert all(line.startswith(f"error: local rank 0 {reason} at ") for line in lines)
     left = int((tmp_path / "left").read_text())
-    if ends == 0:
-        os.kill(left, signal.SIGKILL)  # what a run that is done has left may go on
+    if exit_code == 0:
+        os.kill(left, signal.SIGKILL)  # children of a successful run are left alone
     assert has_ended(left, seconds=30)
 
 
-def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
+def test_sigterm_is_forwarded_and_ends_the_restarts(tmp_path: Path) -> None:
     waits = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
     waits += "pathlib.Path('up').touch(); time.sleep(60)"
     command = [sys.executable, "-c", _SUPERVISED, waits, "3"]
@@ -100,13 +100,13 @@ def test_a_signal_is_passed_on_and_ends_the_restarts(tmp_path: Path) -> None:
         assert process.wait(timeout=200) == 5
 
 
-def test_wrong_restarts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "-1")
-    assert (code, said) == (2, "error: --max-restarts: expected at least 0, got -1; give 0 or more\n")
+def test_invalid_max_restarts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = run_cli(tmp_path, "fit", "--max-restarts", "-1")
+    assert (code, err) == (2, "error: --max-restarts: expected at least 0, got -1; give 0 or more\n")
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    code, _, said = run_cli(tmp_path, "fit", "--max-restarts", "2")
+    code, _, err = run_cli(tmp_path, "fit", "--max-restarts", "2")
     assert code == 2
-    assert "expected no other launcher, got SLURM_NTASKS in the environment" in said
+    assert "expected no other launcher, got SLURM_NTASKS in the environment" in err
 
 
 _USERS = """
@@ -131,14 +131,16 @@ class Fails(Callback):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("how", "rank", "told"),
+    ("how", "rank", "message"),
     [
         ("SIGKILL", 1, "error: local rank 1 was ended by SIGKILL"),
         ("sleeps", 1, "error: rank 1 hangs: expected progress within"),
         ("SIGSTOP", 0, "error: rank 0 hangs, whose store has not answered"),
     ],
 )
-def test_fit_goes_on_after_a_rank_failed_or_hung(corpus: Path, tmp_path: Path, how: str, rank: int, told: str) -> None:
+def test_fit_resumes_after_a_failed_or_hung_rank(
+    corpus: Path, tmp_path: Path, how: str, rank: int, message: str
+) -> None:
     (tmp_path / "users.py").write_text(_USERS)
     heartbeat = {"setup": 15, "step": 10, "checkpoint": 15}
     config = configuration(corpus, tmp_path)
@@ -154,13 +156,16 @@ def test_fit_goes_on_after_a_rank_failed_or_hung(corpus: Path, tmp_path: Path, h
     command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--max-restarts", "2"]
     ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
-    assert told in ran.stderr
+    assert message in ran.stderr
     assert "; restart 1 of 2\n" in ran.stderr
     steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     first, again = steps[:-2], steps[-2:]
-    assert [step for step, *_ in again] == [5, 6]  # from the checkpoint of step 4, in another version of the logs
+    assert [step for step, *_ in again] == [
+        5,
+        6,
+    ]  # from step 4, saved in another version directory
     assert [step for step, *_ in first][:4] == [1, 2, 3, 4]
-    if len(first) == 5:  # rank 0 may have been here before rank 1 failed
+    if len(first) == 5:  # rank 0 may have finished step 5 before rank 1 failed
         assert first[4][1] == again[0][1]
     seconds = again[0][2] - float((tmp_path / "failed").read_text())
     print(f"{how} to first new step: {seconds:.1f} s")

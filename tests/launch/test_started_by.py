@@ -1,4 +1,4 @@
-"""A script trains, saves and predicts alike however its processes are started, and none of them is left alone."""
+"""A script trains, saves and predicts the same under every launcher, and no rank is left running alone."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks import ROOT
 
-# No __main__ guard: Megatron's own checkpoint writer would start this script again while it saves, and hang.
+# Deliberately without a __main__ guard: Megatron's own checkpoint writer would start such a script again, and hang.
 _SCRIPT = """
 import os
 import signal
@@ -67,16 +67,16 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 
 
 def script_environment(**more: str) -> dict[str, str]:
-    """Of a process that a user starts."""
+    """Environment of a process that a user starts."""
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 def slurm_variables(rank: int, num_nodes: int = 1, nodes: str = "localhost") -> dict[str, str]:
-    """What SLURM sets for one of two tasks."""
-    place = {"NODEID": rank // (2 // num_nodes), "LOCALID": rank % (2 // num_nodes), "PROCID": rank}
+    """Variables that SLURM sets for one of two tasks."""
+    task = {"NODEID": rank // (2 // num_nodes), "LOCALID": rank % (2 // num_nodes), "PROCID": rank}
     job = {"JOB_ID": 7070, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2 // num_nodes, "NODELIST": nodes}
-    return {f"SLURM_{name}": str(value) for name, value in {**job, **place, "STEP_NODELIST": nodes}.items()}
+    return {f"SLURM_{name}": str(value) for name, value in {**job, **task, "STEP_NODELIST": nodes}.items()}
 
 
 def has_ended(pid: int, seconds: float) -> bool:
@@ -87,17 +87,15 @@ def has_ended(pid: int, seconds: float) -> bool:
 
 
 def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
-    """The exit codes of the processes that were started by hand, and what all have printed."""
+    """Exit codes of the processes started here, and the output of all processes."""
     (folder / "train.py").write_text(_SCRIPT)
     starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if how == "torchrun" else []
     command = [sys.executable, *starts, "train.py", end]
     environments = [slurm_variables(rank) for rank in (0, 1)] if how == "slurm" else [{}]
     with (folder / "printed.txt").open("w") as printed:
         processes = [
-            subprocess.Popen(
-                command, cwd=folder, env=script_environment(**each), stdout=printed, stderr=subprocess.STDOUT
-            )
-            for each in environments
+            subprocess.Popen(command, cwd=folder, env=script_environment(**env), stdout=printed, stderr=printed)
+            for env in environments
         ]
         try:
             codes = [process.wait(timeout=240) for process in processes]
@@ -110,24 +108,22 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
 @pytest.mark.parametrize(
     "how", ["lightning", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm"))]
 )
-def test_a_script_without_a_guard_runs_once_in_each_rank_and_waits_for_what_others_still_do(
-    how: str, tmp_path: Path
-) -> None:
+def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_path: Path) -> None:
     codes, printed = _run(how, "normal", tmp_path)
     assert not any(codes), printed
-    for nobody_can_change_it in ("Warning", "is deprecated", "💡"):
-        assert nobody_can_change_it not in printed, printed
-    # One line: the script ran once in each rank. The loss is that of both, and of every way of starting.
+    for noise in ("Warning", "is deprecated", "💡"):
+        assert noise not in printed, printed
+    # One line: the script ran once in each rank. The loss is the same on both ranks.
     losses = [(tmp_path / f"rank_{rank}.txt").read_text().split() for rank in (0, 1)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 1
-    assert 2.5 < float(losses[0][0]) < 4.0  # from ln 50 = 3.9 downwards
-    for written in ("saved.ckpt/meta.pt", "predictions_0", "predictions_1", "after"):
-        assert (tmp_path / written).exists(), written
+    assert 2.5 < float(losses[0][0]) < 4.0  # below ln 50 = 3.9
+    for name in ("saved.ckpt/meta.pt", "predictions_0", "predictions_1", "after"):
+        assert (tmp_path / name).exists(), name
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ("rank 1 is killed", 1, "error: local rank 1 was ended by SIGKILL"),
         pytest.param("rank 0 is killed", -9, "", marks=pytest.mark.exhaustive),
@@ -135,11 +131,11 @@ def test_a_script_without_a_guard_runs_once_in_each_rank_and_waits_for_what_othe
         pytest.param("a failing child", 1, "error: local rank 1 ended with code 3", marks=pytest.mark.exhaustive),
     ],
 )
-def test_no_rank_is_left_alone(end: str, code: int, told: str, tmp_path: Path) -> None:
+def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     codes, printed = _run("lightning", end, tmp_path)
     assert codes == [code], printed
-    assert told in printed
+    assert message in printed
     assert has_ended(int((tmp_path / "pid_1").read_text()), seconds=30)
     assert (tmp_path / "after").exists() == (end == "a failing child")
-    assert time.monotonic() - begin < 120  # Lightning looks after its children every few seconds
+    assert time.monotonic() - begin < 120  # Lightning checks its children every few seconds

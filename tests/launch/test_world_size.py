@@ -1,6 +1,6 @@
-"""Too many or too few processes are refused on all of them, before one waits for another.
+"""A wrong number of processes is refused on every rank before it can deadlock.
 
-Where fewer nodes are there than ``num_nodes``, their copies of the model take the microbatches of the others.
+On fewer nodes than ``num_nodes``, the remaining replicas take the microbatches of the missing ones.
 """
 
 import os
@@ -21,40 +21,40 @@ from tests.ranks import RankError, run_ranks
 
 
 @pytest.mark.parametrize(("started", "devices"), [(3, 2), (2, 4)])
-def test_as_many_processes_as_the_run_has(started: int, devices: int) -> None:
-    (said,) = set(run_ranks(_refusal, started, devices))
-    assert f"processes: expected {devices} (devices={devices} x num_nodes=1), got {started}; start" in said
-    assert f"--nproc-per-node {devices}" in said
+def test_wrong_number_of_processes_is_refused(started: int, devices: int) -> None:
+    (message,) = set(run_ranks(_start, started, devices))
+    assert f"processes: expected {devices} (devices={devices} x num_nodes=1), got {started}; start" in message
+    assert f"--nproc-per-node {devices}" in message
 
 
-def _refusal(devices: int) -> str:
+def _start(devices: int) -> str:
     return refusal(trainer_of, Case(layout=Layout(tp=2)), devices=devices)
 
 
-def _waiting_alone() -> tuple[str, float]:
+def _wait_alone() -> tuple[str, float]:
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     from lightning_megatron import MegatronStrategy, launch
 
     lines: list[str] = []
     launch.rank_zero_info = lines.append
-    alone = {"num_nodes": 2, "strategy": MegatronStrategy(timeout=4), "plugins": [LightningEnvironment()]}
-    trainer = trainer_of(Case(), **alone)
+    options = {"num_nodes": 2, "strategy": MegatronStrategy(timeout=4), "plugins": [LightningEnvironment()]}
+    trainer = trainer_of(Case(), **options)
     begin = time.monotonic()
     message = refusal(trainer.fit, module_of(Case()), loader_of(Case()))
     return "\n".join([*lines, message]), time.monotonic() - begin
 
 
-def test_a_node_without_others_says_what_it_waits_for_and_gives_up_after_the_timeout() -> None:
-    ((said, seconds),) = run_ranks(_waiting_alone, 1)
-    assert "num_nodes=2: node 0 waits at" in said
-    assert "at most 0:00:04" in said
-    assert "expected 2 (num_nodes=2) within 0:00:04, got" in said
+def test_single_node_reports_what_it_waits_for_and_times_out() -> None:
+    ((text, seconds),) = run_ranks(_wait_alone, 1)
+    assert "num_nodes=2: node 0 waits at" in text
+    assert "at most 0:00:04" in text
+    assert "expected 2 (num_nodes=2) within 0:00:04, got" in text
     assert seconds < 60
 
 
-def _typed() -> tuple[str, int]:
-    """As in a prompt of Python or a notebook, which has no script that other processes could run."""
+def _train_interactively() -> tuple[str, int]:
+    """Train as in a Python prompt or notebook, which has no script that other processes could run."""
     leave_torchrun()
     sys.ps1 = ">>> "
     with pytest.raises(ValueError, match="devices=2 needs a script") as refused:
@@ -64,16 +64,16 @@ def _typed() -> tuple[str, int]:
     return str(refused.value), trainer.global_step
 
 
-def test_an_interactive_session_trains_on_one_device_and_tells_how_to_use_more() -> None:
-    ((said, steps),) = run_ranks(_typed, 1)
-    assert "torchrun --nproc-per-node 2 FILE.py" in said
+def test_interactive_session_trains_on_one_device_only() -> None:
+    ((message, steps),) = run_ranks(_train_interactively, 1)
+    assert "torchrun --nproc-per-node 2 FILE.py" in message
     assert steps == 2
 
 
-# ---- fewer nodes -----------------------------------------------------------------------------------------------------
+# ---- fewer nodes ----------------------------------------------------------------------------------------------------
 
 CASE = Case(layout=Layout(dp=2, num_microbatches=2), steps=5, labels="uneven")
-"""Of two nodes with a process each."""
+"""Run on two nodes with one process each."""
 
 Kind = Literal["loader", "datamodule", "stream"]
 
@@ -84,7 +84,7 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
-    """Of the steps of ``case``, on as many nodes as there are ranks; goes on with what ``folder`` has."""
+    """Losses of ``case`` with one node per rank; saves to ``folder`` at step 2, or resumes from it."""
     from lightning_megatron import DatasetDataModule
 
     losses: list[float] = []
@@ -108,13 +108,13 @@ def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["loader", "datamodule"])
-def test_a_run_resumed_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path: Path) -> None:
-    whole, rest = (run_ranks(_losses, size, kind, CASE, tmp_path)[0] for size in (2, 1))
-    # One copy sums four microbatches where two sum two each and add them: fp32 in another order.
-    assert rest == pytest.approx(whole[2:], rel=1e-6)
+def test_resume_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path: Path) -> None:
+    losses, resumed = (run_ranks(_losses, size, kind, CASE, tmp_path)[0] for size in (2, 1))
+    # One replica sums four microbatches; two sum two each and add them: fp32 rounds differently.
+    assert resumed == pytest.approx(losses[2:], rel=1e-6)
 
 
-def test_what_fewer_nodes_cannot_share_is_refused() -> None:
+def test_fewer_nodes_that_cannot_share_the_batch_are_refused() -> None:
     uneven = replace(CASE, layout=Layout(dp=3, num_microbatches=1))
     with pytest.raises(RankError, match="2 of num_nodes=3 were started, so dp=2 instead of 3: expected replicas"):
         run_ranks(_losses, 2, "loader", uneven)
