@@ -164,12 +164,20 @@ SWIGLU: tuple[Patch, ...] = (
 )
 """Patches if liger-kernel is installed; needs ``bias_activation_fusion=True`` and an MLP without biases."""
 
+
+class _SideStream(torch.cpu.Stream):
+    """CPU stream for any device and priority; a class, as modules imported during a run use it in annotations."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+
 _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_device": _returning(lambda: cpu.DEVICE),  # buffers are created on it
     "current_stream": _returning(torch.cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
     "default_stream": _returning(torch.cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
-    "Stream": _use(torch.cpu.Stream),  # side streams are created in constructors; annotations use it as a type
+    "Stream": _use(_SideStream),  # side streams are created in constructors
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _use(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator

@@ -283,6 +283,13 @@ def test_saved_files_have_the_run_dtype_and_shard_size(
     assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.7
 
 
+def test_output_layer_of_a_headless_model_is_newly_initialised(tmp_path: Path) -> None:
+    tiny_llama().model.save_pretrained(tmp_path / "source")
+    (message,) = _save_on_ranks(tmp_path, TWO_RANKS)["messages"]
+    assert "newly initialised: lm_head.weight" in message
+    assert tensors_in(tmp_path / "target")["lm_head.weight"].std() > 0
+
+
 def test_classifier_of_a_pretrained_bert_is_newly_initialised(tmp_path: Path) -> None:
     expected = save_as(tiny_bert("PreTraining"), tmp_path / "source", "safetensors")
     ignored, new = _save_on_ranks(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")["messages"]

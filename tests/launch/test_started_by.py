@@ -52,11 +52,13 @@ options = dict(
 trainer = Trainer(strategy=MegatronStrategy(pp=2, num_microbatches=2), **options)
 trainer.fit(model, loader)
 trainer.save_checkpoint("saved.ckpt")
+model.save_pretrained("exported")
 with open(f"rank_{rank}.txt", "a") as file:
     file.write(f"{trainer.callback_metrics['train_loss'].item()!r}\\n")
 if end == "an exception" and rank == 0:
     raise RuntimeError("rank 0 alone")
-Trainer(strategy=MegatronStrategy(), **options).predict(model, loader)
+# Its weights are loaded by modules of transformers that nothing has imported yet.
+Trainer(strategy=MegatronStrategy(), **options).predict(MegatronModule(model="exported", pretrained=True), loader)
 if rank == 1:
     time.sleep(2)
     Path("after").touch()

@@ -53,6 +53,7 @@ def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -
         (Layout(recompute="full"), Layout()),
         (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
         pytest.param(Layout(recompute="selective"), Layout(), marks=pytest.mark.exhaustive),
+        pytest.param(Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
