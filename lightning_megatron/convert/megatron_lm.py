@@ -57,7 +57,7 @@ from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
 from lightning_megatron.files import failures_as_errors
 from lightning_megatron.models.config import Architecture, ModelConfig
-from lightning_megatron.models.t5_layout import layers_per_chunk
+from lightning_megatron.models.t5_layout import layer_ranges
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """Name of a rank's file; the second one with the distributed optimizer of 2022."""
@@ -548,7 +548,7 @@ def split_layers(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Layer
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
     ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
     names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    chunks: list[Layers] = [{"encoder": first, "decoder": second} for first, second in layers_per_chunk(encoder, sizes)]
+    chunks: list[Layers] = [{"encoder": first, "decoder": second} for first, second in layer_ranges(encoder, sizes)]
     return chunks, dict(zip(names, (split, *ends), strict=True))
 
 

@@ -34,7 +34,7 @@ from lightning_megatron.engine.wrap import SharedWeights, mark_shared_weight
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import LayerStack, block_spec
-from lightning_megatron.models.t5_layout import OVERRIDE, layers_per_chunk, t5_layout
+from lightning_megatron.models.t5_layout import OVERRIDE, layer_ranges, t5_layout
 from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
 
 _ALIGNMENT = 16
@@ -53,7 +53,7 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     overrides = dict(settings.overrides.transformer)
     layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))
     config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=overrides)))
-    return partial(T5Chunk, model, config, layers_per_chunk(model.num_layers, layout))
+    return partial(T5Chunk, model, config, layer_ranges(model.num_layers, layout))
 
 
 class T5Chunk(Chunk):

@@ -23,7 +23,7 @@ OVERRIDE = "pipeline_model_parallel_layout"
 """Field of Megatron's ``TransformerConfig`` that sets the layout; Megatron-Core supports no encoder layers in it."""
 
 
-def layers_per_chunk(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
+def layer_ranges(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
     """Encoder layers and decoder layers of each chunk of ``layout``, in pipeline order, each stack numbered from 0."""
     split, bounds = num_encoder_layers, itertools.accumulate(layout, initial=0)
     return [

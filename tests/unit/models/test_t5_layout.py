@@ -11,7 +11,7 @@ from lightning_megatron.models.t5_layout import (
     DECODER_COST,
     ENCODER_COST,
     balanced_layout,
-    layers_per_chunk,
+    layer_ranges,
     parse_layout,
     t5_layout,
 )
@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 
 
 def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
-    chunks = layers_per_chunk(num_encoder_layers, layout)
+    chunks = layer_ranges(num_encoder_layers, layout)
     return [ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in chunks]
 
 
