@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -371,6 +371,7 @@ class Checkpointing:
             loaded = resume(run, path)
             if fitting and not resumes and self._run.optimizer is not None:
                 self._run.optimizer.inner.reload_model_params()  # master weights
+        _forget_addresses(loaded, trusted=(path.parent, *self._checkpoint_folders))
         if not resumes:
             return _without_training_state(loaded, datamodule) if fitting else loaded
         # Without max_epochs, a data module continues in its single long epoch.
@@ -628,6 +629,35 @@ def _without_training_state(lightning_state: Mapping[str, Any], datamodule: obje
     dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
     fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
     return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
+
+
+def _forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path]) -> None:
+    """Remove addresses of object stores from the states of callbacks: they would be opened when Lightning uses them.
+
+    Args:
+        lightning_state: The dict of a checkpoint, changed in place.
+        trusted: Directories whose files may be named: that of the checkpoint, and those of the run's callbacks.
+    """
+    folders = [str(folder).rstrip("/") for folder in trusted if is_remote(folder)]
+
+    def is_foreign(value: object) -> bool:
+        if not isinstance(value, str) or ("://" not in value and "::" not in value):
+            return False
+        is_within = any(value == folder or value.startswith(f"{folder}/") for folder in folders)
+        return not is_within or "/.." in value
+
+    callbacks = lightning_state.get("callbacks")
+    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
+        if not isinstance(state, dict):
+            continue
+        foreign = [key for key, value in state.items() if is_foreign(value)]
+        for key in foreign:
+            rank_zero_warn(
+                f"{key} of {name} in the checkpoint is {state[key]}, outside of the run's folders: forgotten"
+            )
+            state[key] = ""
+        if isinstance(kept := state.get("best_k_models"), dict):
+            state["best_k_models"] = {path: score for path, score in kept.items() if not is_foreign(path)}
 
 
 def _loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -112,16 +112,41 @@ def download(address: str) -> Path:
     """Download a directory from a store into a temporary directory, which lasts until the process exits.
 
     Raises:
-        ConfigError: If it does not exist or cannot be read.
+        ConfigError: If it does not exist or cannot be read, or lists a name that leads out of the directory.
     """
     source: Any = as_path(address)
     copy = tempfile.TemporaryDirectory(prefix="lightning_megatron_")
     _downloads.append(copy)
+    target = Path(copy.name, source.name)
+    if target.parent != Path(copy.name) or target.name == "..":  # the root of a bucket has no name
+        target = Path(copy.name, "copy")
     try:
-        source.fs.get(source.path, f"{copy.name}/{source.name}", recursive=True)
+        listed = source.fs.find(source.path, detail=True)
+        if not listed:
+            raise FileNotFoundError(f"there is no file below {source.path}")
+        names = {remote: _listed_name(remote, entry["type"], source.path) for remote, entry in listed.items()}
+        source.fs.get(list(names), [str(target / name) for name in names.values()])
     except OSError as error:
         raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its permissions") from error
-    return Path(copy.name, source.name)
+    return target
+
+
+def _listed_name(remote: str, kind: str, root: str) -> str:
+    """Relative path of a file that a store lists below ``root``; "" for ``root`` itself.
+
+    Raises:
+        ConfigError: If it is no ordinary file, or its path would lead out of a directory on this or another system.
+    """
+    root = root.rstrip("/")
+    name = remote.removeprefix(root).removeprefix("/")
+    is_below = remote == root or remote.startswith(f"{root}/")
+    is_plain = not re.search(r"[\\\x00-\x1f]|^[A-Za-z]:", name)
+    leads_out = bool(name) and any(part in ("", ".", "..") for part in name.split("/"))
+    if kind != "file" or not is_below or not is_plain or leads_out:
+        raise ConfigError(
+            f"{root}: expected a listing of files below it, got {remote!r} ({kind}); do not trust this store"
+        )
+    return name
 
 
 _downloads: list[tempfile.TemporaryDirectory[str]] = []

@@ -25,9 +25,12 @@ TOKENIZER_FILES = (
 )
 """Globs of the files that transformers' tokenizers save; never their code, as copies of it would be trusted."""
 
-_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@((?!\S*\.\.)\w\S*))?")
+"""``org/name@revision``; a revision with ``..`` would lead out of the cache."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+")
 """Address of an object store; ``Path`` collapses its two slashes."""
+_ANY_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/|.*(://|::)", re.IGNORECASE | re.DOTALL)
+"""Everything that some library would open as an address, also chained ones (``simplecache::s3://``)."""
 _FILE_SUFFIXES = (".ckpt", ".json", ".yaml", ".yml", ".pt", ".zip", ".bin", ".safetensors")
 """Suffixes that tell the path of a file from the name of a model."""
 _SHARD = re.compile(r'"((?:model|pytorch_model)-[\w-]+\.(?:safetensors|bin))"')
@@ -56,11 +59,11 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
         ConfigError: If it is not a path, and a needed file is neither cached nor downloadable; names the file.
     """
     if (address := _ADDRESS.match(str(name))) is not None:
-        return download(f"{address[1]}://{str(name)[address.end() :]}")
-    path = Path(os.path.expanduser(name))
-    match = _NAME.fullmatch(str(name))
-    if match is None or path.suffix in _FILE_SUFFIXES or path.exists():
-        return path
+        rest = str(name)[address.end() :]
+        return Path(f"/{rest}") if address[1] == "file" else download(f"{address[1]}://{rest}")
+    match = _hub_name(name)
+    if match is None:
+        return Path(os.path.expanduser(name))
     from huggingface_hub import constants
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -79,13 +82,57 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
         except Exception as error:  # any type: of huggingface_hub, or of its HTTP client
             reason = first_line(error)
     if missing is not None or folder is None:
-        at = f" --revision {revision}" if revision else ""
         raise ConfigError(
             f"{name}: expected a path that exists or a model of the Hugging Face hub, got neither: its {missing} is "
             f"not in the cache {constants.HF_HUB_CACHE} ({reason}); correct the path, give a folder, or run "
-            f"`hf download {repo}{at}` where there is a connection"
+            f"`{_download_command(repo, revision)}` where there is a connection"
         )
     return folder
+
+
+def named_folder(name: str, needed: Needed, option: str) -> Path:
+    """Resolve what a file names, without any request: a path, or the name of a hub model that is in the cache.
+
+    Args:
+        name: The name in the file; relative paths are relative to the working directory.
+        needed: The files that are needed.
+        option: Option by which the user can give a name, which may be an address or be downloaded, for messages.
+
+    Raises:
+        ConfigError: If it is an address, or a hub model that is not in the cache.
+    """
+    if _ANY_ADDRESS.match(name):
+        raise ConfigError(
+            f"{name}: expected a path or a model in the hub's cache, as a file names it, got an address, which only "
+            f"you may give: {option}={name}"
+        )
+    match = _hub_name(name)
+    if match is None:
+        return Path(os.path.expanduser(name))
+    from huggingface_hub import constants
+
+    repo, revision = match.groups()
+    folder = _find_cached(repo, revision, needed)
+    missing = _missing_file(folder, needed)
+    if missing is not None or folder is None:
+        raise ConfigError(
+            f"{name}: expected a path that exists or a model in the hub's cache, got neither: its {missing} is not in "
+            f"{constants.HF_HUB_CACHE}, and what a file names is not downloaded; run "
+            f"`{_download_command(repo, revision)}`, or give {option}={name}"
+        )
+    return folder
+
+
+def _hub_name(name: str | Path) -> re.Match[str] | None:
+    """Match of the name of a hub model; None if it is a path."""
+    path = Path(os.path.expanduser(name))
+    if path.suffix in _FILE_SUFFIXES or path.exists():
+        return None
+    return _NAME.fullmatch(str(name))
+
+
+def _download_command(repo: str, revision: str | None) -> str:
+    return f"hf download {repo} --revision {revision}" if revision else f"hf download {repo}"
 
 
 def _find_cached(repo: str, revision: str | None, needed: Needed) -> Path | None:

@@ -33,7 +33,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError, as_options, 
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import SpecialTokens, inputs_from_batch, special_tokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.hub import first_line, local_folder
+from lightning_megatron.hub import Needed, first_line, local_folder, named_folder
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
 
@@ -156,7 +156,8 @@ class MegatronModule(pl.LightningModule):
 
         Raises:
             CheckpointError: If there is no checkpoint, or it is not complete.
-            ConfigError: If an argument is unknown or missing.
+            ConfigError: If an argument is unknown or missing, or the checkpoint names a model or tokenizer that is
+                neither a directory nor in the hub's cache.
         """
         source = LoadFrom(path=str(checkpoint_path))
         path = source.resolve()
@@ -170,6 +171,7 @@ class MegatronModule(pl.LightningModule):
         arguments = {k: v for k, v in saved.items() if (takes_any or k in parameters) and k != "pretrained"}
         if meta.get("part") == "adapters":
             arguments |= {"model": meta["base"], "pretrained": True}
+        _check_names(arguments, hyper_parameters)
         arguments |= hyper_parameters
         for name in ("train_step", "model_provider"):
             if name not in hyper_parameters and "." in str(arguments.get(name)):
@@ -719,6 +721,31 @@ def _weights_directory(model: Any) -> Path:
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise ConfigError(f"pretrained=True needs a model directory with weights, and model is {given}; give its path")
     return Path(model)
+
+
+def _check_names(saved: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Check that a model and a tokenizer that a checkpoint names are on this host: for a name, no request is sent.
+
+    Args:
+        saved: The checkpoint's arguments; the name of a tokenizer that is not there, and not needed, is removed.
+        given: The user's, which override them.
+
+    Raises:
+        ConfigError: If a name that is needed is an address, or neither a directory nor in the hub's cache.
+    """
+    if "model" not in given and isinstance(saved.get("model"), str):
+        needed: Needed = "model" if saved.get("pretrained") else "config"
+        named_folder(saved["model"], needed, "model")
+    generation = saved.get("generation")
+    if "generation" in given or not isinstance(generation, Mapping):
+        return
+    if isinstance(name := generation.get("tokenizer"), str):
+        try:
+            named_folder(name, "tokenizer", "generation.tokenizer")
+        except ConfigError:
+            if generation.get("stop_strings"):
+                raise
+            saved["generation"] = {**generation, "tokenizer": None}
 
 
 def _object_name(value: Any) -> str | None:

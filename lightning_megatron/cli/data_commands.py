@@ -124,6 +124,7 @@ def average(
     to: Format = "megatron",
     dtype: str | None = None,
     tokenizer: Path | None = None,
+    base: Path | None = None,
 ) -> None:
     """Write the mean of the weights of several checkpoints of one model.
 
@@ -136,11 +137,14 @@ def average(
         to: Output format, as for convert.
         dtype: fp32, fp16 or bf16 for the weights.
         tokenizer: Tokenizer to save with the weights (default: that of the first checkpoint).
+        base: Base model of adapters, or its name on the hub (default: the one that they name, if it is on this host).
 
     Example:
         lightning-megatron average --load-path runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
     """
-    options = ConvertOptions(load_path=load_path[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer)
+    options = ConvertOptions(
+        load_path=load_path[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer, base=base
+    )
     _print_converted(options, load_path[1:])
 
 

@@ -41,6 +41,8 @@ class GenerateOptions:
     """A Hugging Face config.json, for checkpoints without a model config."""
     iteration: int | None = None
     """Iteration to read from a directory of several (default: the last one saved)."""
+    base: Path | None = None
+    """Base model of adapters, or its name on the hub (default: the one that they name, if it is on this host)."""
     tp: int = 1
     """Tensor parallel size."""
     pp: int = 1
@@ -90,7 +92,7 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     from lightning_megatron.convert.contents import open_source
     from lightning_megatron.generate.inputs import build_request, encode_prompts
 
-    stored = open_source(options.load_path, options.config, options.iteration)
+    stored = open_source(options.load_path, options.config, options.iteration, options.base)
     if stored.model.architecture not in ("gpt", "t5"):
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
     is_t5 = stored.model.architecture == "t5"

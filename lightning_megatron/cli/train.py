@@ -153,13 +153,18 @@ class MegatronCLI(LightningCLI):
             command = getattr(self, "_subcommand_parsers", {}).get(args[0] if args else None, parser)  # none: run=False
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explain(error, args, options)) from error
-        # Lightning uses these before it instantiates anything; it would load settings from a ckpt_path that is a file.
-        seed, path = settings.seed_everything, Path(settings.get("ckpt_path") or ".")
+        seed = settings.seed_everything  # used before anything is instantiated
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
             raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
-        if path.is_file() and not zipfile.is_zipfile(path):
-            message = "expected a checkpoint directory, got another file; give the path of a *.ckpt"
-            raise ConfigError(f"ckpt_path={path}: {message}")
+        _check_checkpoint_file(Path(settings.get("ckpt_path") or "."))
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Take no settings from a checkpoint: the command line and its YAML files alone describe the model.
+
+        lightning 2.6.6 merges the ``hyper_parameters`` of a ``ckpt_path`` that is a file into the configuration, with
+        the ``class_path`` that it names: parsing imports that class, and running would call it.
+        """
 
     @override
     def instantiate_classes(self) -> None:
@@ -268,6 +273,30 @@ def defer_messages() -> Iterator[Callable[[], None]]:
             raise
         finally:
             show()
+
+
+def _check_checkpoint_file(path: Path) -> None:
+    """Refuse a file that ``torch.save`` cannot have written, before Lightning's own strategies read it.
+
+    MegatronStrategy's checkpoints are directories, and it refuses every file.
+
+    Raises:
+        ConfigError: If it is a file, but no zip archive with an intact pickle.
+    """
+    if not path.is_file():
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
+            is_intact = len(pickles) == 1 and pickles[0].compress_type == zipfile.ZIP_STORED
+            if is_intact:
+                archive.read(pickles[0])  # compares its checksum
+    except (OSError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile):
+        is_intact = False
+    if not is_intact:
+        raise ConfigError(
+            f"ckpt_path={path}: expected a checkpoint directory, got another file; give the path of a *.ckpt"
+        )
 
 
 # ---- errors in options and YAML -------------------------------------------------------------------------------------

@@ -42,3 +42,6 @@ class ConvertOptions:
     """Hugging Face ``config.json`` of the model, if the checkpoint does not describe it or to override it."""
     iteration: int | None = None
     """Iteration to read from a directory of several; the last one saved if left out."""
+    base: Path | None = None
+    """Base model of adapters (LoRA), or its name on the hub; the one that they name if left out, which must be a
+    directory or in the hub's cache."""

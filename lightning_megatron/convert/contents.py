@@ -96,13 +96,17 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
     return MegatronLMSource(path) if is_legacy(path) else None
 
 
-def open_source(path: Path, config: Path | None = None, iteration: int | None = None) -> Source:
+def open_source(
+    path: Path, config: Path | None = None, iteration: int | None = None, base: Path | None = None
+) -> Source:
     """Open a checkpoint of any format and describe its model.
 
     Args:
         path: A directory or file, or the name of a model on the hub.
         config: Hugging Face ``config.json`` (or a name on the hub) that describes the model; None: the checkpoint's.
         iteration: Iteration to select below a directory of several; None: the one that the tracker file names.
+        base: Base model of adapters, as a path or a name on the hub; None: the one that they name, if it is a directory
+            or in the hub's cache.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged or unsafe.
@@ -120,8 +124,10 @@ def open_source(path: Path, config: Path | None = None, iteration: int | None = 
             f"of one, or an adapter ({WEIGHTS}), got "
             f"{(join_names(names) or 'an empty directory') if path.is_dir() else 'a file'}; give one of these"
         )
-    if source.has_base_weights:
-        source.describe(config)
+    if not source.has_base_weights:
+        describe_with_base(source, config, base)
+    elif base is not None:
+        raise ConfigError(f"base={base} would do nothing: {path} has all weights; leave it out")
     else:
-        describe_with_base(source, config)
+        source.describe(config)
     return source

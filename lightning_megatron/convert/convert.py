@@ -80,12 +80,13 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     tokenizer = None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer")
     options = replace(options, tokenizer=tokenizer)
     save_path = _check_paths(options)
-    source = open_source(options.load_path, options.config, options.iteration)
+    source = open_source(options.load_path, options.config, options.iteration, options.base)
     model = source.model
     if options.to != "hf":
         model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     _check_model(source, options, layout)
-    other_sources = [_check_same_model(open_source(path, options.config), source) for path in average_with]
+    others = [open_source(path, options.config, base=options.base) for path in average_with]
+    other_sources = [_check_same_model(other, source) for other in others]
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loader = WeightLoader(chunks, source)

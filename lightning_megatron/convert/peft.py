@@ -23,7 +23,7 @@ from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoad
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import failures_as_errors, staged
-from lightning_megatron.hub import local_folder
+from lightning_megatron.hub import local_folder, named_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -216,22 +216,29 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     WeightLoader(chunks, source).fill()
 
 
-def describe_with_base(adapters: Source, config: Path | None) -> None:
+def describe_with_base(adapters: Source, config: Path | None, base_path: Path | None) -> None:
     """Open the base model of adapters, and describe both.
 
     Args:
         adapters: Source that holds adapters only, not described yet; its ``frozen`` is set.
         config: Config of the base model; see ``Source.describe``.
+        base_path: The base model as the user gives it: a directory, an address, or a name on the hub. None: the one
+            that the adapters name, if it is a directory or in the hub's cache.
 
     Raises:
         CheckpointError: If there is no such base model, or the adapters do not match it.
     """
     try:
-        base = HuggingFaceSource(local_folder(str(adapters.base), "model"))
+        if base_path is None:
+            folder = named_folder(str(adapters.base), "model", "base")
+        else:
+            folder = local_folder(base_path, "model")
+        base = HuggingFaceSource(folder)
         base.describe(config)
     except ConfigError as error:
         raise CheckpointError(
-            f"{adapters.path}: expected its base {adapters.base}, whose weights its adapters need, got none ({error})"
+            f"{adapters.path}: expected its base {base_path or adapters.base}, whose weights its adapters need, got "
+            f"none ({error})"
         ) from None
     adapters.describe(config or base.path)
     own = adapters.model

@@ -1,0 +1,281 @@
+"""What a file may name: one hostile file per cell, and no address opened, no class imported, nothing written for it.
+
+A server on this host stands for every address and for the hub; the tests count its requests. Classes that files name
+would create a directory when they are imported.
+"""
+
+import contextlib
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ConfigError
+from tests.checkpoint.damage import update_checksums
+from tests.cli.command import run_all, run_cli
+from tests.parity.training import refusal
+
+_LISTING = (
+    '<a href="/model/config.json">x</a><a href="/model/../../escaped.txt">x</a><a href="/model/..\\escaped.txt">x</a>'
+)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answers everything; a directory lists a file outside of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[str] = []
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Record the request."""
+        self.server.requests.append(self.path)
+        body = (_LISTING if self.path.rstrip("/") == "/model" else "{}").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]:
+    """The server, which is also the hub, online, with an empty cache."""
+    from huggingface_hub import constants
+
+    with _Server() as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{{repo_id}}/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+        (tmp_path / "tmp").mkdir()
+        monkeypatch.chdir(tmp_path)
+        yield server
+        server.shutdown()
+
+
+_NO_SUCH_PATH = "model"
+"""Part of the messages for a path, which are those of any missing path."""
+
+
+def _names(server: _Server) -> dict[str, str]:
+    """Names that files give, and a part of the message that refuses them."""
+    return {
+        f"{server.address}/model": "got an address, which only you may give",
+        f"{server.address.upper()}/model": "got an address, which only you may give",
+        f"{server.address.replace('//', '/')}/model": "got an address, which only you may give",
+        f"simplecache::{server.address}/model": "got an address, which only you may give",
+        "memory://model": "got an address, which only you may give",
+        "org/model": "what a file names is not downloaded; run `hf download org/model`, or give ",
+        "org/model@main": "run `hf download org/model --revision main`, or give ",
+        "org/model@../../../../model": _NO_SUCH_PATH,
+        "../model": _NO_SUCH_PATH,
+    }
+
+
+# ---- addresses and names of the hub ----------------------------------------------------------------------------------
+
+
+def _adapter(folder: Path, base: str) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    save_file({"base_model.model.h.0.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "lora_dropout": 0, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _forged(source: Path, target: Path, changes: dict[str, Any], lightning: dict[str, Any]) -> Path:
+    """Copy a ``*.ckpt`` with other values in ``meta.pt``, and the right checksums."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    meta = torch.load(target / "meta.pt", weights_only=True)
+    meta |= changes
+    meta["lightning"] |= lightning
+    torch.save(meta, target / "meta.pt")
+    update_checksums(target)
+    return target
+
+
+def test_base_of_adapters_is_no_address_and_is_not_downloaded(
+    server: _Server, checkpoints: Path, tmp_path: Path
+) -> None:
+    from lightning_megatron.convert.contents import open_source
+
+    for name, reason in _names(server).items():
+        adapter = _adapter(tmp_path / "adapter", name)
+        assert reason in refusal(open_source, adapter)
+        own = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {"part": "adapters", "base": name}, {})
+        assert reason in refusal(open_source, own)
+    assert server.requests == []
+    assert sorted(path.name for path in tmp_path.rglob("*") if "escaped" in path.name) == []
+
+
+def test_names_in_arguments_of_a_checkpoint_are_not_opened(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+    from lightning_megatron import MegatronModule
+
+    config = json.loads((checkpoints / "hf/config.json").read_text())
+    for name, reason in _names(server).items():
+        cells: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({}, {"model": name}),
+            ({"part": "adapters", "base": name}, {"model": config}),
+        ]
+        for changes, arguments in cells:
+            path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", changes, {"hyper_parameters": arguments})
+            assert reason in refusal(MegatronModule.load_from_checkpoint, path)
+        arguments = {"model": config, "generation": {"tokenizer": name}}
+        path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments})
+        MegatronModule.load_from_checkpoint(path)
+        arguments["generation"] = {"tokenizer": name, "stop_strings": "x"}
+        path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments})
+        if reason != _NO_SUCH_PATH:
+            assert reason in refusal(MegatronModule.load_from_checkpoint, path)
+    assert server.requests == []
+
+
+def test_the_user_gives_the_base_of_adapters(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+    from lightning_megatron.convert.contents import open_source
+
+    adapter = _adapter(tmp_path / "adapter", f"{server.address}/model")
+    # The base is found; then the forged adapter does not fit it.
+    assert "targets: expected linears of gpt2 layers" in refusal(open_source, adapter, base=checkpoints / "hf")
+    assert "base=org/x would do nothing" in refusal(open_source, checkpoints / "hf", base=Path("org/x"))
+    options = f"--load-path {adapter} --save-path out --to hf"
+    code, _, err = run_cli(tmp_path, "convert", *options.split())
+    assert (code, f"give: --base {server.address}/model" in err) == (2, True), err
+    assert server.requests == []
+
+
+def test_tokenizer_and_config_files_send_no_requests(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+    from lightning_megatron.convert.registry import model_config
+    from lightning_megatron.data.tokenizer import load_tokenizer
+
+    shutil.copytree(checkpoints / "hf", tmp_path / "m")
+    (tmp_path / "code.py").write_text("import os\nos.mkdir('code_was_run')\nclass Tokenizer: pass\n")
+    shutil.copyfile(tmp_path / "code.py", tmp_path / "m/code.py")
+    plain = {name: json.loads((tmp_path / "m" / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+    for name in _names(server):
+        hostile = {
+            "name_or_path": name,
+            "_name_or_path": name,
+            "tokenizer_file": name,
+            "vocab_file": name,
+            "fast_tokenizer_files": [name],
+            "chat_template": "{% include '" + name + "' %}",
+            "auto_map": {"AutoTokenizer": [f"{name}--code.Tokenizer", None], "AutoConfig": "code.Tokenizer"},
+            "attn_implementation": name,
+            "transformers_weights": name,
+        }
+        for key, value in hostile.items():
+            for file, fields in plain.items():
+                (tmp_path / "m" / file).write_text(json.dumps(fields | {key: value}))
+            with contextlib.suppress(ConfigError):
+                load_tokenizer(tmp_path / "m").encode("a b")
+            with contextlib.suppress(ConfigError):
+                model_config(tmp_path / "m")
+    assert server.requests == []
+    assert not list(tmp_path.rglob("code_was_run"))
+
+
+def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None:
+    from lightning_megatron.checkpointing import _forget_addresses
+    from lightning_megatron.files import as_path
+
+    mine = as_path("memory://mine/run")
+    names = [f"{server.address}/a.ckpt", "memory://other/a.ckpt", "memory://mine/run/../a.ckpt", "a::b"]
+    for name in names:
+        state = {"best_model_path": name, "best_k_models": {name: 1.0, "/disk/b.ckpt": 2.0}, "last_model_path": "x"}
+        with pytest.warns(UserWarning, match="forgotten"):
+            _forget_addresses({"callbacks": {"ModelCheckpoint": state}}, [mine])
+        assert state == {"best_model_path": "", "best_k_models": {"/disk/b.ckpt": 2.0}, "last_model_path": "x"}
+    own = {"best_model_path": "memory://mine/run/a.ckpt"}
+    _forget_addresses({"callbacks": {"ModelCheckpoint": own}}, [mine])
+    assert own == {"best_model_path": "memory://mine/run/a.ckpt"}
+    assert server.requests == []
+
+
+# ---- listings --------------------------------------------------------------------------------------------------------
+
+
+def test_listing_of_a_typed_address_writes_nothing_outside(server: _Server, tmp_path: Path) -> None:
+    from lightning_megatron.hub import local_folder
+
+    assert "expected a listing of files below it, got" in refusal(local_folder, f"{server.address}/model", "model")
+    assert server.requests  # it was typed
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/root/../x",
+        "/root/a/../../x",
+        "/rootx",
+        "/x",
+        "/root//x",
+        "/root/./x",
+        "/root/a\\..\\x",
+        "/root/C:x",
+        "/root/\0",
+    ],
+)
+def test_names_of_a_listing_stay_below_its_root(name: str) -> None:
+    from lightning_megatron.files import _listed_name
+
+    assert "got" in refusal(_listed_name, name, "file", "/root/")
+    assert "(link)" in refusal(_listed_name, "/root/a", "link", "/root")
+    assert _listed_name("/root/a/b.json", "file", "/root/") == "a/b.json"
+    assert _listed_name("/root", "file", "/root") == ""
+
+
+# ---- classes -------------------------------------------------------------------------------------------------------
+
+
+def test_ckpt_path_imports_nothing_and_changes_no_setting(corpus: Path, tmp_path: Path) -> None:
+    from tests.cli.corpus import configuration
+
+    (tmp_path / "code.py").write_text("import os\nos.mkdir('code_was_run')\nclass Model: pass\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(configuration(corpus, tmp_path)))
+    arguments = [
+        {"_class_path": "code.Model"},
+        {"class_path": "code.Model"},
+        {"lr": 7.0},
+        {"model": {"class_path": "code.Model"}},
+    ]
+    for number, hyper_parameters in enumerate(arguments):
+        torch.save({"hyper_parameters": hyper_parameters, "state_dict": {}}, tmp_path / f"{number}.ckpt")
+    whole = (tmp_path / "0.ckpt").read_bytes()
+    (tmp_path / "4.ckpt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "5.ckpt").write_bytes(whole.replace(b"class_path", b"class-path"))
+    (tmp_path / "6.ckpt").write_bytes(b"PK\x03\x04" + bytes(50))
+    cases = [("fit", number, strategy) for number in range(7) for strategy in ("auto", "MegatronStrategy")]
+    cases += [(command, 0, "auto") for command in ("validate", "test", "predict")]
+    commands = [
+        [command, "--config", config, "--ckpt_path", tmp_path / f"{number}.ckpt", "--trainer.strategy", strategy]
+        for command, number, strategy in cases
+    ]
+    for command, (code, _, err) in zip(commands, run_all(tmp_path, commands), strict=True):
+        assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), (command, err)
+    assert not (tmp_path / "code_was_run").exists()
