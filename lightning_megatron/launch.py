@@ -11,7 +11,6 @@ failed. So rank 0 generates a key prefix for the start, and hands it to each ran
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import signal
 import socket
@@ -30,7 +29,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import distributed as fabric
 from lightning.pytorch import callbacks
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -58,21 +56,12 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
 }
 """Lightning callbacks that would not do what they promise here, most of them silently; and the reason."""
 
-_REFUSED_HOOKS = {
-    "backward": "Megatron's schedule runs it; override loss_func of the TrainStep",
-    **dict.fromkeys(
-        ("transfer_batch_to_device", "on_after_batch_transfer"),
-        "one rank reads the batch and broadcasts it to its replica's other ranks; override get_batch of the TrainStep",
-    ),
-}
-"""Hooks of modules and data modules that would never be called; and the reason."""
-
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_trainer(trainer: pl.Trainer, *parts: pl.LightningModule | pl.LightningDataModule | None) -> None:
-    """Refuse options and callbacks of ``trainer``, and hooks of ``parts``, that Megatron's engine cannot honour.
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse options and callbacks of ``trainer`` that Megatron's engine cannot honour.
 
     Raises:
         ConfigError: For the first one found.
@@ -96,9 +85,6 @@ def check_trainer(trainer: pl.Trainer, *parts: pl.LightningModule | pl.Lightning
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
                 raise ConfigError(f"{type(callback).__name__} {reason}")
-    for part, (hook, reason) in itertools.product(parts, _REFUSED_HOOKS.items()):
-        if hasattr(part, hook) and is_overridden(hook, part):
-            raise ConfigError(f"{type(part).__name__}.{hook} would not be called: {reason}")
 
 
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:

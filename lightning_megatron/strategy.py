@@ -24,6 +24,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
@@ -41,9 +43,17 @@ from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
-from lightning_megatron.errors import ConfigError, require_choice
+from lightning_megatron.errors import CheckpointError, ConfigError, require_choice
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.hooks import (
+    EngineLoss,
+    check_hooks,
+    check_returned_loss,
+    check_trained,
+    has_own_training_step,
+    overrides_clipping,
+)
 from lightning_megatron.launch import check_trainer, check_world_size, connect_ranks, die_with_launcher, elastic_layout
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
@@ -170,6 +180,9 @@ class MegatronStrategy(DDPStrategy):
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
+        self._has_warned_of_clipping = False
+        self._engine_losses: list[EngineLoss] = []
+        """Of the forward and backward passes within one ``training_step``."""
         self._weights_to_reshard: Path | None = None
         self._common_batches = math.inf
         """Remaining prediction batches that every rank has; not counted in other stages."""
@@ -317,11 +330,10 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: For the first problem found.
         """
-        check_trainer(trainer, model, datamodule)
-        if not model.automatic_optimization:
-            raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
-        if model._compiler_ctx is not None:
-            raise ConfigError("torch.compile(module) does not work here; pass the module itself")
+        check_trainer(trainer)
+        parallel = self.parallel
+        is_replica_of_several = parallel.tp * parallel.pp * parallel.cp > 1
+        check_hooks(model, datamodule, trainer.state.fn, is_replica_of_several=is_replica_of_several)
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
@@ -385,6 +397,7 @@ class MegatronStrategy(DDPStrategy):
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
+                check_trained(module, self.megatron_optimizer)
             self.checkpointing.setup(self._run_state(), fitting=fitting)
         self.barrier()
 
@@ -443,6 +456,57 @@ class MegatronStrategy(DDPStrategy):
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's training step, and check that the engine's gradients are those of the loss it returns."""
+        module = self._module
+        self._engine_losses.clear()
+        returned = super().training_step(*args, **kwargs)
+        check = partial(check_returned_loss, module, returned, self._engine_losses)
+        if has_own_training_step(module):
+            self._check_on_all_ranks(check)
+        else:
+            check()
+        return returned
+
+    def _check_on_all_ranks(self, check: Callable[[], None]) -> None:
+        """Raise the ConfigError of any rank's ``check`` on all ranks; without an error it costs one small reduction.
+
+        A rank whose engine has not run raises at once: the others may be waiting for it in a collective.
+        """
+        error: ConfigError | None = None
+        try:
+            check()
+        except ConfigError as caught:
+            error = caught
+        if error is not None and not self._engine_losses:
+            raise error
+        has_failed = torch.tensor(float(error is not None))
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self._host_group)
+        if has_failed:
+            call_on_all_ranks(check)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run closure and update; warn once of a clipping hook that clips nothing, as torch's functions would."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        module = self._module
+        is_unclipped = isinstance(optimizer, MegatronOptimizer) and not optimizer.clip_grad
+        if is_unclipped and not self._has_warned_of_clipping and overrides_clipping(module):
+            self._has_warned_of_clipping = True
+            rank_zero_warn(
+                f"{type(module).__name__}.configure_gradient_clipping: expected a call of self.clip_gradients(...), "
+                "got none in this step, whose gradients are not clipped; torch's own functions find none, since "
+                "parameters have no .grad here"
+            )
+        return result
+
     def forward_backward(self, batch: Batch, train_step: TrainStep) -> StepOutput:
         """Run forward and backward of one local batch through all pipeline stages. Every rank must call.
 
@@ -453,13 +517,13 @@ class MegatronStrategy(DDPStrategy):
         Returns:
             The losses, the same on every rank, detached.
         """
-        if (optimizer := self.megatron_optimizer) is None:
-            raise ConfigError("configure_optimizers returned no Megatron optimizer; use strategy.build_optimizer(...)")
+        optimizer = ready(self.megatron_optimizer, "setup")
         with self.engine():
             schedule, trainer = ready(self._schedule, "setup"), self._module.trainer
             data: Any = getattr(trainer, "datamodule", None)
             fixed_rows = None if getattr(data, "rampup", None) is None else data.micro_batch_size
             output = schedule.train(batch, train_step, optimizer, fixed_rows)
+        self._engine_losses.append(EngineLoss.of(output.loss))
         optimizer.loss, self.step_shape = output.loss, output.shape
         step, may_skip, group = trainer.global_step, self.on_nan == "skip", self._host_group
         optimizer.check_finite = partial(schedule.check_finite, output, step=step, may_skip=may_skip, group=group)
@@ -503,7 +567,14 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._module.load_state_dict(checkpoint["state_dict"], strict=False)
+        """Load what ``lightning_module_state_dict`` returned; the chunks are loaded by each rank from its shards."""
+        keys = self._module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = [name for name in keys.missing_keys if not name.startswith("model_chunks.")]
+        if strict and (missing or keys.unexpected_keys):
+            raise CheckpointError(
+                f"state of {type(self._module).__name__} in the checkpoint: expected the module's own names, got "
+                f"{keys.unexpected_keys} and not {missing}; set strict_loading = False on the module to pass over them"
+            )
 
     @override
     def save_checkpoint(

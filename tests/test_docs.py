@@ -23,7 +23,7 @@ from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_config_command import OLD
 from tests.families.parity import tiny_model
-from tests.models import QUIET
+from tests.models import NO_DROPOUT, QUIET
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 from tests.tokenizers import byte_level_tokenizer, make_tokenizer
@@ -33,6 +33,7 @@ CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_
     for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options", "planner", "several_hosts")
 )
 README = "README.md"
+TRAINING = "docs/training.md"
 BLOCKS = {
     README: ["python", "python", "bash", "bash", "bash", "yaml"],
     CHECKPOINTS: ["python", "yaml", "bash"],
@@ -40,6 +41,7 @@ BLOCKS = {
     FROM_ACCELERATE: ["bash", "python", "python"],
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
+    TRAINING: ["python"],
     SEVERAL_HOSTS: ["bash", "bash"],  # run on several hosts by tests/hosts
 }
 PROMPTS = ("Once upon a time", "The house")
@@ -112,6 +114,47 @@ def _check_block(folder: str, page: str, number: int, changes: dict[str, str], c
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         variables = execute(page, number, folder, changes, **variables)
     return bool(eval(check, variables | {"printed": printed.getvalue()}))
+
+
+def _added_loss(folder: str, config: dict[str, Any]) -> tuple[float, float, float]:
+    """Loss of the objective that the page defines, its two terms: the second by hand, from the first's tokens."""
+    import torch
+    from lightning.pytorch import Trainer
+
+    from lightning_megatron import MegatronStrategy
+
+    changes = {'{"model_type": "gpt2"}': str(config)}
+    model = execute(TRAINING, 0, folder, changes)["model"]
+    strategy = MegatronStrategy(pp=2, num_microbatches=2)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **QUIET)
+    losses: list[torch.Tensor] = []
+
+    def log_probabilities(*_: Any) -> None:
+        tokens = torch.arange(16)[None]
+        predicted = model.logits(tokens).log_softmax(-1)[:, :-1]
+        losses.append(-predicted.gather(-1, tokens[:, 1:, None]).squeeze(-1))
+
+    model.on_train_start = log_probabilities
+    trainer.fit(model, token_loader())
+    expected = losses[0].mean() + 0.01 * losses[0].square().mean()
+    logged = trainer.callback_metrics
+    total = logged["train_lm_loss"] + logged["train_confidence_loss"]
+    return expected.item(), logged["train_loss"].item(), total.item()
+
+
+def test_the_added_loss_of_the_training_page_is_trained(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 64,
+        "n_positions": 16,
+        **NO_DROPOUT,
+    }
+    for expected, loss, total in run_ranks(_added_loss, 2, str(tmp_path), config):
+        assert loss == pytest.approx(expected, rel=1e-5)  # fp32, summed in another order
+        assert total == pytest.approx(loss, rel=1e-6)
 
 
 def _run_python(folder: Path, page: str, number: int, ranks: int, changes: dict[str, str], check: str) -> None:

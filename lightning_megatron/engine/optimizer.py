@@ -234,6 +234,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
         self.loss = torch.zeros(())
         """[], fp32, on the device: the loss that the gradients belong to, the same on every rank."""
+        self._updated_loss = self.loss
+        """The loss of the last update."""
         self.check_finite: Callable[[float], None] = lambda grad_norm: None
         """Called on all ranks with the step's gradient norm (NaN or infinite if the loss is); raises to end the run."""
         self.grad_norm: torch.Tensor | None = None
@@ -267,6 +269,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.clip_grad = 0.0  # until the closure's hooks set it
             with torch.enable_grad():
                 loss = closure()
+        if self.loss is self._updated_loss:
+            raise ConfigError(
+                "optimizer.step: expected gradients of a new batch, got none since the last update; pass the closure "
+                "that optimizer_step gets, or call it before"
+            )
+        self._updated_loss = self.loss
         with self._context.engine():
             self.settle()  # of the previous step; this one's gradients are queued
             if self.inner.prepare_grads():  # an overflow of 16-mixed

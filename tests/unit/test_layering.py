@@ -20,7 +20,7 @@ LAYERS = (
     ("models", "data", "checkpoint", "precision"),
     ("accounting",),
     ("steps", "convert", "predictions", "megatron_datamodule"),
-    ("generate", "datamodules", "launch", "planner"),
+    ("generate", "datamodules", "hooks", "launch", "planner"),
     ("checkpointing", "callbacks", "guards", "model_summary"),
     ("strategy",),
     ("module",),

@@ -1,0 +1,384 @@
+"""Every hook of Lightning that a module may override is honoured, or refused with the reason."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.training import Case, Layout, common_result, loader_of, module_of, refusal, trainer_of
+from tests.ranks import run_ranks
+
+TWO_REPLICAS = Layout(dp=2)
+LAYOUTS = (Layout(tp=2), Layout(pp=2), TWO_REPLICAS)
+CASE = Case(steps=3)
+
+REFUSED = {
+    "backward",
+    "manual_backward",
+    "on_after_batch_transfer",
+    "optimizer_zero_grad",
+    "toggle_optimizer",
+    "toggled_optimizer",
+    "transfer_batch_to_device",
+    "untoggle_optimizer",
+}
+"""Hooks without effect under the engine. Those of manual optimization are refused with it."""
+ON_REQUEST = {
+    "forward": "predict",
+    "on_load_checkpoint": "resume",
+    "on_save_checkpoint": "save",
+}
+"""Hooks that a plain fit does not call; other tests of this file do."""
+NOT_HOOKS = {
+    "all_gather",
+    "clip_gradients",
+    "freeze",
+    "load_from_checkpoint",
+    "log",
+    "log_dict",
+    "lr_schedulers",
+    "optimizers",
+    "print",
+    "to_onnx",
+    "to_tensorrt",
+    "to_torchscript",
+    "unfreeze",
+}
+"""Methods of a LightningModule that its user calls."""
+DEPRECATED = {"configure_sharded_model"}
+"""Lightning itself refuses it beside ``configure_model``."""
+
+
+def _overridable() -> set[str]:
+    """Public methods that LightningModule and its hook classes define."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.core import hooks
+
+    classes = (pl.LightningModule, hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks)
+    return {
+        name
+        for kind in classes
+        for name, value in vars(kind).items()
+        if inspect.isroutine(value) and not name.startswith("_")
+    }
+
+
+def _honoured() -> set[str]:
+    return _overridable() - REFUSED - set(ON_REQUEST) - NOT_HOOKS - DEPRECATED
+
+
+# ---- what training_step returns --------------------------------------------------------------------------------------
+
+
+def _times_zero(module: Any, loss: torch.Tensor) -> Any:
+    return loss * 0
+
+
+def _penalized(module: Any, loss: torch.Tensor) -> Any:
+    return loss + sum(weight.square().sum() for weight in module.parameters())
+
+
+def _equal_but_with_gradients(module: Any, loss: torch.Tensor) -> Any:
+    return loss.detach().requires_grad_()
+
+
+def _changed_in_place(module: Any, loss: torch.Tensor) -> Any:
+    return loss.mul_(0.5)
+
+
+def _nothing(module: Any, loss: torch.Tensor) -> Any:
+    return None
+
+
+def _number(module: Any, loss: torch.Tensor) -> Any:
+    return loss.item()
+
+
+def _dict_of_another(module: Any, loss: torch.Tensor) -> Any:
+    return {"loss": loss / 2, "logits": loss}
+
+
+def _dict_without_loss(module: Any, loss: torch.Tensor) -> Any:
+    return {"logits": loss}
+
+
+def _another_on_one_rank(module: Any, loss: torch.Tensor) -> Any:
+    return loss * 0 if module.global_rank == 1 else loss
+
+
+def _nothing_on_one_rank(module: Any, loss: torch.Tensor) -> Any:
+    return None if module.global_rank == 0 else loss
+
+
+OTHER_LOSSES = (
+    _times_zero,
+    _penalized,
+    _equal_but_with_gradients,
+    _changed_in_place,
+    _nothing,
+    _number,
+    _dict_of_another,
+    _dict_without_loss,
+    _another_on_one_rank,
+    _nothing_on_one_rank,
+)
+
+
+def _unchanged(module: Any, loss: torch.Tensor) -> Any:
+    return loss
+
+
+def _detached(module: Any, loss: torch.Tensor) -> Any:
+    return loss.detach()
+
+
+def _dict_with_more(module: Any, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "logits": loss * 2}
+
+
+def _returning(change: Callable[[Any, torch.Tensor], Any]) -> type:
+    from lightning_megatron import MegatronModule
+
+    class Own(MegatronModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return change(self, super().training_step(batch, batch_idx))
+
+    return Own
+
+
+def _refusals(case: Case) -> list[str]:
+    """Message for each other loss; asserts that no weight has changed."""
+    messages = []
+    for change in OTHER_LOSSES:
+        module = module_of(case, _returning(change))
+        trainer = trainer_of(case)
+        before: list[torch.Tensor] = []
+
+        def remember(*_: Any, kept: Any = before, owner: Any = module) -> None:
+            kept.extend(weight.clone() for weight in owner.parameters())
+
+        module.on_train_start = remember
+        messages.append(refusal(trainer.fit, module, loader_of(case)))
+        assert trainer.global_step == 0
+        assert before
+        assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    return messages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_loss_that_is_not_the_engines_is_refused_on_all_ranks(layout: Layout) -> None:
+    for messages in run_ranks(_refusals, 2, Case(layout=layout, steps=2), timeout=240):
+        for change, message in zip(OTHER_LOSSES, messages, strict=True):
+            assert "Own.training_step: expected the loss that super().training_step(...)" in message, change
+            assert "loss_func of a TrainStep" in message
+
+
+def _losses_of(case: Case, change: Callable[[Any, torch.Tensor], Any] | None) -> list[float]:
+    module_class = None if change is None else _returning(change)
+    losses: list[float] = []
+    module = module_of(case, module_class)
+    module.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].item())
+    trainer_of(case).fit(module, loader_of(case))
+    return losses
+
+
+def _all_losses(case: Case) -> list[list[float]]:
+    return [_losses_of(case, change) for change in (None, _unchanged, _detached, _dict_with_more)]
+
+
+def test_the_engines_loss_may_be_returned_in_any_form() -> None:
+    plain, *others = common_result(_all_losses, Case(layout=TWO_REPLICAS, steps=2))
+    assert len(plain) == 2
+    assert others == [plain] * len(others)
+
+
+def _steps_without_one_pass(case: Case) -> list[str]:
+    from lightning_megatron import MegatronModule
+
+    class OwnCrossEntropy(MegatronModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch["input_ids"])
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    class Twice(MegatronModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    class StepsWithoutGradients(MegatronModule):
+        def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step()
+
+    kinds = (OwnCrossEntropy, Twice, StepsWithoutGradients)
+    return [refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case)) for kind in kinds]
+
+
+def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
+    own, twice, without = common_result(_steps_without_one_pass, Case(layout=Layout(tp=2), steps=2))
+    assert "OwnCrossEntropy.training_step: expected one call of super().training_step" in own
+    assert "got 0; call it once" in own
+    assert "got 2; call it once" in twice
+    assert "optimizer.step: expected gradients of a new batch" in without
+
+
+# ---- all hooks -------------------------------------------------------------------------------------------------------
+
+
+def _recording(base: type, names: set[str], called: list[str]) -> type:
+    """Subclass of ``base`` that records calls of the hooks ``names``, and does what ``base`` does."""
+
+    def hook(name: str) -> Callable[..., Any]:
+        def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return getattr(super(kind, self), name)(*args, **kwargs)
+
+        return record
+
+    kind = type("Own", (base,), {name: hook(name) for name in names})
+    return kind
+
+
+def _run_all(trainer: Any, module: Any, case: Case) -> None:
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+    trainer.predict(module)
+
+
+def _with_loaders(base: type, case: Case) -> type:
+    loaders = ("train", "val", "test", "predict")
+    return type("WithLoaders", (base,), {f"{each}_dataloader": lambda self: loader_of(case) for each in loaders})
+
+
+def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
+    """Hooks that Lightning calls on one CPU for a linear model."""
+    import lightning.pytorch as pl
+
+    from tests.models import QUIET
+
+    class Plain(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.layer = torch.nn.Linear(1, 1)
+
+        def _loss(self, batch: Any) -> torch.Tensor:
+            return self.layer(batch["input_ids"][:, :1].float()).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self._loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self._loss(batch)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self._loss(batch)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self._loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    called: list[str] = []
+    module = _recording(_with_loaders(Plain, case), names, called)()
+    _run_all(pl.Trainer(accelerator="cpu", devices=1, max_steps=case.steps, **QUIET), module, case)
+    return called
+
+
+def _calls(case: Case, names: set[str]) -> list[str]:
+    """Hooks that are called under the strategy."""
+    from lightning_megatron import MegatronModule
+    from lightning_megatron.generate.options import GenerationOptions
+
+    called: list[str] = []
+    kind = _recording(_with_loaders(MegatronModule, case), names, called)
+    module = module_of(case, kind, generation=GenerationOptions(max_new_tokens=1), return_logits=True)
+    _run_all(trainer_of(case), module, case)
+    return called
+
+
+def test_hooks_are_called_as_lightning_calls_them() -> None:
+    names = _honoured()
+    (expected,) = run_ranks(_calls_under_lightning, 1, CASE, names)
+    assert names == set(expected)
+    # Lightning calls prepare_data on one rank of each node.
+    on_other_ranks = [name for name in expected if name != "prepare_data"]
+    assert run_ranks(_calls, 1, CASE, names) == [expected]
+    assert run_ranks(_calls, 2, Case(layout=Layout(tp=2), steps=CASE.steps), names) == [expected, on_other_ranks]
+
+
+def _refused_hooks(case: Case, names: list[str]) -> list[str]:
+    from lightning_megatron import MegatronModule
+
+    kinds = [type("Own", (MegatronModule,), {name: lambda *_: None}) for name in names]
+    return [refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case)) for kind in kinds]
+
+
+def test_hooks_that_would_have_no_effect_are_refused() -> None:
+    assert _overridable() >= REFUSED
+    of_manual_optimization = {name for name in REFUSED if "toggle" in name or "manual" in name}
+    names = sorted(REFUSED - of_manual_optimization)
+    (messages,) = run_ranks(_refused_hooks, 1, CASE, names)
+    for name, message in zip(names, messages, strict=True):
+        assert f"Own.{name} would" in message
+
+
+def _other_refusals(case: Case) -> dict[str, str]:
+    from lightning_megatron import MegatronModule
+
+    class OwnForward(MegatronModule):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(batch)
+
+    class OwnOptimizer(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class NoOptimizer(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    class OwnWeight(MegatronModule):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.temperature = torch.nn.Parameter(torch.ones(()))
+
+    messages = {
+        kind.__name__: refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case))
+        for kind in (OwnOptimizer, NoOptimizer, OwnWeight)
+    }
+    predict = trainer_of(case).predict
+    messages["OwnForward"] = refusal(predict, module_of(case, OwnForward), loader_of(case))
+    return messages
+
+
+def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
+    messages = common_result(_other_refusals, Case(layout=Layout(tp=2), steps=1))
+    assert "forward would not be called" in messages["OwnForward"]
+    assert "configure_optimizers: expected Megatron's optimizer" in messages["OwnOptimizer"]
+    assert "configure_optimizers: expected Megatron's optimizer" in messages["NoOptimizer"]
+    assert "OwnWeight.temperature: expected all trained weights" in messages["OwnWeight"]
+
+
+def _clipped_by_torch(case: Case) -> list[str]:
+    import warnings
+
+    from lightning_megatron import MegatronModule
+
+    class Clipping(MegatronModule):
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(case).fit(module_of(case, Clipping), loader_of(case))
+    return [str(each.message) for each in caught if "clip" in str(each.message)]
+
+
+def test_a_clipping_hook_that_clips_nothing_is_reported_once() -> None:
+    (messages,) = run_ranks(_clipped_by_torch, 1, CASE)
+    (message,) = messages
+    assert "Clipping.configure_gradient_clipping: expected a call of self.clip_gradients" in message
