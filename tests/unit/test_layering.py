@@ -124,7 +124,9 @@ def test_functions_and_parameter_lists_are_short() -> None:
     violations = []
     many = set()
     for name, function in (named for path in FILES for named in _functions(_tree(path))):
-        if (function.end_lineno or 0) - function.lineno + 1 > MAX_FUNCTION_LINES:
+        # A list of options is read like a table, apart from what is done with them.
+        start = function.body[0].lineno if name in MANY_PARAMETERS else function.lineno
+        if (function.end_lineno or 0) - start + 1 > MAX_FUNCTION_LINES:
             violations.append(f"{name} is too long")
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         is_method = bool(arguments) and arguments[0].arg in ("self", "cls")
