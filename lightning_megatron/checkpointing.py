@@ -43,7 +43,15 @@ from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
-from lightning_megatron.files import as_path, is_remote, remove, wait_for_deletions
+from lightning_megatron.files import (
+    as_path,
+    failures_as_errors,
+    is_caused_by_files,
+    is_remote,
+    remove,
+    store_failures_as_errors,
+    wait_for_deletions,
+)
 from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.restarts import FIRST_START, is_of_this_run
 
@@ -104,6 +112,10 @@ class Checkpointing:
         """The save in progress at the previous step boundary, whose state the ranks exchanged there."""
         self._failure: ConfigError | None = None
         """Error of the last save; None if it succeeded."""
+        self._failed_lookup: Exception | None = None
+        """Why Lightning could not find out on this rank whether the next checkpoint's name is taken."""
+        self._undo = contextlib.ExitStack()
+        """Undoes changes of the Trainer's callbacks when the run ends."""
         self._removals: list[Path] = []
         """Checkpoints that Lightning has asked to remove."""
         self._written: set[Path] = set()
@@ -122,10 +134,13 @@ class Checkpointing:
         self._signals = DeferredSignals(environment, group)
         self._training_ended, self._first_step = False, None
         self._failure, self._removals, self._steps = None, [], {}
+        self._failed_lookup = None
+        self._undo.close()
 
     def end(self) -> None:
         """Abandon a save in progress, and release the host memory of saves. Does not communicate."""
         self._abandon()
+        self._undo.close()
         wait_for_deletions()
         self._memory.release()
 
@@ -152,6 +167,7 @@ class Checkpointing:
         saving = Save(self._run, checkpoint, self._strategy.broadcast(str(filepath)))
         self._removals = [path for path in self._removals if path != saving.path]
         with self._failure_as_warning(is_final):
+            self._raise_failed_lookup(saving.path)
             saving.start(self._memory)
             self.saving = saving
             if "optimizer_states" in checkpoint:
@@ -184,6 +200,37 @@ class Checkpointing:
             self._written.add(saving.path)
             self._remove_replaced()
 
+    def _tolerate_failed_lookups(self, saver: ModelCheckpoint) -> None:
+        """Let a save fail, instead of the run, if ``saver`` cannot find out whether its checkpoint's name is taken.
+
+        Lightning asks before each save, on rank 0 alone, while the other ranks wait for the answer.
+        """
+        file_exists = saver.file_exists
+
+        def exists(filepath: str | Path, trainer: pl.Trainer) -> bool:
+            try:
+                return file_exists(filepath, trainer)
+            except Exception as error:
+                if not is_caused_by_files(error):
+                    raise
+                self._failed_lookup = error
+                return trainer.strategy.reduce_boolean_decision(False, all=False)
+
+        # On the instance: a subclass may have a method of its own.
+        saver.file_exists = exists  # type: ignore[method-assign]
+        self._undo.callback(delattr, saver, "file_exists")
+
+    def _raise_failed_lookup(self, path: Path) -> None:
+        """Raise on all ranks if it is unknown whether ``path`` would replace another checkpoint.
+
+        Raises:
+            CheckpointError: With the reason.
+        """
+        error, self._failed_lookup = self._failed_lookup, None
+        with raise_on_all_ranks(), failures_as_errors(f"checkpoint {path} is not written"):
+            if error is not None:
+                raise error
+
     @contextlib.contextmanager
     def _failure_as_warning(self, is_final: bool) -> Iterator[None]:
         """Turn the error of a save into a warning, unless it is the run's last save."""
@@ -213,14 +260,18 @@ class Checkpointing:
         folders = self._checkpoint_folders
         for path in removals if self._strategy.is_global_zero else ():
             try:
-                # Lightning may have the path from a loaded state.
-                if path in self._written or files.is_checkpoint_within(path, folders):
-                    remove(path)
-                elif path.is_symlink() or path.exists():
-                    where = " or ".join(map(str, folders))
-                    rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
-            except OSError as error:
-                rank_zero_warn(f"checkpoint {path} could not be removed: {error}; remove it by hand")
+                with failures_as_errors(f"checkpoint {path} could not be removed"):
+                    self._remove_own(path, folders)
+            except CheckpointError as error:
+                rank_zero_warn(f"{error}; remove it by hand")
+
+    def _remove_own(self, path: Path, folders: list[Path]) -> None:
+        """Remove a checkpoint, unless a loaded state names a path that this run must not remove."""
+        if path in self._written or files.is_checkpoint_within(path, folders):
+            remove(path)
+        elif path.is_symlink() or path.exists():
+            where = " or ".join(map(str, folders))
+            rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
 
     @property
     def _checkpoint_folders(self) -> list[Path]:
@@ -257,6 +308,8 @@ class Checkpointing:
         trainer, batches = self._trainer, self._trainer.num_val_batches
         self._first_step = trainer.global_step
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for saver in savers:
+            self._tolerate_failed_lookups(saver)
         for monitor in (saver.monitor for saver in savers if (saver.monitor or "").startswith("val_")):
             if not (sum(batches) if isinstance(batches, list) else batches):  # Lightning then silently saves nothing
                 rank_zero_warn(
@@ -319,8 +372,11 @@ class Checkpointing:
         """
         savers = trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
         folders = [as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir) for callback in savers]
-        files.check_writable(each for each in folders if is_remote(each))  # before Lightning's callbacks look there
-        found = find_checkpoint(trainer, ckpt_path)
+        # Before Lightning's callbacks look there. Ranks that have been started already list these directories at this
+        # moment, so nothing is written before they can wait for each other, in setup.
+        files.check_reachable(each for each in folders if is_remote(each))
+        with store_failures_as_errors("the checkpoint to start from cannot be looked up"):
+            found = find_checkpoint(trainer, ckpt_path)
         self._start_checkpoint = None if found is None or found == "last" else str(found)  # "last": there is none
         is_new = self._start_checkpoint is None and self._strategy.lightning_module not in modules_with_weights
         if self.initial_weights is not None and is_new:
@@ -345,7 +401,10 @@ class Checkpointing:
                     f"{rank_0_checkpoint or 'none'}; keep checkpoints on a file system that all nodes share"
                 )
             if fitting and not getattr(module.trainer, "fast_dev_run", False):
-                files.check_writable(self._checkpoint_folders)
+                # One rank of each host asks a store; a disk answers at once.
+                asks_stores = self._strategy.local_rank == 0
+                folders = self._checkpoint_folders
+                files.check_writable(each for each in folders if asks_stores or not is_remote(each))
         source = self.initial_weights
         if source is not None and self._start_checkpoint is None and module not in modules_with_weights:
             load_initial_weights(run if fitting else replace(run, optimizer=None), source)
@@ -408,7 +467,9 @@ class Checkpointing:
         newest_first = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
         # Only rank 0 looks at the files: Lightning may have removed some.
         found = (str(path) for path, step in newest_first if step < before and files.is_complete(path))
-        path = self._strategy.broadcast(next(found, None) if self._strategy.is_global_zero else None)
+        with raise_on_all_ranks(), failures_as_errors("an earlier checkpoint cannot be looked up"):
+            newest = next(found, None) if self._strategy.is_global_zero else None
+        path = self._strategy.broadcast(newest)
         if path is None:
             return None
         with self._strategy.engine():
@@ -529,7 +590,13 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     if requeued is not None and was_requeued and (not is_last or found is None or requeued.step >= found.step):
         rank_zero_info(f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
-    return ckpt_path if found is None else str(found.path)
+    if found is not None:
+        return str(found.path)
+    if is_last and any(is_remote(path) for path in _paths_of_last(trainer)):
+        # Lightning would take a last.ckpt that was never finished.
+        rank_zero_warn("ckpt_path='last': there is no finished checkpoint yet; the run starts from the beginning")
+        return None
+    return ckpt_path
 
 
 def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
@@ -541,17 +608,30 @@ def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
     """
+    paths = dict.fromkeys(_paths_of_last(trainer))
+    found, incomplete = files.find_complete(paths, to_resume=_needs_optimizer(trainer))
+    if found:
+        return max(found, key=lambda each: each.time)
+    unfinished = [path for path in incomplete if files.was_never_finished(path)]
+    damaged = [path for path in incomplete if path not in unfinished]
+    if unfinished:
+        names = ", ".join(map(str, unfinished))
+        rank_zero_warn(f"{names}: expected a finished checkpoint, got one whose run was ended meanwhile; it is ignored")
+    if damaged:
+        names = ", ".join(map(str, damaged))
+        raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
+    return None
+
+
+def _paths_of_last(trainer: pl.Trainer) -> list[Path]:
+    """Where ``ckpt_path="last"`` looks: the checkpoints of all callbacks, and what a preempted run saves."""
     callbacks = trainer.checkpoint_callbacks
     savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
     paths = [as_path(trainer.default_root_dir) / LAST]  # saved on SIGTERM
     paths += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
     for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
         paths += files.list_checkpoints(folder)
-    found, incomplete = files.find_complete(dict.fromkeys(paths), to_resume=_needs_optimizer(trainer))
-    if not found and incomplete:
-        names = ", ".join(map(str, incomplete))
-        raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
-    return max(found, key=lambda each: each.time, default=None)
+    return paths
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -571,7 +651,12 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
         return as_path(trainer.default_root_dir).absolute() / LAST
     # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
     last = folder / _PREEMPTED if saver.save_last == "link" else as_path(saver.last_model_path or folder / LAST)
-    if not files.is_checkpoint_within(last, [folder]):  # a loaded state may name any path
+    try:
+        with failures_as_errors(f"{last} cannot be looked up"):
+            is_own = files.is_checkpoint_within(last, [folder])
+    except CheckpointError:  # this rank's store does not answer; rank 0 decides where to save
+        is_own = False
+    if not is_own:  # a loaded state may name any path
         last = folder / LAST
     saver.last_model_path = str(last)  # so that the resumed run replaces it
     return last

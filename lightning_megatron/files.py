@@ -40,6 +40,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import traceback
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -92,12 +93,24 @@ def is_remote(path: Path) -> bool:
 
 @contextlib.contextmanager
 def synced_file(path: Path, buffering: int = -1) -> Iterator[Any]:
-    """Open a new binary file; it is synced to disk, or uploaded to the store, when the block ends."""
-    with path.open("wb") if is_remote(path) else path.open("wb", buffering) as stream:
-        yield stream
-        if not is_remote(path):
+    """Open a new binary file; it is synced to disk, or uploaded to the store, when the block ends.
+
+    Raises:
+        OSError: If the file cannot be written; in a store, whatever type its client and its files raise.
+    """
+    if not is_remote(path):
+        with path.open("wb", buffering) as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
+        return
+    try:
+        with path.open("wb") as stream:
+            yield stream
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -126,7 +139,9 @@ def download(address: str) -> Path:
             raise FileNotFoundError(f"there is no file below {source.path}")
         names = {remote: _listed_name(remote, entry["type"], source.path) for remote, entry in listed.items()}
         source.fs.get(list(names), [str(target / name) for name in names.values()])
-    except OSError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # clients of stores have types of their own
         raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its permissions") from error
     return target
 
@@ -527,8 +542,10 @@ def require_file(file: Path) -> None:
 _FILE_ERRORS = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
 """What torch raises for files that are missing, damaged or of another model, and for a full disk."""
 
-_FILE_ERROR_NAMES = {"CheckpointingException", "BotoCoreError", "HttpError"}
-"""The same of Megatron and store clients; by name, since they may not be installed, and conversion needs no import."""
+_FILE_ERROR_NAMES = {"CheckpointingException"}
+"""The same of Megatron; by name, since conversion needs no import of it."""
+_STORE_PACKAGES = {"fsspec", "upath"}
+"""Packages through which every call of a store goes."""
 
 _MAX_REASON_LENGTH = 300
 """Characters."""
@@ -549,11 +566,29 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
     except BaseException as error:
         # In a collective load torch raises the failures of all ranks on every rank.
         rank, (cause, _) = min(getattr(error, "failures", {0: (error, None)}).items())
-        if not _is_caused_by_files(cause):
+        if not is_caused_by_files(cause):
             raise
         raise CheckpointError(
             f"{refusal}: {_reason(cause)}" + (f" (on rank {rank})" if cause is not error else "")
         ) from error
+
+
+@contextlib.contextmanager
+def store_failures_as_errors(refusal: str) -> Iterator[None]:
+    """Convert what a store's client raises, of whatever type, to ``CheckpointError``; all else propagates.
+
+    Args:
+        refusal: Beginning of the message; the reason is appended.
+
+    Raises:
+        CheckpointError: With the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError) or not _is_from_store(error):
+            raise
+        raise CheckpointError(f"{refusal}: {_reason(error)}; correct the address, or its permissions") from error
 
 
 def pickle_refusal(error: pickle.UnpicklingError) -> str:
@@ -562,14 +597,33 @@ def pickle_refusal(error: pickle.UnpicklingError) -> str:
     return f"it holds more than data ({match.group(1)})" if match else "it holds more than data, or is damaged"
 
 
-def _is_caused_by_files(error: BaseException) -> bool:
-    return isinstance(error, _FILE_ERRORS) or any(base.__name__ in _FILE_ERROR_NAMES for base in type(error).__mro__)
+def is_caused_by_files(error: BaseException) -> bool:
+    """Whether files, a disk or an object store have caused ``error``; other errors are bugs."""
+    names = {base.__name__ for base in type(error).__mro__}
+    return isinstance(error, _FILE_ERRORS) or not names.isdisjoint(_FILE_ERROR_NAMES) or _is_from_store(error)
+
+
+def _is_from_store(error: BaseException) -> bool:
+    """Whether a store's client has raised ``error``, of whatever type: botocore's, for example, share no base.
+
+    Every call of a store goes through fsspec, or through a method of a file system or file of fsspec's.
+    """
+    if not isinstance(error, Exception):
+        return False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        bases = {base.__module__.partition(".")[0] for base in type(frame.f_locals.get("self")).__mro__}
+        if package in _STORE_PACKAGES or not bases.isdisjoint(_STORE_PACKAGES):
+            return True
+    return False
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return pickle_refusal(error)
     text = str(error).strip().split("\n")[0] or type(error).__name__
+    if not isinstance(error, _FILE_ERRORS):
+        text = f"{type(error).__name__}: {text}"  # of a library, whose messages may be a word
     if isinstance(error, CheckpointError):
         return text  # already converted
     if len(text) > _MAX_REASON_LENGTH:  # torch lists all tensors if one is missing

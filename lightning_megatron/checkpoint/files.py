@@ -222,8 +222,22 @@ class CheckpointInfo:
     """Whether training can resume from it; False for ``save_weights_only``."""
 
 
+def check_reachable(folders: Iterable[Path]) -> None:
+    """Raise if the object store of one of ``folders`` cannot be asked; writes nothing.
+
+    Raises:
+        CheckpointError: If the store refuses, or does not answer.
+    """
+    for folder in folders:
+        with failures_as_errors(f"checkpoints cannot be saved in {folder}"):
+            folder.exists()
+
+
 def check_writable(folders: Iterable[Path]) -> None:
     """Raise if it is certain that checkpoints cannot be saved in one of ``folders``, which need not exist yet.
+
+    In an object store this writes and deletes a file, and the directory comes and goes with it: call it while no other
+    process lists the directory.
 
     Raises:
         CheckpointError: If it, or its nearest parent that exists, is not a writable directory; in an object store, if
@@ -255,8 +269,20 @@ def is_complete(path: Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in a directory, including links and those that an interrupted save left under other names."""
-    present = [path.name.partition(SUFFIX) for path in folder.iterdir()] if folder.is_dir() else []
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except FileNotFoundError:  # a directory of a store is gone as soon as its last file is
+        paths = []
+    present = [path.name.partition(SUFFIX) for path in paths]
     return [folder / name for name in sorted({stem + suffix for stem, suffix, _ in present if suffix})]
+
+
+def was_never_finished(path: Path) -> bool:
+    """Whether ``path`` is in an object store and lacks the file that is written last.
+
+    On a disk such a checkpoint has another name until it is complete; a store has no renames.
+    """
+    return is_remote(path) and not (recover(path) / META).is_file()
 
 
 def find_complete(paths: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -173,8 +174,7 @@ class Save:
         with _errors_on_all_ranks(self._refusal):
             self._meta = meta_bytes(self._run, lightning_state) if dist.get_rank() == 0 else b""
         self._partial = self.path.with_name(self.path.name + files.PARTIAL)
-        if files.is_remote(self.path) and not (self.path / META).is_file():
-            self._partial = self.path  # an object store would have to copy all of it
+        """Where the files are written."""
         self._lock: files.FolderLock | None = None
         self._jobs: list[Future[_Written]] = []
         self._is_abandoned = threading.Event()
@@ -191,7 +191,11 @@ class Save:
         """
         self._begin = time.monotonic()
         with _errors_on_all_ranks(self._refusal):
-            self._lock = _start_partial(self.path, self._partial) if dist.get_rank() == 0 else None
+            if dist.get_rank() == 0:
+                if files.is_remote(self.path) and not (self.path / META).is_file():
+                    self._partial = self.path  # an object store would have to copy all of it
+                self._lock = _start_partial(self.path, self._partial)
+        self._partial = self.path.with_name(_broadcast(self._partial.name))
         with self._abandon_on_error():
             plan, planner, common = _plan_save(sharded_state(self._run))
             plans = _gather_on_rank_0(plan)
@@ -255,7 +259,7 @@ class Save:
         """Stop writing, wait for the threads, and delete the files; does not communicate."""
         self._is_abandoned.set()
         self._wait()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # a store's client raises any type; what stays is no complete checkpoint
             if dist.get_rank() == 0 and not files.is_remote(self._partial):
                 shutil.rmtree(self._partial)
             elif dist.get_rank() == 0 and not (self._partial / META).is_file():
@@ -304,6 +308,10 @@ def preallocate(run: RunState, memory: HostMemory) -> None:
     memory.preallocate([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
 
 
+_OWN_FILES = (META, COMMON, TABLE, BACKENDS, "*.distcp", "rng_*.pt")
+"""Patterns of file names of which a checkpoint has some, also after a save to a store that was killed in its middle."""
+
+
 def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
     """Create an empty directory beside ``path`` to write into, and remove leftovers of killed programs.
 
@@ -312,9 +320,8 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a directory of other files.
     """
-    has_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
-    names = (META, COMMON, TABLE, BACKENDS)
-    if has_files and not any((path / name).exists() for name in names) and not any(path.glob("*.distcp")):
+    names = [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+    if names and not any(fnmatch(name, pattern) for name in names for pattern in _OWN_FILES):
         raise CheckpointError(f"{path} is a directory of other files, which would be lost; give a new name")
     if files.is_remote(path):
         files.delete_from_store(in_store or path)
@@ -464,6 +471,13 @@ def _stage(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
         ]
         for index, bucket in enumerate(buckets)
     }
+
+
+def _broadcast(value: T) -> T:
+    """The value of rank 0, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def _gather_on_rank_0(value: T) -> list[T]:

@@ -5,11 +5,14 @@ store. Unlike ``memory://``, several processes share it.
 """
 
 import os
+import re
 import uuid
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -28,9 +31,19 @@ class SharedFileSystem(LocalFileSystem):
     protocol = PROTOCOL
     copies_left: int | None = None
     """Number of copies until the store fails; None for no failure."""
+    refused: str | None = None
+    """Name of the operation that this process's store refuses; None for no failure."""
+    written: list[str] = []
+    """Paths that were opened for writing."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "auto_mkdir": True})
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        """Raise what the store raises if it refuses the operation ``name``."""
+        if name == cls.refused:
+            raise RefusedError(f"{name} was refused")
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:
@@ -42,6 +55,47 @@ class SharedFileSystem(LocalFileSystem):
                 raise OSError("the store is gone")
             SharedFileSystem.copies_left -= 1
         super().cp_file(self._strip_protocol(path1), self._strip_protocol(path2), **options)
+
+
+class RefusedError(Exception):
+    """What a store's client raises: no ``OSError``, like botocore's errors."""
+
+
+class _RefusingFile:
+    """File of the store whose writes or whose end are refused."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        SharedFileSystem.refuse(name)
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+def _refusing(name: str) -> Any:
+    original = getattr(LocalFileSystem, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        SharedFileSystem.refuse(name)
+        result = original(self, *args, **options)
+        if name != "open" or "r" in (args[1:] or (options.get("mode", "rb"),))[0]:
+            return result
+        SharedFileSystem.written.append(str(args[0]))
+        return _RefusingFile(result)
+
+    return method
+
+
+OPERATIONS = ("exists", "info", "ls", "isdir", "isfile", "open", "rm")
+"""Methods of a file system that Lightning or this package calls, and that a test lets the store refuse."""
+for _name in OPERATIONS:
+    setattr(SharedFileSystem, _name, _refusing(_name))
 
 
 def register() -> None:
@@ -131,6 +185,81 @@ def test_interrupted_replacement_leaves_a_complete_checkpoint(tmp_path: Path) ->
     (results,) = run_ranks(_fail_during_replacement, 1, f"shared://{tmp_path}/run")
     assert results[:2] == ["2 of ['same.ckpt', 'same.ckpt.partial']", "3 of ['same.ckpt']"]
     assert "lacks its file meta.pt: it was never finished" in results[2]
+
+
+def _save_while_the_store_refuses(address: str, victim: int) -> tuple[list[int], list[str], list[str]]:
+    """Refuse another operation in each step, on one rank; return the steps, the warnings and the checkpoints."""
+    register()
+    operations = ("exists", "info", "ls", "isdir", "open", "write", "close", None, "rm", None)
+
+    def refuse(trainer: Any, *_: Any) -> None:
+        trainer.strategy.barrier()
+        SharedFileSystem.refused = operations[trainer.global_step] if trainer.global_rank == victim else None
+
+    saver = checkpoints_at(address, save_top_k=1)  # type: ignore[arg-type]
+    run = RUN.but(trainer={"max_steps": len(operations)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trace = fit(run, callback(on_train_batch_start=refuse), saver)
+    texts = [str(each.message) for each in caught if "refused" in str(each.message)]
+    return list(trace.steps), texts, _checkpoints(address)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_store_that_refuses_any_operation_fails_the_save_and_not_the_run(tmp_path: Path, victim: int) -> None:
+    (steps, texts, found), (other_steps, *_) = run_ranks(
+        _save_while_the_store_refuses, 2, f"shared://{tmp_path}/run", victim
+    )
+    assert steps == other_steps == list(range(1, 11))
+    assert f"step={len(steps)}.ckpt" in found
+    expected = ["exists", "info", "ls", "isdir", "open", "write", "close", "rm"]
+    if victim == 1:  # rank 0 alone looks for files and removes them
+        expected = ["exists", "open", "write", "close"]
+    pattern = r"checkpoint \S+ (is not written|could not be removed): RefusedError: (\w+) was refused"
+    matches = [re.match(pattern, text) for text in texts]
+    assert [match and match[2] for match in matches] == expected, texts
+
+
+def _start_beside_unfinished_checkpoints(address: str) -> tuple[Trace, list[str]]:
+    register()
+    saver = checkpoints_at(address, save_last=True)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trace = fit(RUN.but(trainer={"max_steps": 2}, ckpt_path="last"), saver)
+    return trace, [str(each.message) for each in caught]
+
+
+def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
+    """On a disk the files have another name until they are complete."""
+    for name, file in {"step=1.ckpt": "rng_00001.pt", "last.ckpt": "__0_0.distcp", "step=2.ckpt": ".metadata"}.items():
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / file).write_bytes(b"unfinished")
+    (trace, texts), _ = run_ranks(_start_beside_unfinished_checkpoints, 2, f"shared://{tmp_path}/run")
+    assert list(trace.steps) == [1, 2]
+    assert any("step=1.ckpt" in text and "is ignored" in text for text in texts), texts
+    register()
+    from lightning_megatron.checkpoint.files import find_newest
+
+    assert find_newest(f"shared://{tmp_path}/run").step == 2
+
+
+def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: Path) -> None:
+    """Before the ranks are connected: a rank that lists a directory would see another's file come and go."""
+    import lightning.pytorch as pl
+
+    from lightning_megatron import MegatronStrategy
+    from lightning_megatron.checkpoint.files import list_checkpoints
+    from lightning_megatron.files import as_path
+
+    register()
+    strategy, saver = MegatronStrategy(), checkpoints_at(f"shared://{tmp_path}/run")  # type: ignore[arg-type]
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[saver], strategy=strategy)
+    SharedFileSystem.written.clear()
+    assert strategy.checkpointing.resolve_ckpt_path(trainer, "last") == "last"
+    assert SharedFileSystem.written == []
+    folder: Any = as_path(f"shared://{tmp_path}/run")
+    with patch.object(SharedFileSystem, "isdir", return_value=True):
+        assert list_checkpoints(folder) == []  # it was there, and is gone
 
 
 def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
