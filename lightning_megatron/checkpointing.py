@@ -53,6 +53,7 @@ from lightning_megatron.files import (
     wait_for_deletions,
 )
 from lightning_megatron.megatron_datamodule import MegatronDataModule
+from lightning_megatron.nonfinite import WeightOrigin
 from lightning_megatron.restarts import FIRST_START, is_of_this_run
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Checkpointing:
         self.is_preempted = False
         self._start_checkpoint: str | None = None
         """The checkpoint that the Trainer loads in this run."""
+        self.weight_origin: WeightOrigin | None = None
+        """Where the weights are from that this run began with; None for those of an earlier run of the module."""
         self._trainer: pl.Trainer
         self._run: RunState
         self._signals: DeferredSignals
@@ -406,8 +409,14 @@ class Checkpointing:
                 folders = self._checkpoint_folders
                 files.check_writable(each for each in folders if asks_stores or not is_remote(each))
         source = self.initial_weights
-        if source is not None and self._start_checkpoint is None and module not in modules_with_weights:
-            load_initial_weights(run if fitting else replace(run, optimizer=None), source)
+        checkpoint = None if self._start_checkpoint is None else as_path(self._start_checkpoint)
+        keeps_weights = checkpoint is None and module in modules_with_weights
+        if source is not None and checkpoint is None and not keeps_weights:
+            checkpoint = load_initial_weights(run if fitting else replace(run, optimizer=None), source)
+        directory = getattr(module, "pretrained_path", None)
+        adapter = getattr(getattr(module, "adaptation", None), "source", None)
+        origin = WeightOrigin(checkpoint=checkpoint, model=directory, adapter=adapter)
+        self.weight_origin = None if keeps_weights else origin
         if fitting or source is not None:
             modules_with_weights.add(module)
 

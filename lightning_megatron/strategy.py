@@ -41,9 +41,9 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerCont
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
-from lightning_megatron.engine.schedule import Schedule, StepOutput, StepShape
+from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
-from lightning_megatron.errors import CheckpointError, ConfigError, require_choice
+from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_kind, require_number
 from lightning_megatron.files import as_path, store_failures_as_errors
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hooks import (
@@ -56,6 +56,7 @@ from lightning_megatron.hooks import (
 )
 from lightning_megatron.launch import check_trainer, check_world_size, connect_ranks, die_with_launcher, elastic_layout
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
+from lightning_megatron.nonfinite import check_weights
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size, predict_size_error
 from lightning_megatron.restarts import LAUNCHER
@@ -101,7 +102,8 @@ class MegatronStrategy(DDPStrategy):
         on_nan: What to do about a step whose loss or gradients are NaN or infinite: ``raise`` ends the run with the
             weights unchanged (on GPUs one step later, since the host does not wait for them); ``skip`` skips the step
             on all ranks, keeps the learning rates as they are, as after an overflow of ``16-mixed`` (to which
-            ``on_nan`` does not apply), and logs ``skipped_steps``.
+            ``on_nan`` does not apply), and logs ``skipped_steps``. Weights that are not finite themselves end the run
+            either way.
         fp8: Multiply in fp8 in the layers' linears, with ``bf16-mixed`` for all else, in training, validation and test;
             generation uses bf16, and checkpoints are those of bf16. ``tensorwise``: one scale per tensor from its
             current values. Needs GPUs of compute capability 8.9 or higher; pays from a hidden size of about 2,048 on.
@@ -121,12 +123,15 @@ class MegatronStrategy(DDPStrategy):
             names the rank that hangs and where, and with the stacks of all ranks in ``default_root_dir/stacks``.
         ep: Expert parallel size: ranks over which the experts of each layer are distributed, none of them split; must
             divide the number of experts, and tp x cp x dp. With tp > 1 it needs ``sequence_parallel``.
+        max_skips_in_a_row: How many steps in a row ``on_nan="skip"`` may skip; one more ends the run. Skipped steps
+            before a resume count, too.
 
     Raises:
         ConfigError: If the sizes do not fit together.
     """
 
     restore_checkpoint_after_setup, lightning_restore_optimizer = True, False
+    _weights_to_reshard: Path | None = None
 
     def __init__(  # noqa: D107 (described on the class)
         self,
@@ -156,6 +161,7 @@ class MegatronStrategy(DDPStrategy):
         cp_comm_type: CPCommType = "auto",
         heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 (frozen)
         ep: int = 1,
+        max_skips_in_a_row: int = 20,
     ) -> None:
         super().__init__()
         die_with_launcher()
@@ -183,12 +189,12 @@ class MegatronStrategy(DDPStrategy):
         self._has_warned_of_clipping = False
         self._engine_losses: list[EngineLoss] = []
         """Of the forward and backward passes within one ``training_step``."""
-        self._weights_to_reshard: Path | None = None
         self._common_batches = math.inf
         """Remaining prediction batches that every rank has; not counted in other stages."""
         self.load_weights_only, self._loader_marks_steps = load_weights_only, False
         self.checkpointing = Checkpointing(self, load_from=load_from, async_save=async_save)
-        require_choice("on_nan", on_nan, ("raise", "skip"))
+        _check_skipping(on_nan, max_skips_in_a_row)
+        self.max_skips_in_a_row = max_skips_in_a_row
         self.on_nan, self.cuda_graphs, self.fp8 = on_nan, cuda_graphs, known_recipe(fp8)
 
     # ---- sizes, ranks and settings -----------------------------------------------------------------------------------
@@ -525,9 +531,26 @@ class MegatronStrategy(DDPStrategy):
             output = schedule.train(batch, train_step, optimizer, fixed_rows)
         self._engine_losses.append(EngineLoss.of(output.loss))
         optimizer.loss, self.step_shape = output.loss, output.shape
-        step, may_skip, group = trainer.global_step, self.on_nan == "skip", self._host_group
-        optimizer.check_finite = partial(schedule.check_finite, output, step=step, may_skip=may_skip, group=group)
+        limit = self.max_skips_in_a_row if self.on_nan == "skip" else 0
+        optimizer.check_finite = partial(
+            schedule.check_finite,
+            output,
+            step=trainer.global_step,
+            allowed_skips=AllowedSkips(limit, optimizer.skips_in_a_row),
+            group=self._host_group,
+            check_weights=partial(self._check_weights, optimizer, trainer.global_step),
+        )
         return output
+
+    def _check_weights(self, optimizer: MegatronOptimizer, step: int) -> None:
+        """Raise on all ranks if weights are not finite. Every rank must call.
+
+        Raises:
+            NonFiniteError: If so.
+        """
+        origin = None if optimizer.has_updated else self.checkpointing.weight_origin
+        model = getattr(self._module, "model_config", None)
+        check_weights(self._chunks, step=step, origin=origin, model=model, group=self._host_group)
 
     def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
         """Compute the losses of one local batch without gradients. Every rank must call; ragged batches are padded.
@@ -615,6 +638,12 @@ class MegatronStrategy(DDPStrategy):
         ready(self.cluster_environment, "the Trainer").teardown()
         self.precision_plugin.teardown()
         ready(self.accelerator, "the Trainer").teardown()
+
+
+def _check_skipping(on_nan: str, max_skips_in_a_row: int) -> None:
+    require_choice("on_nan", on_nan, ("raise", "skip"))
+    require_kind("max_skips_in_a_row", max_skips_in_a_row, "int")
+    require_number("max_skips_in_a_row", max_skips_in_a_row, at_least=1)
 
 
 def ready(value: T | None, hook: str) -> T:

@@ -254,7 +254,7 @@ class LoadFrom:
         return recover(find_newest(self.path, self.step, to_resume=self.optimizer).path)
 
 
-def load_initial_weights(run: RunState, options: LoadFrom) -> None:
+def load_initial_weights(run: RunState, options: LoadFrom) -> Path:
     """Load the weights that ``options`` select into ``run``, inside the engine; every rank must call.
 
     Random states, learning rate and step count stay those of the new run, except for the step count of Adam's moments,
@@ -263,6 +263,9 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
     Args:
         run: With the optimizer if there is one.
         options: What to load.
+
+    Returns:
+        The checkpoint.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or of another model.
@@ -286,6 +289,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> None:
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
         run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
+    return path
 
 
 @torch.no_grad()

@@ -399,6 +399,30 @@ def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
     ]
 
 
+def files_of_tensors(directory: Path, names: Collection[str], model: ModelConfig) -> dict[str, tuple[str, bool]]:
+    """By their names in the files, the tensors ``names`` of a model directory: their file, and if they are finite.
+
+    Args:
+        directory: Model directory; see ``open_weights``.
+        names: Names of tensors in the full model; those that the files lack are left out.
+        model: Config of the model.
+
+    Raises:
+        CheckpointError: If the files are missing or damaged.
+    """
+    files = open_weights(directory)
+    stored_names = _stored_names(files.tensors, names, family_of(model.family))
+    found: dict[str, tuple[str, bool]] = {}
+    for name in names:
+        if name not in stored_names:
+            continue
+        in_file = stored_names[name]
+        location = files.tensors[in_file].location
+        is_finite = bool(files.read(in_file, (slice(None),)).isfinite().all())
+        found[in_file] = (str(location) if isinstance(location, Path) else str(directory), is_finite)
+    return found
+
+
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

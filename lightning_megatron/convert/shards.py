@@ -117,6 +117,14 @@ def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
     return sorted(shards, key=lambda shard: (index[shard.region.key], shard.region.offset))
 
 
+def named_shards(chunks: Iterable[Any]) -> Iterator[tuple[Key, torch.Tensor]]:
+    """This rank's shards of all tensors of a checkpoint with their keys, also of those without a ``Rule``."""
+    for _, parts in _sharded_parameters(chunks):
+        for part in parts:
+            if part.data is not None:
+                yield _key(part), part.data.detach()
+
+
 def _sharded_parameters(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
     """Each parameter with its sharded tensors in checkpoints: one, or two for a gated linear layer."""
     # Imported here, as reading headers needs no engine, whose import takes seconds.

@@ -5,7 +5,8 @@ exposes Megatron's parameter groups and leaves gradients, loss scaling and state
 
 On a GPU the host does not wait for the gradient norm: clipping, and whether there is an update at all, are decided on
 the device (``grad_scale`` and ``found_inf`` of the fused optimizers, torch's names), and the norm is copied to the host
-asynchronously. Where steps may be skipped, the host reads it after queueing the update, because learning rates depend
+asynchronously. A gradient that is not finite anywhere, also in a copy that the norm leaves out, makes the norm NaN on
+all ranks. Where steps may be skipped, the host reads it after queueing the update, because learning rates depend
 on it; otherwise after queueing the next step's gradients, so that Python and data preparation overlap with the GPU. A
 step that is not finite never reaches the weights either way.
 
@@ -200,27 +201,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             ConfigError: If the learning rate is negative.
         """
         require_number("lr", lr)
-        settings = context.settings
-        chosen = {
-            "optimizer": "sgd" if options.name == "sgd" else "adam",
-            "decoupled_weight_decay": options.name == "adamw",
-            "lr": lr,
-            "weight_decay": options.weight_decay,
-            "adam_beta1": options.beta1,
-            "adam_beta2": options.beta2,
-            "adam_eps": options.eps,
-            "sgd_momentum": options.momentum,
-            "params_dtype": settings.params_dtype,
-            "bf16": settings.params_dtype is torch.bfloat16,
-            "fp16": settings.params_dtype is torch.float16,
-            "initial_loss_scale": options.initial_loss_scale,
-            "min_loss_scale": options.min_loss_scale,
-            "loss_scale_window": options.loss_scale_window,
-            "hysteresis": options.loss_scale_hysteresis,
-            "use_distributed_optimizer": settings.distributed_optimizer,
-            "overlap_param_gather": settings.overlaps_gathers,
-        }
-        config = build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
+        config = _engine_config(options, lr, context.settings)
         self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_group_overrides(chunks, options))
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
@@ -244,6 +225,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
         """Of a step whose outcome the host has not read yet: the squared norm, and its ``check_finite``."""
         self.skipped_steps = 0
+        """Steps skipped for a non-finite loss or gradient, including those before a resume."""
+        self.skips_in_a_row = 0
+        """How many of them came last, without an update since."""
+        self.has_updated = False
+        """Whether a step of this run has changed the weights."""
+        self._norm_groups = [part.get_grad_stats_parallel_group() for part in self.parts]
+        """Of each part: the ranks whose gradients add up to the norm of one model copy."""
+        for part in self.parts:
+            if getattr(part, "grad_scaler", None) is not None:
+                # Otherwise a replica alone could overflow, and skip the step alone.
+                part.grad_stats_parallel_group = dist.group.WORLD
         for masters in self._masters:
             masters.materialize_state()
 
@@ -330,18 +322,36 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without waiting for the device.
         """
-        by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-        for part in self.parts:  # experts have their own optimizer and, without sharding, their own group of ranks
-            has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
-            gradients = (part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm)()
-            by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
+        counted_by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        copies_by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        # Experts have their own optimizer and, without sharding, their own group of ranks.
+        for part, group in zip(self.parts, self._norm_groups, strict=True):
+            counted, copies = _counted_gradients(part)
+            counted_by_group.setdefault(group, []).extend(counted)
+            copies_by_group.setdefault(group, []).extend(copies)
         total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
-        for group, gradients in by_group.items():
-            norms = torch._foreach_norm([*gradients, 0.0 * self.loss], 2, dtype=torch.float32)
-            squared = torch.linalg.vector_norm(torch.stack(norms)).reshape(1) ** 2.0
+        for group, counted in counted_by_group.items():
+            copies = copies_by_group[group]
+            gradients = [*counted, 0.0 * self.loss, *copies]
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            num_counted = len(counted) + 1
+            squared = torch.linalg.vector_norm(torch.stack(norms[:num_counted])).reshape(1) ** 2.0
+            if copies:
+                squared += _zero_or_nan(torch.stack(norms[num_counted:]).sum())
             dist.all_reduce(squared, group=group)
             total += squared
+        if not self._norms_span_world:
+            # Replicas have equal gradients, unless a device computes wrongly: then all skip the step, or none.
+            problems = _zero_or_nan(total)
+            dist.all_reduce(problems)
+            total += problems
         return total
+
+    @property
+    def _norms_span_world(self) -> bool:
+        """Whether each rank's gradients reach all ranks with the norm, as with the distributed optimizer."""
+        world_size = dist.get_world_size()
+        return all(dist.get_world_size(group) == world_size for group in self._norm_groups)
 
     @property
     def _settles_late(self) -> bool:
@@ -358,7 +368,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         is_nonfinite = not math.isfinite(self.loss if overflow else norm)
         if is_nonfinite or not overflow:
             check_finite(norm)
-        self.skipped_steps += is_nonfinite
+        if is_nonfinite:
+            self.skipped_steps += 1
+            self.skips_in_a_row += 1
+        elif not overflow:
+            self.skips_in_a_row = 0
+            self.has_updated = True
         self._report = self._make_report(norm)
 
     def _make_report(self, norm: float) -> OptimizerReport:
@@ -377,12 +392,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
     # ---- the state in a checkpoint --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of skipped steps, for Lightning; ``sharded_state_dict`` has the rest."""
-        return {"skipped_steps": self.skipped_steps}
+        """The numbers of skipped steps, for Lightning; ``sharded_state_dict`` has the rest."""
+        return {"skipped_steps": self.skipped_steps, "skips_in_a_row": self.skips_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self.skipped_steps = state_dict.get("skipped_steps", 0)
+        self.skips_in_a_row = state_dict.get("skips_in_a_row", 0)
 
     @property
     def state_format(self) -> dict[str, Any]:
@@ -456,6 +472,48 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 moments = {name: part.optimizer.state[master][name].view(-1) for name in part.optimizer.state_names}
                 tensors = {"param": master.detach().view(-1), **moments}
                 yield _ParamState(parameter, start, isinstance(part, DistributedOptimizer), tensors)
+
+
+def _engine_config(options: OptimizerOptions, lr: float, settings: EngineSettings) -> Any:
+    """Megatron's config of the optimizer."""
+    chosen = {
+        "optimizer": "sgd" if options.name == "sgd" else "adam",
+        "decoupled_weight_decay": options.name == "adamw",
+        "lr": lr,
+        "weight_decay": options.weight_decay,
+        "adam_beta1": options.beta1,
+        "adam_beta2": options.beta2,
+        "adam_eps": options.eps,
+        "sgd_momentum": options.momentum,
+        "params_dtype": settings.params_dtype,
+        "bf16": settings.params_dtype is torch.bfloat16,
+        "fp16": settings.params_dtype is torch.float16,
+        "initial_loss_scale": options.initial_loss_scale,
+        "min_loss_scale": options.min_loss_scale,
+        "loss_scale_window": options.loss_scale_window,
+        "hysteresis": options.loss_scale_hysteresis,
+        "use_distributed_optimizer": settings.distributed_optimizer,
+        "overlap_param_gather": settings.overlaps_gathers,
+    }
+    return build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
+
+
+def _counted_gradients(part: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of one of Megatron's optimizers that the norm counts, and copies of some that other ranks count.
+
+    The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages.
+    """
+    has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
+    counted: list[Tensor] = (part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm)()
+    counted_ids = {id(gradient) for gradient in counted}
+    gradients = (parameter.grad for parameter in part.get_parameters())
+    copies = [gradient for gradient in gradients if gradient is not None and id(gradient) not in counted_ids]
+    return counted, copies
+
+
+def _zero_or_nan(value: Tensor) -> Tensor:
+    """0 if ``value`` is finite, NaN if it is not; does not wait for the device."""
+    return 0.0 * value
 
 
 # ---- shards of the optimizer state --------------------------------------------------------------------------------

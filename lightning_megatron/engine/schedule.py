@@ -225,6 +225,15 @@ class StepOutput:
         return {"load_balancing_loss": load.loss, **loads}
 
 
+class AllowedSkips(NamedTuple):
+    """How many steps in a row may be skipped for a NaN or infinite loss or gradient before the run ends."""
+
+    limit: int
+    """0 if the first one ends the run."""
+    in_a_row: int
+    """How many have been skipped since the last update."""
+
+
 class Schedule:
     """Runs batches through this rank's model chunks; every rank must call with its shard of the same global batch."""
 
@@ -312,7 +321,14 @@ class Schedule:
                 )
 
     def check_finite(
-        self, output: StepOutput, grad_norm: float, *, step: int, may_skip: bool, group: dist.ProcessGroup
+        self,
+        output: StepOutput,
+        grad_norm: float,
+        *,
+        step: int,
+        allowed_skips: AllowedSkips,
+        group: dist.ProcessGroup,
+        check_weights: Callable[[], None],
     ) -> None:
         """Warn of a step without targets; raise or warn, with the origin, if loss or gradients are NaN or infinite.
 
@@ -322,8 +338,10 @@ class Schedule:
             output: Result of ``train``.
             grad_norm: Norm of the step's gradients; NaN or infinite if the loss is.
             step: Number of the step.
-            may_skip: Whether the step is skipped instead of ending the run.
+            allowed_skips: Whether the step is skipped instead of ending the run.
             group: All ranks, over gloo.
+            check_weights: Raises if weights are not finite, which no other batch can mend; called on all ranks if
+                ``grad_norm`` is not finite.
 
         Raises:
             NonFiniteError: If ``grad_norm`` is not finite, unless the step may be skipped.
@@ -339,11 +357,18 @@ class Schedule:
                 f"{type(self._step).__name__}.counts: expected the numbers of targets that loss_func returns, got "
                 "others; override both, or let counts return None"
             )
+        check_weights()
         problem = f"step {step}: {self._find_nonfinite(output.microbatch_losses, group)}"
-        if not may_skip:
+        if allowed_skips.limit == 0:
             raise NonFiniteError(
                 f"{problem}; expected finite numbers. The weights are as before the step: look at that batch and the "
                 'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
+            )
+        if allowed_skips.in_a_row >= allowed_skips.limit:
+            raise NonFiniteError(
+                f"{problem}, after {allowed_skips.in_a_row} skipped steps in a row; expected at most "
+                f"max_skips_in_a_row={allowed_skips.limit}. The weights are as before these steps: look at their "
+                "batches and the learning rate"
             )
         rank_zero_warn(f"{problem}; the step is skipped")
 

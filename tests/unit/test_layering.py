@@ -20,6 +20,7 @@ LAYERS = (
     ("models", "data", "checkpoint", "precision"),
     ("accounting",),
     ("steps", "convert", "predictions", "megatron_datamodule"),
+    ("nonfinite",),
     ("generate", "datamodules", "hooks", "launch", "planner"),
     ("checkpointing", "callbacks", "guards", "model_summary"),
     ("strategy",),
