@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
+_LAUNCHER_POLL_SECONDS = 5.0
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_VARIABLES = {_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE"}
+"""Variables that torchrun's agent sets for its ranks; by hand, only the first is set, to imitate it."""
 
 _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
@@ -121,18 +126,63 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies, for whatever reason (Linux only).
+    """End this rank when its launcher dies, for whatever reason: Lightning's, ours or torchrun's agent.
 
-    A rank that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU. Does
-    nothing in a process that the user, torchrun or a scheduler started.
+    A rank that waits in a collective for a killed rank 0 would otherwise wait until the timeout, holding its GPU, and
+    one whose agent was killed would train on beside the next start. SLURM ends all processes of a step itself. Does
+    nothing in a process that the user or another launcher has started: its parent may end before it.
     """
-    launcher = int(os.environ.get(LAUNCHER, os.getpid()))
-    if launcher == os.getpid() or not sys.platform.startswith("linux"):
+    launcher = _find_launcher()
+    if launcher is None:
         return
-    if os.getppid() == launcher:
+    if sys.platform.startswith("linux") and os.getppid() == launcher.pid:
+        # At once, also if this process is stopped or waits in the kernel.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not os.path.exists(f"/proc/{launcher}"):  # it died while this rank was importing
+    if _has_ended(launcher):  # while this rank was importing
         os._exit(1)
+    if launcher.pid not in _watched_launchers:
+        _watched_launchers.add(launcher.pid)
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+
+_watched_launchers: set[int] = set()
+"""Process ids of launchers that a thread of this process watches."""
+
+
+def _find_launcher() -> psutil.Process | None:
+    """The process that has started this rank and ends its other ranks; None if there is none to watch.
+
+    A script may stand between torchrun's agent and this rank, and has the variables of the rank; the agent has not.
+    """
+    try:
+        if LAUNCHER in os.environ:
+            own = psutil.Process(int(os.environ[LAUNCHER]))
+            return own if own.pid != os.getpid() else None
+        if not os.environ.keys() >= _TORCHRUN_VARIABLES:
+            return None
+        for parent in psutil.Process().parents():
+            if parent.environ().get(_RUN_ID) != os.environ[_RUN_ID]:
+                return parent
+    except psutil.NoSuchProcess:
+        os._exit(1)  # it died while this rank was importing
+    except psutil.AccessDenied:  # of another user: no agent that this user has started
+        return None
+    return None
+
+
+def _end_with(launcher: psutil.Process) -> None:
+    while not _has_ended(launcher):
+        time.sleep(_LAUNCHER_POLL_SECONDS)
+    text = f"the launcher (process {launcher.pid}) has ended, so this rank ends, too"
+    print(f"error: rank {os.environ.get('RANK', os.environ.get('LOCAL_RANK', 0))}: {text}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def elastic_layout(

@@ -44,7 +44,7 @@ from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_kind, require_number
-from lightning_megatron.files import as_path, store_failures_as_errors
+from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hooks import (
     EngineLoss,
@@ -690,8 +690,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         ScriptLauncher._has_failed = True  # until it returns
         try:
             if self.cluster_environment.creates_processes_externally:
-                with store_failures_as_errors("the run's files in an object store cannot be used"):
-                    result = function(*call.args, **call.kwargs)
+                result = function(*call.args, **call.kwargs)
             else:
                 # Checked here once instead of on every rank, where Lightning connects module and data module.
                 for part in filter(None, (trainer.lightning_module, arguments["datamodule"])):
@@ -699,8 +698,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 strategy.check_run(trainer, trainer.lightning_module, arguments["datamodule"])
                 os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
-                with store_failures_as_errors("the run's files in an object store cannot be used"):
-                    result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except Exception as error:
             if self.procs:
                 time.sleep(_REAP_SECONDS)

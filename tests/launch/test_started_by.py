@@ -141,3 +141,42 @@ def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_pa
     assert has_ended(int((tmp_path / "pid_1").read_text()), seconds=30)
     assert (tmp_path / "after").exists() == (end == "a failing child")
     assert time.monotonic() - begin < 120  # Lightning checks its children every few seconds
+
+
+_TRAINS_ON = """
+import os
+import time
+from pathlib import Path
+
+from lightning_megatron import MegatronStrategy
+
+MegatronStrategy()
+Path(f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(300)
+"""
+_WRAPPER = f"""
+[ $RANK = 0 ] && exec {sys.executable} trains_on.py
+{sys.executable} trains_on.py
+exit $?
+"""
+
+
+def test_ranks_end_with_a_killed_torchrun_whose_children_they_are_or_not(tmp_path: Path) -> None:
+    """Rank 0 is a child of torchrun's agent; between the agent and rank 1 there is a shell, which survives it."""
+    (tmp_path / "trains_on.py").write_text(_TRAINS_ON)
+    (tmp_path / "wrapper.sh").write_text(_WRAPPER)
+    starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "sh", "wrapper.sh"]
+    with (tmp_path / "printed.txt").open("w") as printed:
+        torchrun = subprocess.Popen(
+            [sys.executable, *starts], cwd=tmp_path, env=script_environment(), stdout=printed, stderr=printed
+        )
+    files = [tmp_path / f"pid_{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    torchrun.kill()
+    torchrun.wait()
+    assert all(has_ended(int(file.read_text()), seconds=20) for file in files)
+    line = f"error: rank 1: the launcher (process {torchrun.pid}) has ended, so this rank ends, too"
+    assert line in (tmp_path / "printed.txt").read_text()
