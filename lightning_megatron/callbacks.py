@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_choice, require_number
+from lightning_megatron.files import open_to_append, save_figure
 from lightning_megatron.generate.inputs import build_request, decode_completions, encode_prompts, prepend_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
@@ -291,7 +292,7 @@ class LossCurve(_LogDirCallback):
         if self._log_dir is not None and trainer.is_global_zero and self.train.points:
             path = self._log_dir / self.filename
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._draw().savefig(path)
+            save_figure(self._draw(), path)
 
     on_exception = on_train_end  # type: ignore[assignment]
 
@@ -541,7 +542,7 @@ class SampleText(_LogDirCallback):
         assert self._log_dir is not None
         for folder in {Path(logger.log_dir or self._log_dir) for logger in without_add_text}:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+            with open_to_append(folder / "samples.jsonl") as file:
                 for prompt, completion in texts:
                     row = {"step": trainer.global_step, "prompt": prompt, "text": completion}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -38,6 +38,7 @@ import pickle
 import re
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import traceback
@@ -47,7 +48,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import IO, Any, Literal, NoReturn, cast
 
 from lightning_megatron.errors import CheckpointError, ConfigError
 
@@ -111,6 +112,33 @@ def synced_file(path: Path, buffering: int = -1) -> Iterator[Any]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def open_new(path: Path, mode: Literal["w", "wb"] = "w") -> IO[Any]:
+    """Open a new file in place of one of this name; a link is replaced, and not written through.
+
+    A device or a pipe, such as ``/dev/stdout``, is opened itself.
+    """
+    if path.exists() and not path.is_file():
+        return path.open(mode)
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), mode, encoding=None if mode == "wb" else "utf-8")
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file to append to it; a link of its name is replaced by a new file, and not written through."""
+    if path.is_symlink():
+        path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Save a figure of matplotlib in the format of the file's suffix, or as PNG with that suffix if it has none."""
+    path = path if path.suffix[1:] else path.with_name(f"{path.name.rstrip('.')}.png")
+    with open_new(path, "wb") as file:
+        figure.savefig(file, format=path.suffix[1:].lower())
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -193,9 +221,19 @@ class FolderLock:
         """Lock ``folder``; does nothing on a file system without locks.
 
         Raises:
-            ConfigError: As type ``error``, if another process holds the lock.
+            ConfigError: As type ``error``, if another process holds the lock, or ``folder`` is a link or a file: its
+                name is one that is emptied and removed.
         """
-        self.descriptor: int | None = os.open(folder, os.O_RDONLY)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        except OSError as failure:
+            if failure.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise error(
+                f"{folder}: expected nothing, or a directory that a killed run has left, got a link or a file; "
+                "remove it"
+            ) from None
+        self.descriptor: int | None = descriptor
         """Open descriptor that holds the lock; None after ``release``, and on a file system without locks."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -279,14 +317,52 @@ def staged(
 def lock_partial(partial: Path, error: type[ConfigError]) -> FolderLock:
     """Create a staging directory, lock it, and delete what a killed run left in it.
 
+    Somebody else may have made a link or a directory of this name: nothing is followed, and nothing of theirs deleted.
+
     Raises:
-        ConfigError: As type ``error``, if another process is writing it.
+        ConfigError: As type ``error``, if another process is writing it, it is a link, or it belongs to another user.
     """
-    partial.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        partial.mkdir(parents=True)
     lock = FolderLock(partial, error)
-    for leftover in partial.iterdir():
-        _delete_now(leftover)
+    try:
+        _empty(partial, error)
+    except BaseException:
+        lock.release()
+        raise
     return lock
+
+
+def _empty(partial: Path, error: type[ConfigError]) -> None:
+    """Delete the content of a staging directory of this user, through one descriptor: the name may change meanwhile.
+
+    Raises:
+        ConfigError: As type ``error``, if it has content and belongs to another user.
+    """
+    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        names = os.listdir(descriptor)
+        owner = os.fstat(descriptor).st_uid
+        if names and not _is_this_user(owner, partial.parent):
+            raise error(
+                f"{partial}: expected a directory of this user, got one of user {owner} with files in it; remove it if "
+                "nobody is writing there"
+            )
+        for name in names:
+            if stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, dir_fd=descriptor)
+            else:
+                os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_this_user(owner: int, folder: Path) -> bool:
+    """Whether ``owner`` owns what this process creates in ``folder``: a network file system may map root to nobody."""
+    if owner == os.geteuid():
+        return True
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".owner_") as probe:
+        return os.fstat(probe.fileno()).st_uid == owner
 
 
 def publish(partial: Path, path: Path) -> None:
@@ -339,8 +415,9 @@ def remove(path: Path) -> None:
         delete_from_store(path.with_name(path.name + PARTIAL))
         delete_from_store(path)
         return
-    for folder in (path, path.with_name(path.name + _REPLACED)):
-        if folder.is_dir():
+    replaced = path.with_name(path.name + _REPLACED)
+    for folder in (path, replaced):
+        if folder.is_dir():  # of a link, the link is deleted
             _delete(folder)
     _remove_if_abandoned(path.with_name(path.name + PARTIAL))
 
@@ -356,10 +433,11 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
 def _remove_if_abandoned(partial: Path) -> None:
     """Delete a staging directory unless it is locked, or the file system has no locks to tell."""
     # An empty one may have just been created, and is about to be locked.
-    if partial.is_dir() and any(partial.iterdir()):
+    if not partial.is_symlink() and partial.is_dir() and any(partial.iterdir()):
         with contextlib.suppress(ConfigError):
             lock = FolderLock(partial)
-            if lock.descriptor is not None:
+            is_own = lock.descriptor is not None and _is_this_user(os.fstat(lock.descriptor).st_uid, partial.parent)
+            if is_own:
                 shutil.rmtree(partial, ignore_errors=True)
             lock.release()
 

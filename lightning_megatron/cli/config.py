@@ -21,7 +21,7 @@ import yaml
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
-from lightning_megatron.files import failures_as_errors
+from lightning_megatron.files import failures_as_errors, open_new
 from lightning_megatron.foreign_names import advice, foreign_names
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def config(
             next_steps = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
         text += as_yaml(settings)
-    with failures_as_errors(f"--output {output} cannot be written"):
-        output.write_text(text, encoding="utf-8")
+    with failures_as_errors(f"--output {output} cannot be written"), open_new(output) as file:
+        file.write(text)
     print(f"{output} is written{': ' if template else '. '}{next_steps}")
 
 
@@ -110,7 +110,7 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; give the name of a file")
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise ConfigError(f"{option} {path} exists; give another name, or --overwrite")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):

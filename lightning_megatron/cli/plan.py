@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, check_output, described_model
 from lightning_megatron.errors import ConfigError, require_choice, require_number
-from lightning_megatron.files import failures_as_errors
+from lightning_megatron.files import failures_as_errors, open_new, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run
@@ -92,11 +92,12 @@ def plan(options: PlanOptions) -> None:
     plans = planner.plans(run, options.global_batch_size, device)[: options.top]
     print("\n".join(_table(plans, device)))
     if options.output is not None:
-        with failures_as_errors(f"--output {options.output} cannot be written"):
-            options.output.write_text(_yaml(plans[0], model_option, options), encoding="utf-8")
+        text = _yaml(plans[0], model_option, options)
+        with failures_as_errors(f"--output {options.output} cannot be written"), open_new(options.output) as file:
+            file.write(text)
         print(f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}")
     if options.picture is not None:
-        _draw(plans, device).savefig(options.picture)
+        save_figure(_draw(plans, device), options.picture)
         print(f"\n{options.picture} is drawn")
 
 

@@ -102,6 +102,9 @@ class _RunConfig(SaveConfigCallback):
         own = [Path(file).resolve() for file in self.config.get("config") or ()]
         if Path(trainer.log_dir or "", self.config_filename).resolve() in own:
             self.config_filename = f"run_{self.config_filename}"
+        target = Path(trainer.log_dir or "", self.config_filename)
+        if trainer.is_global_zero and target.is_symlink():
+            target.unlink()  # not written through
         super().setup(trainer, pl_module, stage)
 
 

@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.errors import require_number
+from lightning_megatron.files import open_new
 from lightning_megatron.restarts import LAUNCHER
 
 MARGIN = timedelta(seconds=10)
@@ -323,8 +324,9 @@ class Watch:
         if device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-            self._folder.mkdir(parents=True, exist_ok=True)  # torch does not create it
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / "nccl_"))
+            if not self._folder.is_symlink():
+                self._folder.mkdir(parents=True, exist_ok=True)  # torch does not create it
+                os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / "nccl_"))
 
     def start(self) -> None:
         """Start watching the calling thread; every rank must call."""
@@ -480,14 +482,18 @@ class Watch:
         os._exit(verdict.code)
 
     def _dump_stacks(self) -> None:
+        if self._folder.is_symlink():  # planted, perhaps: it is not written through
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
+        with open_new(self._folder / f"rank_{self._rank}.txt") as file:
             header = f"rank {self._rank}: {self._beat.stale:.0f} s without progress {self._beat.location}"
             print(header, file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         if dist.get_backend() == "nccl":
             trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # only in builds with NCCL
-            (self._folder / f"nccl_{self._rank}").write_bytes(trace)
+            with open_new(self._folder / f"nccl_{self._rank}", "wb") as file:
+                file.write(trace)
         sys.stdout.flush()
 
     # ---- the reporting thread

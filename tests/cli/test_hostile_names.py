@@ -279,3 +279,62 @@ def test_ckpt_path_imports_nothing_and_changes_no_setting(corpus: Path, tmp_path
     for command, (code, _, err) in zip(commands, run_all(tmp_path, commands), strict=True):
         assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), (command, err)
     assert not (tmp_path / "code_was_run").exists()
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def _planted(folder: Path) -> dict[str, str]:
+    """Names of files and directories that commands write first, each with a command that does so."""
+    text = f"{folder}/text.txt"
+    convert = "convert --load-path hf --to"
+    unsaved = "--trainer.enable_checkpointing false"
+    return {
+        ".new.ckpt.partial": f"{convert} megatron --save-path new.ckpt",
+        ".new.partial": f"{convert} hf --save-path new",
+        ".legacy.partial": f"{convert} megatron-legacy --save-path legacy",
+        ".mean.ckpt.partial": "average --load-path hf hf --save-path mean.ckpt",
+        ".corpus_text_document.partial": f"preprocess --input {text} --output-prefix corpus --tokenizer hf",
+        ".both.partial": f"merge --input {folder}/c_text_document {folder}/c_text_document --output-prefix both",
+        "tok/.tokenizer.json.partial": f"train-tokenizer --input {text} --vocab-size 300 --output tok",
+        "fit.yaml": "config --template gpt2_small --output fit.yaml --overwrite",
+        "plan.yaml": "plan --model hf --gpus 1 --seq-length 8 --output plan.yaml --overwrite",
+        "plan.png": "plan --model hf --gpus 1 --seq-length 8 --picture plan.png --overwrite",
+        "loss_curve.png": f"{_FIT} {unsaved} --trainer.callbacks LossCurve",
+        "config.yaml": f"{_FIT} {unsaved}",
+        "checkpoints/epoch=0-step=2.ckpt.partial": _FIT,
+        "two/checkpoints/other.ckpt.partial": f"{_FIT} --trainer.default_root_dir two",
+    }
+
+
+_FIT = "fit --config fit/own.yaml --trainer.logger false --trainer.default_root_dir ."
+
+
+def test_planted_links_are_neither_emptied_nor_written_through(corpus: Path, checkpoints: Path, tmp_path: Path) -> None:
+    from tests.cli.corpus import configuration
+
+    victim = tmp_path / "victim"
+    shutil.copytree(checkpoints / "hf", tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{corpus}{suffix}", tmp_path / f"c_text_document{suffix}")
+    (tmp_path / "fit").mkdir()
+    (tmp_path / "fit/own.yaml").write_text(json.dumps(configuration(corpus, tmp_path)))
+    commands = _planted(tmp_path)
+    for number, name in enumerate(commands):
+        victim = tmp_path / f"victim{number}"
+        victim.mkdir()
+        (victim / "precious").write_text("mine")
+        link = tmp_path / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        is_file = link.suffix in (".yaml", ".png")
+        link.symlink_to(victim / "precious" if is_file else victim)
+    results = run_all(tmp_path, [command.split() for command in commands.values()])
+    for (name, command), (code, _, err) in zip(commands.items(), results, strict=True):
+        is_staging = name.endswith(".partial") and "other" not in name
+        assert code == (2 if is_staging else 0), (command, err)
+        assert not is_staging or "got a link or a file; remove it" in err, (command, err)
+    for number in range(len(commands)):
+        victim = tmp_path / f"victim{number}"
+        assert [path.name for path in victim.iterdir()] == ["precious"]
+        assert (victim / "precious").read_text() == "mine"

@@ -127,3 +127,62 @@ def test_unwritable_staged_directory_raises_the_given_error(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="No space"), staged(tmp_path, "a", error=CheckpointError):
         raise OSError(28, "No space left on device")
     assert _names(tmp_path) == ["file"]
+
+
+def test_a_planted_staging_name_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = _folder(tmp_path / "victim", "mine")
+    partial = tmp_path / ".a.partial"
+    partial.symlink_to(victim)
+    with pytest.raises(DataError, match="got a link or a file; remove it"), staged(tmp_path, "a", error=DataError):
+        raise AssertionError("it was followed")
+    partial.unlink()
+    partial.write_text("a file")
+    with pytest.raises(DataError, match="got a link or a file; remove it"), staged(tmp_path, "a", error=DataError):
+        raise AssertionError("it was taken for a directory")
+    partial.unlink()
+    _folder(partial, "of somebody else")
+    owner = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    monkeypatch.setattr(files, "_is_this_user", lambda owner, folder: False)
+    with pytest.raises(DataError, match="expected a directory of this user"), staged(tmp_path, "a", error=DataError):
+        raise AssertionError("it was emptied")
+    assert _names(partial) == ["meta.pt"]
+    monkeypatch.undo()
+    (partial / "link").symlink_to(victim)
+    (partial / "folder").mkdir()
+    with staged(tmp_path, "a", error=DataError) as folder:
+        assert _names(folder) == []
+    assert (victim / "meta.pt").read_text() == "mine"
+
+
+def test_leftovers_that_are_links_are_left_alone(tmp_path: Path) -> None:
+    victim = _folder(tmp_path / "victim", "mine")
+    for name in ("a.ckpt.partial", "a.ckpt.removed", "a.ckpt.replaced"):
+        (tmp_path / name).symlink_to(victim)
+    files.remove_leftovers(tmp_path, "*.ckpt")
+    files.remove(tmp_path / "a.ckpt")
+    publish(_folder(tmp_path / "b.ckpt.partial", "new"), tmp_path / "a.ckpt")
+    files.wait_for_deletions()
+    assert (victim / "meta.pt").read_text() == "mine"
+
+
+def test_a_new_file_replaces_links_and_opens_devices(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "link").symlink_to(victim)
+    os.link(victim, tmp_path / "hard")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for name in ("link", "hard", "dangling", "new"):
+        with files.open_new(tmp_path / name) as file:
+            file.write("new")
+        assert (tmp_path / name).read_text() == "new"
+    (tmp_path / "rows").symlink_to(victim)
+    for _ in range(2):
+        with files.open_to_append(tmp_path / "rows") as file:
+            file.write("row")
+    assert (tmp_path / "rows").read_text() == "rowrow"
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+    with files.open_new(Path("/dev/null")) as file:
+        file.write("nowhere")
+    assert Path("/dev/null").is_char_device()
