@@ -78,7 +78,7 @@ def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Calla
     schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
-        schedule.train(batch, module.train_step, optimizer)  # type: ignore[arg-type]
+        optimizer.loss = schedule.train(batch, module.train_step, optimizer).loss  # type: ignore
         optimizer.step()
 
     return step

@@ -416,7 +416,7 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
 
 def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
     """Peer copies for ``group``; None if its ranks cannot write to each other's memory. Collective over ``group``."""
-    if not torch.cuda.is_available():
+    if dist.get_backend(group) != dist.Backend.NCCL:  # on the CPUs of a host that may have GPUs
         return None
     hosts = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
