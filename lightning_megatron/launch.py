@@ -234,9 +234,13 @@ def connect_ranks(
         store = None if dist.is_initialized() else _rendezvous_store(environment, num_nodes, timeout)
         fabric._init_dist_connection(environment, backend, timeout=pg_timeout, device_id=device_id, store=store)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        others = ""
+        if num_nodes > 1:
+            others = ", or start the script on every node with the same MASTER_ADDR and MASTER_PORT"
         raise ConfigError(
             f"ranks at {address}: expected {environment.world_size()} (num_nodes={num_nodes}) within {timeout}, got "
-            f"{str(error).splitlines()[0]}; start the script on every node with the same MASTER_ADDR and MASTER_PORT"
+            f"{str(error).splitlines()[0]}; raise MegatronStrategy(timeout=...), which limits this wait, too, if ranks "
+            f"start more slowly{others}"
         ) from error
     except RuntimeError as error:
         if num_nodes == 1 or "connectFullMesh" not in str(error):

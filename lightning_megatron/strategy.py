@@ -420,6 +420,7 @@ class MegatronStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._module.trainer
+        loaders.let_workers_end(dataloader)
         if not trainer.training:
             check_predict_size(dataloader)
             return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader

@@ -8,7 +8,8 @@ and counts as progress
 - an increment of ``progress``: a batch, a microbatch, a new token, a piece of a file that is written,
 - a stack in which the main thread was not seen since then, as in long hooks that do work; an endless loop has few
   distinct stacks, so it is detected,
-- in set-up, CPU time of the process, unless it waits for other ranks: caches, compilers, initial weights.
+- in set-up, CPU time of the process, unless it waits for other ranks: caches, compilers, initial weights. An endless
+  loop uses CPU time, too, so it counts for ``_MAX_COMPUTING`` times the limit only.
 
 A second thread writes a ``Beat`` each second to torch.distributed's store, over a connection of its own. It is a second
 thread because torch's client blocks for ever if the rank that serves the store is the one that was stopped. Rank 0 and
@@ -63,6 +64,8 @@ _SUSPENDED = 10.0
 """Seconds between two samples after which a rank warns that it stood still."""
 _MIN_LIMIT, _LIMIT_MEDIANS, _GRACE_MEDIANS = 60.0, 10, 3
 """Default limits: least seconds, multiple of the median; and the least ``grace``, as a multiple of the median step."""
+_MAX_COMPUTING = 6
+"""How many limits long CPU time alone counts as progress."""
 _EXIT_DELAY = 3.0
 """Seconds from verdict to exit, in which the other ranks read it with their next beat, and all dump their stacks."""
 _NUM_READERS = 8
@@ -78,7 +81,8 @@ class Heartbeat:
 
     Args:
         setup: In hooks outside of batches (``setup``, ``on_validation_epoch_end``, ...), and for steps and checkpoints
-            until the first has been timed. In these hooks CPU time counts as progress.
+            until the first has been timed. In these hooks CPU time counts as progress, for six times as long: longer
+            than that nothing may compute without a new stack, such as an endless loop.
         step: In a step of training, validation, test or prediction. None: ten times the median step, at least 60 s. No
             limit exceeds ``MegatronStrategy(timeout=)``.
         checkpoint: While training is blocked by a checkpoint; each 16 MiB written count as progress. None: ten times
@@ -127,6 +131,9 @@ _LIGHTNING = os.path.join("lightning", "pytorch", "")
 _MEGATRON = os.path.join("megatron", "core", "")
 _OWN = os.path.join("lightning_megatron", "")
 _SAVING = (os.path.join(_OWN, "checkpointing.py"), ("save", "finish"))
+_SAVING_HOOKS = {"on_save_checkpoint", "state_dict"}
+"""Hooks from which Lightning collects what it saves."""
+_DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _WAITING = (os.path.join("torch", "distributed", ""), os.path.join(_OWN, "engine", "collectives.py"), "filelock")
 _LIBRARIES = (
     *(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities")),
@@ -157,11 +164,14 @@ def locate(frames: Sequence[FrameType]) -> Location:
     hook, waiting = next(filter(None, map(_hook, frames)), ""), _waiting_in(frames)
     own = next((each for each in frames if _is_reported(each.f_code.co_filename)), frames[0])
     file = os.sep.join(own.f_code.co_filename.split(os.sep)[-2:])
-    where = ", ".join(f"in {each}" for each in (waiting, hook) if each)
+    worker = next(filter(None, map(_worker_waited_for, frames)), "")
+    where = ", ".join(f"in {each}" for each in (waiting, worker, hook) if each)
     inside = itertools.takewhile(lambda code: _LIGHTNING not in code.co_filename, codes)
     called = [code.co_filename for code in inside if _is_reported(code.co_filename)]
     if any(code.co_filename.endswith(_SAVING[0]) and code.co_name in _SAVING[1] for code in codes):
         kind: Kind = "checkpoint"
+    elif hook.rpartition(".")[2] in _SAVING_HOOKS:
+        kind = "checkpoint"
     elif hook:
         kind = "step" if any(word in hook for word in ("batch", "step", "backward")) else "setup"
     else:
@@ -179,6 +189,19 @@ def _hook(frame: FrameType) -> str:
     name = str(frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_"))
     owner = "" if callback is None else f"{type(callback).__name__}."
     return "" if name.startswith("_call_") else owner + name
+
+
+def _worker_waited_for(frame: FrameType) -> str:
+    """The worker process whose batch a frame of torch's DataLoader waits for; empty for any other frame."""
+    if frame.f_code.co_name != "_try_get_data" or not frame.f_code.co_filename.endswith(_DATA_LOADER):
+        return ""
+    iterator = frame.f_locals.get("self")
+    tasks = getattr(iterator, "_task_info", {})  # worker of each batch that was requested (torch 2.10 to 2.13)
+    task = tasks.get(getattr(iterator, "_rcvd_idx", None), ())
+    if not task:
+        return "a wait for a DataLoader's worker"
+    process = getattr(iterator, "_workers", {})[task[0]]
+    return f"a wait for the DataLoader's worker {task[0]} (process {process.pid})"
 
 
 def _is_reported(file: str) -> bool:
@@ -219,6 +242,9 @@ class Beat(NamedTuple):
     """Fraction of the samples in which it waited for other ranks."""
     busy: str = ""
     """Its most frequent location when it did not wait."""
+
+
+_UNHEARD = Beat(location="in its set-up, before its first sign of life", stale=math.inf)
 
 
 class Verdict(NamedTuple):
@@ -348,7 +374,9 @@ class Watch:
         self._verdict: Verdict | None = None
         self._end_signal: tuple[float, int] | None = None
         """When the first SIGTERM or SIGINT came, and which of them it was."""
-        self._answered_at = self._progress_at = self._sampled_at = time.monotonic()
+        self._answered_at = self._progress_at = self._shown_at = self._sampled_at = time.monotonic()
+        self._saving_since: float | None = None
+        """When a sample first saw the save in which the main thread is."""
         self._slow: set[int] = set()
         """Ranks that were reported as slow."""
         self._ticks, self._cpu_time, self._stacks = -1, 0.0, set[int]()
@@ -357,7 +385,8 @@ class Watch:
         """Seconds of each of the last steps."""
         self._samples: deque[tuple[int, str]] = deque(maxlen=_MAX_SAMPLES)
         """Of samples within steps: the step, and the location, "" if it waited for other ranks."""
-        self._beat = Beat(limit=self._limit("setup"))
+        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        self._beat = Beat(*locate(frames), limit=self._limit("setup"))
         self._store.set(self._keys[self._rank], json.dumps(self._beat))
         self._signal_pipe = os.pipe2(os.O_NONBLOCK)
         if threading.current_thread() is threading.main_thread():
@@ -385,6 +414,7 @@ class Watch:
             now = time.monotonic()
             if (gap := now - self._sampled_at) > _SUSPENDED:
                 self._progress_at += gap
+                self._shown_at += gap
                 text = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
                 warnings.warn(text, stacklevel=2)
             self._sampled_at = now
@@ -405,12 +435,16 @@ class Watch:
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
         location, steps, cpu_time = locate(frames), progress.steps, time.process_time()
         ticks, stack = progress.ticks + steps, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
-        computes = location.kind == "setup" and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
+        may_compute = location.kind == "setup" and now < self._shown_at + _MAX_COMPUTING * self._limit("setup")
+        computes = may_compute and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
         is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
         if ticks != self._ticks:
             self._stacks.clear()
-        if ticks != self._ticks or computes or is_debugged or stack not in self._stacks:
+        if ticks != self._ticks or is_debugged or stack not in self._stacks:
+            self._shown_at = now
+        if computes or self._shown_at == now:
             self._progress_at = now
+        self._time_checkpoint(location.kind, now)
         self._stacks.add(stack)
         self._ticks, self._cpu_time = ticks, cpu_time
         before, since = self._last_step
@@ -431,6 +465,15 @@ class Watch:
             wait_fraction=1 - busy.total() / max(1, len(self._samples)),
             busy=max(busy, key=busy.__getitem__, default=""),
         )
+
+    def _time_checkpoint(self, kind: Kind, now: float) -> None:
+        """Let the time of a save include the hooks before it, which only samples show."""
+        if kind == "checkpoint":
+            self._saving_since = self._saving_since or now
+        elif self._saving_since is not None:
+            if progress.saves:
+                progress.saves[-1] = max(progress.saves[-1], now - self._saving_since)
+            self._saving_since = None
 
     def _limit(self, kind: Kind) -> float:
         options, is_step = self._options, kind == "step"
@@ -514,11 +557,19 @@ class Watch:
             value = self._store.get("verdict")
         if value:
             self._verdict = Verdict(*json.loads(value))
-        if (self._reads_beats or self._end_signal is not None) and self._store.check(self._keys):
-            now, beats = time.monotonic(), [Beat(*json.loads(beat)) for beat in self._store.multi_get(self._keys)]
+        if self._reads_beats or self._end_signal is not None:
+            now, beats = time.monotonic(), self._read_beats()
             changes = zip(beats, self._beats or beats, self._heard_at or [now] * len(beats), strict=True)
             self._heard_at = [heard if beat.serial == before.serial else now for beat, before, heard in changes]
             self._beats = beats
+
+    def _read_beats(self) -> list[Beat]:
+        """The last beat of each rank; of one that was stopped before its first, that it has not begun."""
+        if self._store.check(self._keys):
+            return [Beat(*json.loads(beat)) for beat in self._store.multi_get(self._keys)]
+        written = [key for key in self._keys if self._store.check([key])]
+        beats = {key: Beat(*json.loads(self._store.get(key))) for key in written}
+        return [beats.get(key, _UNHEARD) for key in self._keys]
 
 
 def _reset_wakeup_fd() -> None:

@@ -325,7 +325,7 @@ CAMPAIGNS: dict[str, dict[str, Attempt]] = {
     "hangs": {
         "SIGSTOP": functools.partial(_hang, _stop, _ANY),
         "sleeps in a hook": functools.partial(_hang, _sleep, _ANY),
-        "loops in a hook": functools.partial(_hang, _loop, ("training", "validating")),
+        "loops in a hook": functools.partial(_hang, _loop, ("training", "saving", "validating")),
         "a barrier of its own": functools.partial(_hang, _barrier, ("training", "validating")),
         "a dead disk": functools.partial(_hang, _dead_disk, ("saving",)),
     },

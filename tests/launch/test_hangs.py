@@ -16,7 +16,8 @@ import pytest
 
 from lightning_megatron.engine.heartbeat import Beat, Heartbeat, find_hang, find_straggler
 from lightning_megatron.errors import ConfigError
-from tests.checkpoint.runs import Run, callback, checkpoints_at, fit
+from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_dataset
+from tests.launch.test_started_by import has_ended
 from tests.ranks import RankError, run_ranks
 
 LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
@@ -67,6 +68,78 @@ def test_hanging_run_names_the_rank_and_its_location(
     if act is _sleep:
         stacks = [(tmp_path / "stacks" / f"rank_{rank}.txt").read_text() for rank in range(2)]
         assert ["in _sleep" in stack for stack in stacks] == [False, True]
+
+
+def _loop(trainer: Any) -> None:
+    while True:
+        time.sleep(0)
+
+
+def _loop_while_saving(folder: Path) -> None:
+    run = Run(
+        strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer={"max_steps": 4, "default_root_dir": str(folder)}
+    )
+    fit(run, _callback("on_save_checkpoint", _loop, 1), checkpoints_at(folder))
+
+
+class _Hanging:
+    """Dataset whose seventh sample never comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rows = rows_dataset()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20 and os.environ["RANK"] == "0":
+            (self._folder / "worker").write_text(str(os.getpid()))
+            time.sleep(300)
+        return self._rows[index]
+
+
+def _hang_in_a_worker(folder: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    def loader(dp: int) -> Any:
+        return DataLoader(_Hanging(folder), batch_size=8, num_workers=2)  # type: ignore[arg-type]
+
+    trainer = {"max_steps": 4, "default_root_dir": str(folder)}
+    fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer, loader=loader))
+
+
+def _stop_before_the_first_sample(folder: Path) -> None:
+    from lightning_megatron.engine.heartbeat import Watch
+
+    start = Watch.start
+
+    def start_and_stop(self: Watch) -> None:
+        start(self)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    Watch.start = start_and_stop  # type: ignore[method-assign]
+    trainer = {"max_steps": 4, "default_root_dir": str(folder)}
+    fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer))
+
+
+@pytest.mark.parametrize(
+    ("run", "rank", "message"),
+    [
+        (_loop_while_saving, 1, r"rank 1 is in Hooks\.on_save_checkpoint \(.* in _loop\)"),
+        (_hang_in_a_worker, 0, r"is in a wait for the DataLoader's worker 0 \(process \d+\)"),
+        (_stop_before_the_first_sample, 1, r"rank 1 gives no sign of life \(.*\), last (at|in) \S"),
+    ],
+    ids=["loops while saving", "a worker hangs", "is stopped at once"],
+)
+def test_hanging_place_is_named(tmp_path: Path, run: Callable[[Path], None], rank: int, message: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(run, 2, tmp_path, timeout=60)
+    lines = _error_lines(caught.value)
+    assert [line for line in lines if not re.match(rf"error: rank {rank} hangs.*{message}", line)] == []
+    if (worker := tmp_path / "worker").exists():
+        assert has_ended(int(worker.read_text()), seconds=10)
 
 
 def _error_lines(error: RankError) -> list[str]:
