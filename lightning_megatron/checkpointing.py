@@ -121,6 +121,8 @@ class Checkpointing:
         """Undoes changes of the Trainer's callbacks when the run ends."""
         self._removals: list[Path] = []
         """Checkpoints that Lightning has asked to remove."""
+        self._position: files.RunPosition | None = None
+        """Place of the last save among those of the run, on rank 0, which writes it; None on other ranks."""
         self._written: set[Path] = set()
         self._steps: dict[Path, int] = {}
         """Steps of this run's checkpoints with optimizer state, including the one that it resumed from."""
@@ -167,7 +169,9 @@ class Checkpointing:
         # If it fails, no later step of this run would save again.
         is_final = not is_training or self._signals.is_delivering or self._training_ended
         self.finish()
-        saving = Save(self._run, checkpoint, self._strategy.broadcast(str(filepath)))
+        self._position = None if self._position is None else self._position.after_save
+        run = replace(self._run, position=self._position)
+        saving = Save(run, checkpoint, self._strategy.broadcast(str(filepath)))
         self._removals = [path for path in self._removals if path != saving.path]
         with self._failure_as_warning(is_final):
             self._raise_failed_lookup(saving.path)
@@ -417,8 +421,25 @@ class Checkpointing:
         adapter = getattr(getattr(module, "adaptation", None), "source", None)
         origin = WeightOrigin(checkpoint=checkpoint, model=directory, adapter=adapter)
         self.weight_origin = None if keeps_weights else origin
+        if fitting and self._strategy.is_global_zero:
+            self._position = self._first_position()
         if fitting or source is not None:
             modules_with_weights.add(module)
+
+    def _first_position(self) -> files.RunPosition:
+        """Position of a start that loads no checkpoint: a new line, or that of the training that it goes on with."""
+        if self._position is not None and self._trainer.global_step > 0:
+            return files.continued(self._position, beside=())
+        return files.RunPosition.new()
+
+    def _position_after(self, path: Path) -> files.RunPosition:
+        """Position of a start that resumes from the checkpoint at ``path``."""
+        resumed = files.find_newest(path).position
+        if resumed is None:
+            return files.RunPosition.new()
+        root = as_path(self._trainer.default_root_dir)
+        requeued = [each for each in files.list_checkpoints(root) if each.match(_REQUEUED)]
+        return files.continued(resumed, beside=dict.fromkeys([*_paths_of_last(self._trainer), *requeued]))
 
     @property
     def initial_weights(self) -> LoadFrom | None:
@@ -449,6 +470,9 @@ class Checkpointing:
         if 0 <= trainer.max_steps <= loaded["global_step"]:
             hint = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
             rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {hint}")
+        with raise_on_all_ranks(), store_failures_as_errors("this run's earlier checkpoints cannot be looked up"):
+            if self._strategy.is_global_zero:
+                self._position = self._position_after(path)
         self._steps[path] = loaded["global_step"]
         for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
@@ -596,7 +620,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     is_last = ckpt_path == "last"
     found = find_last(trainer) if is_last else files.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if requeued is not None and was_requeued and (not is_last or found is None or requeued.step >= found.step):
+    if requeued is not None and was_requeued and (not is_last or found is None or not _is_newer(found, requeued)):
         rank_zero_info(f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}")
         return str(requeued.path)
     if found is not None:
@@ -611,8 +635,10 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
 def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
     """The checkpoint of ``ckpt_path="last"``: the newest of the Trainer's callbacks; None before the first.
 
-    Its name need not be ``last.ckpt``, which a killed run may not have updated. An older checkpoint with more steps is
-    from an earlier run. To resume, a weights-only checkpoint is taken only if there is no other.
+    Its name need not be ``last.ckpt``, which a killed run may not have updated. Of one run and its restarts it is the
+    one that was written last, by their counters, whatever clocks say; of several runs that of the latest, by the clock.
+    An older checkpoint with more steps is from an earlier run, or from before the run went back. To resume, a
+    weights-only checkpoint is taken only if there is no other.
 
     Raises:
         CheckpointError: If there are checkpoints and none is complete.
@@ -620,7 +646,7 @@ def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
     paths = dict.fromkeys(_paths_of_last(trainer))
     found, incomplete = files.find_complete(paths, to_resume=_needs_optimizer(trainer))
     if found:
-        return max(found, key=lambda each: each.time)
+        return files.last_saved(found)
     unfinished = [path for path in incomplete if files.was_never_finished(path)]
     damaged = [path for path in incomplete if path not in unfinished]
     if unfinished:
@@ -697,10 +723,17 @@ def _needs_optimizer(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
 
 
+def _is_newer(one: files.CheckpointInfo, requeued: files.CheckpointInfo) -> bool:
+    """Whether a checkpoint is newer than that of a requeued job: by the counters of their line, else by steps."""
+    are_of_one_line = files.is_later(one, requeued) or files.is_later(requeued, one)
+    return files.is_later(one, requeued) if are_of_one_line else one.step > requeued.step
+
+
 def _find_requeued(root: Path) -> files.CheckpointInfo | None:
     found, _ = files.find_complete(each for each in files.list_checkpoints(root) if each.match(_REQUEUED))
     if found:
-        return files.newest(found)
+        have_counters = all(each.position is not None for each in found)
+        return files.last_saved(found) if have_counters else files.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):
         raise CheckpointError(
             f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"

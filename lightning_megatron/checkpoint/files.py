@@ -19,10 +19,10 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -210,6 +210,55 @@ SUFFIX = ".ckpt"
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunPosition:
+    """Place of a checkpoint among those of its run, in the order in which they were written, whatever clocks say.
+
+    A run begins a *line*. Each start that resumes from a checkpoint continues the line of that checkpoint, also if the
+    line had gone on from there, and gets a higher number than every start whose checkpoints are beside its own.
+    """
+
+    line: str
+    """Identifies the line; drawn at its first start."""
+    start: int
+    """Number of the start, from 1."""
+    save: int = 0
+    """Number of the save within the start, from 1; 0 before the first."""
+
+    @classmethod
+    def new(cls) -> Self:
+        """Position before the first save of a new line."""
+        return cls(line=uuid.uuid4().hex, start=1)
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Self | None:
+        """Position that ``meta.pt`` has; None for checkpoints without one, as those of older versions."""
+        saved = meta.get("position")
+        if not isinstance(saved, Mapping):
+            return None
+        line = saved.get("line")
+        start = saved.get("start")
+        save = saved.get("save")
+        if isinstance(line, str) and isinstance(start, int) and isinstance(save, int):
+            return cls(line=line, start=start, save=save)
+        return None
+
+    @property
+    def after_save(self) -> Self:
+        """Position after one more save."""
+        return replace(self, save=self.save + 1)
+
+    @property
+    def as_plain_data(self) -> dict[str, Any]:
+        """Content of ``meta.pt``."""
+        return asdict(self)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Key by which positions of one line are sorted."""
+        return self.start, self.save
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """A complete checkpoint."""
 
@@ -220,6 +269,8 @@ class CheckpointInfo:
     """When it was saved, in seconds since the epoch."""
     has_optimizer: bool = True
     """Whether training can resume from it; False for ``save_weights_only``."""
+    position: RunPosition | None = None
+    """Place among the checkpoints of its run; None if it was written by an older version, or by no run."""
 
 
 def check_reachable(folders: Iterable[Path]) -> None:
@@ -345,7 +396,49 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
 
 def newest(found: Iterable[CheckpointInfo]) -> CheckpointInfo:
     """The checkpoint with most steps; among several, the last one saved."""
-    return max(found, key=lambda each: (each.step, each.time))
+    candidates = list(found)
+    most_steps = max(each.step for each in candidates)
+    return last_saved(each for each in candidates if each.step == most_steps)
+
+
+def last_saved(found: Iterable[CheckpointInfo]) -> CheckpointInfo:
+    """The checkpoint that was saved last: within a line of starts by its counters, otherwise by the clock.
+
+    A host's clock may be wrong, and a run that went back to an older checkpoint has written fewer steps since. Of
+    several equal ones, such as a link and its target, the first is taken.
+    """
+    last_of_lines: dict[str, CheckpointInfo] = {}
+    for each in found:
+        line = str(each.path) if each.position is None else each.position.line
+        last = last_of_lines.setdefault(line, each)
+        if is_later(each, last):
+            last_of_lines[line] = each
+    return max(last_of_lines.values(), key=lambda each: each.time)
+
+
+def is_later(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+    """Whether two checkpoints are of the same line, and ``one`` was written after ``other``."""
+    if one.position is None or other.position is None:
+        return False
+    return one.position.line == other.position.line and one.position.order > other.position.order
+
+
+def continued(position: RunPosition, beside: Iterable[Path]) -> RunPosition:
+    """Position of a start that resumes from a checkpoint at ``position``.
+
+    Args:
+        position: Of the checkpoint.
+        beside: Paths of checkpoints, of which the start must follow those of the same line; others are ignored.
+    """
+    start = position.start
+    for path in beside:
+        try:
+            other = _checkpoint_info(path).position
+        except (CheckpointError, FileNotFoundError):  # damaged, unfinished or just removed
+            continue
+        if other is not None and other.line == position.line:
+            start = max(start, other.start)
+    return RunPosition(line=position.line, start=start + 1)
 
 
 def is_checkpoint_within(path: Path, folders: Iterable[Path]) -> bool:
@@ -368,6 +461,7 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
         step=int(content.get("lightning", {}).get("global_step", 0)),
         time=float(content.get("time", meta.stat().st_mtime)),  # a copy has another mtime
         has_optimizer=bool(content.get("has_optimizer", True)),
+        position=RunPosition.of(content),
     )
 
 

@@ -5,6 +5,7 @@ The directories are made by hand and no process is started, because ``ckpt_path`
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import CheckpointError, ConfigError
-from tests.checkpoint.runs import Run, fit
+from tests.checkpoint.runs import Run, checkpoints_at, fit
 from tests.ranks import RankError, run_ranks
 
 Files = dict[str, Any]
@@ -67,6 +68,23 @@ LIKE_6: Files = {"step=4.ckpt": 4, "last.ckpt": "step=6.ckpt"}
 WEIGHTS = (4, {"has_optimizer": False, "time": 5.0})
 NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
 """Files of two callbacks, one of which saves only weights."""
+
+
+def _at(step: int, start: int, save: int, time: float, line: str = "a") -> tuple[int, dict[str, Any]]:
+    """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
+    return step, {"position": {"line": line, "start": start, "save": save}, "time": time}
+
+
+HOUR = 3600.0
+AHEAD: Files = {"step=6.ckpt": _at(6, 1, 2, HOUR), "step=12.ckpt": _at(12, 2, 2, 60.0), "b.ckpt": _at(9, 2, 1, 50.0)}
+"""The first start was on a host whose clock is an hour ahead."""
+WENT_BACK: Files = {
+    "step=12.ckpt": _at(12, 1, 4, HOUR),
+    "step=7.ckpt": _at(7, 2, 1, 70.0),
+    "c.ckpt": _at(6, 1, 2, 60.0),
+}
+"""The second start was told to resume from step 6."""
+OLD = (20, {"time": 100.0})
 EARLIER: Files = {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})}
 FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, bool]] = {
     "complete": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
@@ -77,6 +95,28 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "killed removal": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
     "last is older": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
     "earlier run with more steps": (EARLIER, "last", "step=6.ckpt"),
+    "clock ahead": (AHEAD, "last", "step=12.ckpt"),
+    "clock ahead, and a link": ({**AHEAD, "last.ckpt": "step=6.ckpt"}, "last", "step=12.ckpt"),
+    "went back on purpose": (WENT_BACK, "last", "step=7.ckpt"),
+    "rolled back in one start": ({"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)}, "last", "b.ckpt"),
+    "another line, later by the clock": (
+        {**WENT_BACK, "other.ckpt": _at(3, 1, 1, 80.0, line="b")},
+        "last",
+        "other.ckpt",
+    ),
+    "another line, earlier by the clock": (
+        {**WENT_BACK, "other.ckpt": _at(99, 9, 9, 60.0, line="b")},
+        "last",
+        "step=7.ckpt",
+    ),
+    "no counters, later by the clock": ({**WENT_BACK, "old.ckpt": OLD}, "last", "old.ckpt"),
+    "no counters, earlier by the clock": ({**WENT_BACK, "old.ckpt": (20, {"time": 1.0})}, "last", "step=7.ckpt"),
+    "damaged counters": (
+        {"a.ckpt": _at(8, 1, "x", 9.0), "b.ckpt": (8, {"position": 3, "time": 8.0})},
+        "last",
+        "a.ckpt",
+    ),  # type: ignore[arg-type]
+    "directory: most steps, twice": ({"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)}, ".", "b.ckpt"),
     "directory: most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
     "newer weights only": (NEWER_WEIGHTS, "last", "step=4.ckpt"),
     "directory: newer weights only": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
@@ -166,6 +206,14 @@ def test_requeued_job_resumes_from_its_newest_checkpoint(
 
 
 @pytest.mark.usefixtures("requeued")
+def test_requeued_job_that_went_back_goes_on_from_there(folder: Path, tmp_path: Path) -> None:
+    files = {"hpc_ckpt_1.ckpt": _at(14, 1, 5, HOUR), "hpc_ckpt_2.ckpt": _at(8, 2, 2, 80.0)}
+    _make(tmp_path, {**files, **{f"checkpoints/{name}": each for name, each in WENT_BACK.items()}})
+    assert _find(folder, "last") == str(tmp_path / "hpc_ckpt_2.ckpt")
+    assert _find(folder, None) == str(tmp_path / "hpc_ckpt_2.ckpt")
+
+
+@pytest.mark.usefixtures("requeued")
 def test_requeued_job_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     _make(tmp_path, {"hpc_ckpt_1.ckpt.partial": None})
     with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
@@ -212,3 +260,63 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
         assert (last.step if last else None) == found
     elsewhere = pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")
     assert find_last(pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=[elsewhere], **options)) is None
+
+
+def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
+    """Runs on hosts with wrong clocks: from which checkpoint each starts, and line, start and save of its last one."""
+    from lightning_megatron.checkpoint import save
+    from lightning_megatron.checkpointing import find_last
+
+    starts = []
+    lines: list[str] = []
+
+    def run(max_steps: int, ckpt_path: str | None, clock: float) -> None:
+        class Clock:
+            monotonic = staticmethod(time.monotonic)
+
+            @staticmethod
+            def time() -> float:
+                return time.time() + clock
+
+        save.time = Clock  # type: ignore[assignment]
+        path = None if ckpt_path is None or ckpt_path == "last" else f"{folder}/{ckpt_path}"
+        settings = {"max_steps": max_steps, "default_root_dir": "/nonexistent"}  # nothing is written there
+        trainer, _ = fit(
+            Run(trainer=settings, ckpt_path=path or ckpt_path, model={"n_layer": 2}, strategy={"num_microbatches": 1}),
+            checkpoints_at(Path(folder) if "://" not in folder else folder, every_n_train_steps=2),  # type: ignore[arg-type]
+        )
+        trainer.strategy.barrier()
+        last = find_last(trainer)
+        assert last is not None
+        assert last.step == max_steps
+        position = last.position
+        assert position is not None
+        if position.line not in lines:
+            lines.append(position.line)
+        started = trainer.ckpt_path if ckpt_path else None
+        starts.append((str(started).rpartition("/")[2], lines.index(position.line), position.start, position.save))
+
+    run(4, None, 2 * HOUR)  # step 2 and 4 by a clock that is two hours ahead
+    run(8, "last", 0.0)  # from 4: step 6 and 8
+    run(10, "last", -HOUR)  # from 8
+    run(6, "step=2.ckpt", -2 * HOUR)  # back on purpose: step 4 (its name is taken: 4-v1) and 6
+    run(12, "last", 0.0)  # goes on from there
+    run(2, None, 3 * HOUR)  # another run, by the clock the latest
+    run(4, "last", 0.0)
+    return starts
+
+
+@pytest.mark.parametrize("protocol", ["", pytest.param("memory", marks=pytest.mark.exhaustive)])
+def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(tmp_path: Path, protocol: str) -> None:
+    folder = f"memory:/{tmp_path}" if protocol else str(tmp_path)
+    first, *others = run_ranks(_train_with_clocks, 1 if protocol else 2, folder)
+    assert all(other == first for other in others)
+    assert first == [
+        ("None", 0, 1, 2),
+        ("step=4.ckpt", 0, 2, 2),
+        ("step=8.ckpt", 0, 3, 1),
+        ("step=2.ckpt", 0, 4, 2),
+        ("step=6-v1.ckpt", 0, 5, 3),
+        ("None", 1, 1, 1),
+        ("step=2-v1.ckpt", 1, 2, 1),
+    ]
