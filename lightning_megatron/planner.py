@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -325,55 +325,109 @@ def step_time(run: Run, device: Device) -> StepTime:
 
 def _microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     """Seconds of one microbatch on one stage, forward and backward."""
-    model, parallel, rows = run.model, run.parallel, run.micro_batch_size
+    parallel = run.parallel
     peak = run.peak_flops_per_s(device)
     if peak is None:
         raise ConfigError(
             f"precision={run.precision}: expected a device with a known peak, got {device.name}; use another"
         )
     layers = run.layers(pp_rank)
-    flops = [accounting.layer_flops(model, run.lengths, layer) for layer in layers]
-    passes = 3.0 if model.lora is None else 2.0  # frozen weights have no gradients
-    products, scores = passes * sum(linears for linears, _ in flops), 3.5 * sum(scores for _, scores in flops)
-    repeated = {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]  # share of the time outside of products
-    if run.recompute == "full":
-        products, scores = products * (passes + 1) / passes, scores * 4.5 / 3.5
-    if pp_rank == parallel.pp - 1:
-        products += passes * accounting.head_flops(model, run.lengths, model.padded_vocab_size(parallel.tp))
+    products, scores = _flops_of_a_row(run, pp_rank, layers)
     rate = _PRODUCTS_SHARE * peak
-    for size in (model.hidden_size, run.tokens_per_rank):
+    for size in (run.model.hidden_size, run.tokens_per_rank):
         rate *= size / (size + _PRODUCTS_LOSS)
-    traffic = _OTHER_TRAFFIC * (1 + repeated) * sum(_layer_bytes(run, layer) for layer in layers)
     shards = parallel.tp * parallel.cp
+    busy = StepTime(
+        products=run.micro_batch_size * products / shards / rate,
+        attention=run.micro_batch_size * scores / shards / (_attention_share(run) * peak),
+        other=_other_traffic(run, pp_rank, layers) / (_MEMORY_SHARE * device.memory_bandwidth),
+        communication=_exposed_communication(run, layers, device),
+    )
+    if run.cuda_graphs:
+        return busy
+    host = _host_seconds(run, layers)
+    return replace(busy, idle=max(0.0, host - busy.total))
+
+
+def _flops_of_a_row(run: Run, pp_rank: int, layers: Sequence[int]) -> tuple[float, float]:
+    """FLOPs of matrix products and of attention scores that one row takes in a stage, forward and backward."""
+    model = run.model
+    flops = [accounting.layer_flops(model, run.lengths, layer) for layer in layers]
+    passes = 3.0
+    if model.lora is not None:
+        passes = 2.0  # frozen weights have no gradients
+    products = passes * sum(linears for linears, _ in flops)
+    scores = 3.5 * sum(scores for _, scores in flops)
+    if run.recompute == "full":
+        products = products * (passes + 1) / passes
+        scores = scores * 4.5 / 3.5
+    if pp_rank == run.parallel.pp - 1:
+        vocab_size = model.padded_vocab_size(run.parallel.tp)
+        products += passes * accounting.head_flops(model, run.lengths, vocab_size)
+    return products, scores
+
+
+def _attention_share(run: Run) -> float:
+    """Share of the device's peak that attention reaches."""
+    model = run.model
+    if model.architecture == "t5":
+        return _BIASED_ATTENTION_SHARE
+    if model.attention_dropout > 0:
+        return _DROPPED_ATTENTION_SHARE * model.kv_channels
+    return _ATTENTION_SHARE
+
+
+def _repeated_share(run: Run) -> float:
+    """Share of the time outside of matrix products that recomputation repeats."""
+    return {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]
+
+
+def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
+    """Bytes that a stage moves in device memory outside of matrix products and attention."""
+    model = run.model
+    traffic = _OTHER_TRAFFIC * (1 + _repeated_share(run)) * sum(_layer_bytes(run, layer) for layer in layers)
     traffic += _LOSS_TRAFFIC * _logits(run, pp_rank)
     if model.experts is not None:
-        routed = run.bytes_per_element * run.tokens_per_rank * model.experts.topk * model.hidden_size / parallel.tp
+        routed_rows = run.tokens_per_rank * model.experts.topk
+        routed = run.bytes_per_element * routed_rows * model.hidden_size / run.parallel.tp
         traffic += _EXPERTS_TRAFFIC * routed * sum(model.has_experts(layer) for layer in layers)
-    share = _DROPPED_ATTENTION_SHARE * model.kv_channels if model.attention_dropout > 0 else _ATTENTION_SHARE
-    if model.architecture == "t5":
-        share = _BIASED_ATTENTION_SHARE
-    hidden_bytes = run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * model.hidden_size
+    return traffic
+
+
+def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> float:
+    """Seconds of communication that no computation hides."""
+    parallel = run.parallel
+    hidden_bytes = run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * run.model.hidden_size
     message = hidden_bytes * (parallel.tp - 1) / parallel.tp
     copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
     exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
-    dispatch = 0.0
-    if model.experts is not None and parallel.ep > 1:  # dispatch and combine, in both passes
-        split = parallel.tp if parallel.uses_sequence_parallel else 1
-        dispatch = 4 * _ranks_per_token(run) * hidden_bytes / split * (1 - 1 / parallel.ep)
-        dispatch *= _EXPERTS_SLOWDOWN / _link(device, parallel.ep, stride=1)
-        dispatch *= sum(model.has_experts(layer) for layer in layers)
-    busy = StepTime(
-        products=rows * products / shards / rate,
-        attention=rows * scores / shards / (share * peak),
-        other=traffic / (_MEMORY_SHARE * device.memory_bandwidth),
-        communication=dispatch
+    exchanged = sum(_exchanged_bytes(run, layer) for layer in layers)
+    interleaved = _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1)
+    return (
+        _dispatch_seconds(run, layers, hidden_bytes, device)
         + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
-        + sum(_exchanged_bytes(run, layer) for layer in layers) / _link(device, parallel.cp, stride=parallel.tp)
-        + _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1),
+        + exchanged / _link(device, parallel.cp, stride=parallel.tp)
+        + interleaved
     )
-    launches = sum(_HOST_DECODER if layer >= model.num_layers else 1.0 for layer in layers)
-    host = _HOST * launches * (_HOST_TP if parallel.tp > 1 else 1.0) * (1 + repeated)
-    return busy if run.cuda_graphs else replace(busy, idle=max(0.0, host - busy.total))
+
+
+def _dispatch_seconds(run: Run, layers: Sequence[int], hidden_bytes: float, device: Device) -> float:
+    """Seconds in which experts get their rows and return them, in both passes."""
+    model = run.model
+    parallel = run.parallel
+    if model.experts is None or parallel.ep == 1:
+        return 0.0
+    split = parallel.tp if parallel.uses_sequence_parallel else 1
+    dispatch = 4 * _ranks_per_token(run) * hidden_bytes / split * (1 - 1 / parallel.ep)
+    dispatch *= _EXPERTS_SLOWDOWN / _link(device, parallel.ep, stride=1)
+    return dispatch * sum(model.has_experts(layer) for layer in layers)
+
+
+def _host_seconds(run: Run, layers: Sequence[int]) -> float:
+    """Seconds that Python takes to launch the kernels of a microbatch."""
+    launches = sum(_HOST_DECODER if layer >= run.model.num_layers else 1.0 for layer in layers)
+    slowdown = _HOST_TP if run.parallel.tp > 1 else 1.0
+    return _HOST * launches * slowdown * (1 + _repeated_share(run))
 
 
 def _exchanged_bytes(run: Run, layer: int) -> float:
