@@ -103,7 +103,7 @@ def _hang_in_a_worker(folder: Path) -> None:
     from torch.utils.data import DataLoader
 
     def loader(dp: int) -> Any:
-        return DataLoader(_Hanging(folder), batch_size=8, num_workers=2)  # type: ignore[arg-type]
+        return DataLoader(_Hanging(folder), batch_size=8, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
 
     trainer = {"max_steps": 4, "default_root_dir": str(folder)}
     fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer, loader=loader))
@@ -128,7 +128,7 @@ def _stop_before_the_first_sample(folder: Path) -> None:
     ("run", "rank", "message"),
     [
         (_loop_while_saving, 1, r"rank 1 is in Hooks\.on_save_checkpoint \(.* in _loop\)"),
-        (_hang_in_a_worker, 0, r"is in a wait for the DataLoader's worker 0 \(process \d+\)"),
+        (_hang_in_a_worker, 0, r"is in a wait for the DataLoader's worker \d \(process \d+\)"),
         (_stop_before_the_first_sample, 1, r"rank 1 gives no sign of life \(.*\), last (at|in) \S"),
     ],
     ids=["loops while saving", "a worker hangs", "is stopped at once"],
@@ -139,6 +139,7 @@ def test_hanging_place_is_named(tmp_path: Path, run: Callable[[Path], None], ran
     lines = _error_lines(caught.value)
     assert [line for line in lines if not re.match(rf"error: rank {rank} hangs.*{message}", line)] == []
     if (worker := tmp_path / "worker").exists():
+        assert f"(process {worker.read_text()})" in lines[0]
         assert has_ended(int(worker.read_text()), seconds=10)
 
 
