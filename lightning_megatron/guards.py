@@ -22,8 +22,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.save import sharded_weights
+from lightning_megatron.checkpoint.save import ungathered_weights
 from lightning_megatron.engine.collectives import HostCopy
+from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
 
 __all__ = ["ReplicaCheck", "SpikeGuard"]
@@ -150,12 +151,27 @@ class SpikeGuard(Callback):
 
 
 class ReplicaCheck(Callback):
-    """Compares all copies of every weight bit by bit every ``every_n_steps`` steps; all ranks raise if two differ.
+    """Compares all copies of weights and optimizer state bit by bit; all ranks raise if two differ.
 
-    Copies are equal shards of a tensor on several ranks: on data- and context-parallel ranks, on tensor-parallel ranks
-    for replicated weights (norms, some biases), and on pipeline stages for tied weights. Each rank computes a checksum
-    of its tensors on the device (the sum of their bits as integers, which detects any single flipped bit), and the
-    checksums are all-gathered on the CPU. It reads all weights once (16 GB at 4 TB/s: 4 ms) and synchronizes.
+    Every ``every_n_steps`` steps, between the backward pass and the update, and at the end of training. Copies are
+    equal shards of a tensor on several ranks: on data- and context-parallel ranks, on tensor-parallel ranks for
+    replicated weights (norms, some biases), and on pipeline stages for tied weights. What is found:
+
+    - A changed bit of a weight of which there are copies. Without the distributed optimizer ranks that differ stay so:
+      any such bit that has flipped since the start. With it, each update overwrites the copies with the shard of their
+      owner: a bit that has flipped since the last update, in any copy, the owner's included.
+    - A changed bit of an fp32 main weight or a moment of which there are copies, whenever it has flipped: without the
+      distributed optimizer on all data- and context-parallel ranks, and with either those of weights that
+      tensor-parallel ranks or stages share.
+    - A changed bit of a main weight or a moment that no other rank has, as with the distributed optimizer, if it has
+      flipped in the forward or backward pass of the step with the check. One that flipped in an earlier step is not
+      found, as nothing tells it from an update: ``every_n_steps=1`` looks at every step. With ``32-true`` the weights
+      are the main weights, which hooks may change in the middle of a step: they are only compared with copies.
+
+    Not found are bits of gradients and activations, and, where nothing has a copy (one rank), of weights. Each rank
+    computes checksums of its tensors on the device (the sum of their bits as integers, which detects any single flipped
+    bit), and the checksums are all-gathered on the CPU. A check reads the weights once and the optimizer's state twice
+    (16 GB at 4 TB/s: 4 ms), and synchronizes; parameters are gathered before the step with a check, not during it.
     """
 
     def __init__(self, every_n_steps: int = 1000) -> None:
@@ -169,42 +185,94 @@ class ReplicaCheck(Callback):
         """
         require_number("every_n_steps", every_n_steps, at_least=1)
         self.every_n_steps = every_n_steps
+        self._state_before: _Checksums | None = None
+        """Of the optimizer state at the beginning of a step with a check; None in other steps."""
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Compare the copies every ``every_n_steps`` steps.
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Begin a check every ``every_n_steps`` steps, before the forward pass."""
+        self._state_before = None
+        if trainer.global_step == 0 or trainer.global_step % self.every_n_steps:
+            return
+        strategy: Any = trainer.strategy
+        with strategy.engine():
+            # Within the step copies are then compared as they are: a gather would overwrite them.
+            finish_parameter_gathers(strategy._chunks)
+            self._state_before = _checksums(strategy, is_unchanging=True)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Compare the copies after the backward pass of a step with a check.
+
+        Raises:
+            NumericsError: On all ranks, if copies differ or state has changed; names the tensor and the ranks.
+        """
+        before, self._state_before = self._state_before, None
+        if before is not None:
+            self._check(trainer, before)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the copies of the final weights.
 
         Raises:
             NumericsError: On all ranks, if copies differ; names the tensor and the ranks.
         """
-        if trainer.global_step % self.every_n_steps == 0:
-            strategy: Any = trainer.strategy
-            with strategy.engine():
-                own = _checksums(list(pl_module.model_chunks))  # type: ignore[arg-type]
-            gathered: list[dict[str, int]] = [{}] * trainer.world_size
-            dist.all_gather_object(gathered, own, group=strategy._host_group)
-            _check_copies(gathered, trainer.global_step)
+        strategy: Any = trainer.strategy
+        with strategy.engine():
+            finish_parameter_gathers(strategy._chunks)
+        self._check(trainer, before={})
+
+    def _check(self, trainer: Trainer, before: _Checksums) -> None:
+        strategy: Any = trainer.strategy
+        with strategy.engine():
+            own = _checksums(strategy)
+        changed = [name for (name, shape), checksum in before.items() if own[name, shape] != checksum]
+        gathered: list[tuple[_Checksums, list[str]]] = [({}, [])] * trainer.world_size
+        dist.all_gather_object(gathered, (own, changed), group=strategy._host_group)
+        _check_copies([checksums for checksums, _ in gathered], trainer.global_step)
+        _check_unchanged([names for _, names in gathered], trainer.global_step)
+
+
+_Checksums = dict[tuple[str, tuple[int, ...]], int]
+"""By name and shape of the tensors of a rank: ranks may cut the same tensor differently."""
 
 
 @torch.no_grad()
-def _checksums(chunks: list[Any]) -> dict[str, int]:
-    """Sum of the bits of each of this rank's tensors, viewed as integers; synchronizes with the device."""
-    state = sharded_weights(chunks)
-    apply_factories(state)
-    parts = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
+def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
+    """Sum of the bits of each of this rank's tensors, viewed as integers; synchronizes with the device.
+
+    Args:
+        strategy: With the model's chunks, and the optimizer if there is one.
+        is_unchanging: Whether to leave out the weights, also as their own main weights: hooks may change them.
+    """
+    weights = ungathered_weights(strategy._chunks)
+    optimizer = strategy.megatron_optimizer
+    state = {} if optimizer is None else optimizer.sharded_state_dict(weights)["param_state"]
+    apply_factories(weights)
+    parts = _sharded_tensors(state)
+    if is_unchanging:
+        storages = {part.data.untyped_storage().data_ptr() for part in _sharded_tensors(weights)}
+        parts = [part for part in parts if part.data.untyped_storage().data_ptr() not in storages]
+    else:
+        parts += _sharded_tensors(weights)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.data.contiguous().view(integers[p.data.element_size()]).sum(dtype=torch.int64) for p in parts]
-    names = [f"{part.key} at {tuple(part.global_offset)}" for part in parts]
+    names = [(f"{part.key} at {tuple(part.global_offset)}", tuple(part.data.shape)) for part in parts]
     return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
-def _check_copies(checksums: list[dict[str, int]], step: int) -> None:
+def _sharded_tensors(state: dict[str, Any]) -> list[Any]:
+    return [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
+
+
+def _check_copies(checksums: list[_Checksums], step: int) -> None:
     """Raise if ranks hold different copies of a tensor; the rarest copy is named first."""
-    copies: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(checksums):
-        for name, checksum in sums.items():
-            copies[name][checksum].append(rank)
-    wrong = {name: sorted(ranks.values(), key=len) for name, ranks in copies.items() if len(ranks) > 1}
+        for tensor, checksum in sums.items():
+            copies[tensor][checksum].append(rank)
+    wrong = {name: sorted(ranks.values(), key=len) for (name, _), ranks in copies.items() if len(ranks) > 1}
     if wrong:
         name, holders = next(iter(wrong.items()))
         others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
@@ -213,3 +281,14 @@ def _check_copies(checksums: list[dict[str, int]], step: int) -> None:
             f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, got one on {differing}; "
             "suspect memory or arithmetic of the device with the odd copy, and resume without it from before"
         )
+
+
+def _check_unchanged(changed: list[list[str]], step: int) -> None:
+    """Raise if optimizer state of a rank has changed between two updates."""
+    for rank, names in enumerate(changed):
+        if names:
+            others = f", and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise NumericsError(
+                f"ReplicaCheck, step {step}: {names[0]}{others}: expected equal bits before and after the backward "
+                f"pass, got others on rank {rank}; suspect the memory of its device, and resume without it from before"
+            )

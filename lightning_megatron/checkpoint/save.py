@@ -138,6 +138,11 @@ def rng_file(rank: int) -> str:
 def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     """The live weights as Megatron's sharded tensors, with all parameters gathered; every rank must call."""
     finish_parameter_gathers(chunks)
+    return ungathered_weights(chunks, part)
+
+
+def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
+    """The live weights as Megatron's sharded tensors, as they are in this rank's memory."""
     state = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
     if part == "all":
         return state

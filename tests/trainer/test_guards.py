@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, callback, checkpoints_at, differences, fit, rows_dataset
-from tests.parity.training import refusal
+from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
 STEPS, SPIKE = 12, 6
@@ -95,29 +96,141 @@ def test_rollback_equals_run_without_skipped_samples(tmp_path: Path, strategy: d
             assert "restored from step 4, and the samples of steps 5 to 7 are skipped; rollback 1 of 1" in line
 
 
-def _flip_bits(strategy: dict[str, Any], flips: list[tuple[int, str]]) -> list[str]:
-    """Messages of runs in which a bit flips, one for each (rank, weight name); a run without flips passes first."""
+@dataclass(frozen=True, kw_only=True)
+class Flip:
+    """One bit of one rank that flips in the forward and backward pass of step 3, before the check."""
+
+    rank: int
+    suffix: str
+    """Of the weight's name."""
+    tensor: str = "weight"
+    """``weight``, or the name of its optimizer state: ``param``, ``exp_avg`` or ``exp_avg_sq``."""
+    element: int = 5
+    bit: int = 0
+    hook: str = "on_before_zero_grad"
+    """``on_train_batch_end`` of step 2 for one that has flipped before the step with the check."""
+
+
+def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
+    """Flip the bit on its rank; whether the rank holds the element."""
+    if int(os.environ["RANK"]) != flip.rank:
+        return False
+    (parameter,) = (weight for name, weight in module.model_chunks[0].named_parameters() if name.endswith(flip.suffix))
+    tensor, start = parameter.data, 0
+    if flip.tensor != "weight":
+        for held in trainer.strategy.megatron_optimizer._param_states():
+            if held.parameter is parameter:
+                tensor, start = held.tensors[flip.tensor], held.start
+                break
+        else:
+            return False
+    flat = tensor.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    if not start <= flip.element < start + len(flat):
+        return False
+    flat[flip.element - start] ^= 1 << flip.bit
+    return True
+
+
+def _flip_bits(strategy: dict[str, Any], precision: str, flips: list[Flip]) -> list[tuple[str, bool]]:
+    """Message of a run in which a bit flips, "" if it ends well, and whether this rank's flipped, for each flip.
+
+    A run without flips passes first.
+    """
+    from lightning_megatron import ReplicaCheck
+    from lightning_megatron.errors import NumericsError
+
+    run = Run(strategy=strategy, trainer={"max_steps": 3, "precision": precision}, model={"n_layer": 2})
+    fit(run, ReplicaCheck(every_n_steps=1))
+    outcomes = []
+    for flip in flips:
+        flipped: list[bool] = []
+
+        def hook(trainer: Any, module: Any, *_: Any, flip: Flip = flip, flipped: list[bool] = flipped) -> None:
+            if trainer.global_step == 2 and not flipped:
+                flipped.append(_flip(trainer, module, flip))
+
+        message = ""
+        try:
+            fit(run, callback(**{flip.hook: hook}), ReplicaCheck(every_n_steps=2))
+        except NumericsError as error:
+            message = str(error)
+        outcomes.append((message, any(flipped)))
+    return outcomes
+
+
+SPLIT, NORM, BIAS = "layers.1.mlp.linear_fc1.weight", "final_layernorm.weight", "layers.0.mlp.linear_fc2.bias"
+WEIGHTS = [
+    Flip(rank=rank, suffix=suffix, element=element, bit=bit)
+    for rank, (suffix, element, bit) in enumerate(
+        [(SPLIT, 5, 0), (SPLIT, 900, 14), (NORM, 31, 1), ("word_embeddings.weight", 77, 9)]
+    )
+]
+STATE = [
+    Flip(rank=rank, suffix=suffix, tensor=tensor, element=element, bit=3)
+    for rank, element in ((0, 2), (1, 30), (2, 3), (3, 20))
+    for suffix, tensor in ((BIAS, ("param", "exp_avg", "exp_avg_sq")[rank % 3]), (SPLIT, "exp_avg"))
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        pytest.param({"tp": 2}, "32-true", marks=pytest.mark.exhaustive),
+        ({"cp": 2}, "bf16-mixed"),
+        pytest.param({"cp": 2, "distributed_optimizer": False}, "32-true", marks=pytest.mark.exhaustive),
+        ({"distributed_optimizer": False}, "bf16-mixed"),
+        pytest.param({}, "bf16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param({"overlap_communication": True}, "bf16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param({"tp": 2, "sequence_parallel": True}, "bf16-mixed", marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_replica_check_finds_every_bit_that_flips_in_a_step(strategy: dict[str, Any], precision: str) -> None:
+    flips = [*WEIGHTS, *STATE]
+    num_flipped = 0
+    for flip, of_ranks in zip(
+        flips, zip(*run_ranks(_flip_bits, 4, strategy, precision, flips), strict=True), strict=True
+    ):
+        messages = {message for message, _ in of_ranks}
+        assert len(messages) == 1, flip
+        is_flipped = any(has_flipped for _, has_flipped in of_ranks)
+        num_flipped += is_flipped
+        assert bool(messages.pop()) == is_flipped, flip
+    # A rank holds only a part of a sharded state.
+    assert num_flipped == len(flips) if strategy.get("distributed_optimizer") is False else num_flipped >= 6
+
+
+def _check_each_step(cases: list[Case]) -> None:
     from lightning_megatron import ReplicaCheck
 
-    run = Run(strategy=strategy, trainer={"max_steps": 4})
-    fit(run, ReplicaCheck(every_n_steps=2))
-    messages = []
-    for rank, suffix in flips:
-
-        def flip(trainer: Any, module: Any, *_: Any, rank: int = rank, suffix: str = suffix) -> None:
-            for name, weight in module.model_chunks[0].named_parameters():
-                if trainer.global_step == 2 and int(os.environ["RANK"]) == rank and name.endswith(suffix):
-                    weight.data.view(torch.int32).view(-1)[5] ^= 1
-
-        messages.append(refusal(fit, run, callback(on_train_batch_end=flip), ReplicaCheck(every_n_steps=2)))
-    return messages
+    for case in cases:
+        trainer_of(case, callbacks=[ReplicaCheck(every_n_steps=1)]).fit(module_of(case), loader_of(case))
 
 
-def test_replica_check_reports_flipped_bit_on_all_ranks() -> None:
-    flips = [(2, "final_layernorm.weight"), (3, "layers.1.mlp.linear_fc1.weight")]
-    for norm, sharded in run_ranks(_flip_bits, 4, {"tp": 2}, flips):
-        assert norm.startswith("ReplicaCheck, step 2: decoder.final_layernorm.weight at (0,): expected equal bits")
-        assert "got one on ranks 2 and another on ranks 0, 1, 3; suspect memory" in norm
+def test_replica_check_passes_a_run_without_faults() -> None:
+    layouts = [
+        ("gpt2", Layout(pp=2, dp=2, overlap_communication=True), "bf16-mixed"),
+        ("gpt2", Layout(tp=2, pp=2), "32-true"),
+        ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
+        ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
+    ]
+    cases = [Case(model=model, layout=layout, precision=precision) for model, layout, precision in layouts]
+    run_ranks(_check_each_step, 4, cases)
+
+
+def test_replica_check_finds_what_flipped_before_the_step() -> None:
+    before = {"hook": "on_train_batch_end"}
+    flips = [
+        Flip(rank=2, suffix=NORM, **before),  # type: ignore[arg-type]
+        Flip(rank=3, suffix=SPLIT, **before),  # type: ignore[arg-type]
+        Flip(rank=1, suffix=BIAS, tensor="exp_avg", element=9, **before),  # type: ignore[arg-type]
+    ]
+    strategy = {"tp": 2, "distributed_optimizer": False}
+    for norm, split, moment in run_ranks(_flip_bits, 4, strategy, "32-true", flips):
+        assert norm[0].startswith("ReplicaCheck, step 2: ")
+        assert "decoder.final_layernorm.weight at (0,)" in norm[0]
+        assert "got one on ranks 2 and another on ranks 0, 1, 3; suspect memory" in norm[0]
         # Only two ranks hold this shard of a weight that is split over tp.
-        assert sharded.startswith("ReplicaCheck, step 2: decoder.layers.mlp.linear_fc1.weight at (1, ")
-        assert "got one on ranks 1 and another on ranks 3; suspect memory" in sharded
+        assert "decoder.layers.mlp.linear_fc1.weight at (1, " in split[0]
+        assert "got one on ranks 1 and another on ranks 3; suspect memory" in split[0]
+        assert moment[0].startswith("ReplicaCheck, step 2: optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.bias")
