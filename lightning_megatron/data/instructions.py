@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records, replace_surrogates
 from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer_files import panics_as_errors
 from lightning_megatron.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -299,14 +300,15 @@ class _RecordTokenizer:
         """
         for is_chat, group in groupby(records, key=lambda record: record[2]):
             texts = list(group)
-            encoded = self._tokenizer(
-                [replace_surrogates(text) for text, _, _ in texts],
-                add_special_tokens=not is_chat,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
+            with panics_as_errors(self._tokenizer.name_or_path):
+                encoded = self._tokenizer(
+                    [replace_surrogates(text) for text, _, _ in texts],
+                    add_special_tokens=not is_chat,
+                    return_offsets_mapping=True,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    verbose=False,
+                )
             encodings = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
             for (_, answers, _), ids, offsets in encodings:
                 tokens = np.array(ids, dtype=np.int32)

@@ -8,6 +8,7 @@ has a mark, each is a word.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import unicodedata
@@ -29,6 +30,7 @@ from lightning_megatron.data.documents import (
     progress_bar,
     read_documents,
 )
+from lightning_megatron.data.tokenizer_files import check_growth, panics_as_errors, without_printed_panics
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
@@ -143,13 +145,23 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise DataError(f"tokenizer directory {folder} is missing; train one with train-tokenizer --output {folder}")
     from transformers import AutoTokenizer
 
+    check_growth(Path(folder))
     try:
-        # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.encode("")  # some settings are first read here
+        with panics_as_errors(folder), without_printed_panics():
+            # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer.encode("")  # some settings are first read here
+            with contextlib.suppress(Exception):  # a vocabulary need not have these words
+                tokenizer.decode(tokenizer.encode(_PROBE))
         return tokenizer
+    except DataError:
+        raise
     except Exception as error:  # of any type, depending on the files and the library that reads them
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})") from error
+
+
+_PROBE = "A word, 2 w\u00f6rds\n \u4e16 \U0001f642"
+"""Text that uses all parts of a tokenizer: a panic is found before hours of work."""
 
 
 def largest_id(tokenizer: Any) -> int:
@@ -176,6 +188,7 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # implemented in Python or on SentencePiece
         return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    source = tokenizer.name_or_path
     # A saved tokenizer may truncate and pad as in its last use; a corpus is never truncated.
     backend.no_truncation()
     backend.no_padding()
@@ -183,11 +196,12 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
     def encode(texts: list[str]) -> list[list[int]]:
         try:
             # The fast variant skips the offsets of tokens in the text, which cost as much as the ids.
-            return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            with panics_as_errors(source):
+                return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except DataError:
+            raise
         except Exception as error:  # the library's only type, e.g. for a word that a vocabulary without [UNK] lacks
-            raise DataError(
-                f"{tokenizer.name_or_path} cannot encode a text ({error}); use another tokenizer"
-            ) from error
+            raise DataError(f"{source} cannot encode a text ({error}); use another tokenizer") from error
 
     return encode
 

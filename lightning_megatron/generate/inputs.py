@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.data.tokenizer_files import panics_as_errors
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.pipeline import ModelInputs
@@ -324,7 +325,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = Fals
     bos = tokenizer.bos_token_id
     if add_bos and bos is None:
         raise ConfigError("add_bos: expected a tokenizer with a bos_token, got one without; leave it out")
-    rows: list[list[int]] = [tokenizer.encode(text) for text in texts]
+    with panics_as_errors(getattr(tokenizer, "name_or_path", "tokenizer")):
+        rows: list[list[int]] = [tokenizer.encode(text) for text in texts]
     if add_bos:
         rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
     for text, row in zip(texts, rows, strict=True):
