@@ -255,7 +255,9 @@ def _rendezvous_store(environment: ClusterEnvironment, num_nodes: int, timeout: 
     """Key-value store of this start alone, once all of its ranks have joined; also sets gloo's network interface."""
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store = _local_store(environment, timeout) if rank == 0 and num_nodes == 1 else None
+    if store is None:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     address = _source_address(environment.main_address)
     if rank == 0:
         prefix, peer = _admit_ranks(store, world_size, address, timeout)
@@ -271,6 +273,42 @@ def _rendezvous_store(environment: ClusterEnvironment, num_nodes: int, timeout: 
             if own in (each.address for each in addresses):
                 os.environ[_GLOO_INTERFACE] = interface
     return PrefixStore(prefix, store)
+
+
+def _local_store(environment: ClusterEnvironment, timeout: timedelta) -> Store | None:
+    """Store for the ranks of one host that listens at the address to which they connect, and at no other.
+
+    torch's own server listens on all interfaces of the host (2.13, TCPStore without ``master_listen_fd``), and whoever
+    connects can send pickles.
+
+    Returns:
+        None if torchrun's agent has the store, or the address is not one of this host.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port = environment.main_address, environment.main_port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+    except OSError:
+        return None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError:  # another host's address, or an earlier run of this process still has the port
+        listener.close()
+        return None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host_name=host,
+        port=port,
+        world_size=environment.world_size(),
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),  # the store closes it
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def _admit_ranks(store: Store, world_size: int, address: str, timeout: timedelta) -> tuple[str, str]:

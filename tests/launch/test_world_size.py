@@ -123,3 +123,31 @@ def test_fewer_nodes_that_cannot_share_the_batch_are_refused() -> None:
         run_ranks(_losses, 1, "loader", wide)
     with pytest.raises(RankError, match=r"expected a DataLoader of a map-style dataset with a batch_size"):
         run_ranks(_losses, 1, "stream", CASE)
+
+
+def _listening() -> set[str]:
+    from datetime import timedelta
+
+    import psutil
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from lightning_megatron import launch
+
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    store = launch._rendezvous_store(TorchElasticEnvironment(), 1, timedelta(seconds=60))
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < 2:
+        time.sleep(0.05)
+    connections = psutil.Process().net_connections(kind="tcp")
+    addresses = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    store.add("done", 1)
+    while os.environ["RANK"] == "0" and store.add("done", 0) < 2:  # it is the server
+        time.sleep(0.05)
+    return addresses
+
+
+def test_store_of_one_host_listens_at_its_address_alone() -> None:
+    first, second = run_ranks(_listening, 2)
+    assert first <= {"127.0.0.1", "::1"}
+    assert len(first) == 1
+    assert second == set()
