@@ -39,6 +39,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
+from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
@@ -458,6 +459,7 @@ class Checkpointing:
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)
+            check_lightning_state(loaded, path, trainer.fit_loop.state_dict(), resumes=resumes)
             if fitting and not resumes and self._run.optimizer is not None:
                 self._run.optimizer.inner.reload_model_params()  # master weights
         _forget_addresses(loaded, trusted=(path.parent, *self._checkpoint_folders))

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weights
+from lightning_megatron.checkpoint.schema import restore_error
 from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
@@ -708,6 +709,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                     print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
             if isinstance(error, AssertionError) and (size_error := predict_size_error(error)) is not None:
                 raise size_error from None
+            if (damage := restore_error(error, arguments["ckpt_path"])) is not None:
+                raise damage from error
             raise
         ScriptLauncher._has_failed = False
         return result

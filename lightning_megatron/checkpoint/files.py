@@ -29,6 +29,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from lightning_megatron.checkpoint.schema import check_meta
 from lightning_megatron.engine.pickles import StandIn, read_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import (
@@ -130,6 +131,7 @@ def load_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
         )
+    check_meta(meta, path)
     return meta
 
 
@@ -456,6 +458,8 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
     meta = recover(path) / META
     state = load_plain(meta)
     content = state if isinstance(state, dict) else {}
+    if content.keys() >= _REQUIRED_KEYS:
+        check_meta(content, path)
     return CheckpointInfo(
         path=path,
         step=int(content.get("lightning", {}).get("global_step", 0)),

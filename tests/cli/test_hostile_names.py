@@ -20,6 +20,7 @@ from lightning_megatron.errors import ConfigError
 from tests.checkpoint.damage import update_checksums
 from tests.cli.command import run_all, run_cli
 from tests.parity.training import refusal
+from tests.ranks import run_ranks
 
 _LISTING = (
     '<a href="/model/config.json">x</a><a href="/model/../../escaped.txt">x</a><a href="/model/..\\escaped.txt">x</a>'
@@ -279,6 +280,101 @@ def test_ckpt_path_imports_nothing_and_changes_no_setting(corpus: Path, tmp_path
     for command, (code, _, err) in zip(commands, run_all(tmp_path, commands), strict=True):
         assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), (command, err)
     assert not (tmp_path / "code_was_run").exists()
+
+
+# ---- forged with the right checksums ---------------------------------------------------------------------------------
+
+
+def _without(content: dict[str, Any], *names: str) -> None:
+    for name in names[:-1]:
+        content = content[name]
+    del content[names[-1]]
+
+
+def _with(content: dict[str, Any], value: Any, *names: str) -> None:
+    for name in names[:-1]:
+        content = content[name]
+    content[names[-1]] = value
+
+
+_PLACES: list[tuple[str, ...]] = [
+    ("layout",),
+    ("layout", "tp"),
+    ("has_optimizer",),
+    ("optimizer_format",),
+    ("model_description",),
+    ("time",),
+    ("part",),
+    ("base",),
+    ("hugging_face_config",),
+    ("lightning",),
+    ("lightning", "epoch"),
+    ("lightning", "global_step"),
+    ("lightning", "pytorch-lightning_version"),
+    ("lightning", "state_dict"),
+    ("lightning", "hyper_parameters"),
+    ("lightning", "loops"),
+    ("lightning", "loops", "fit_loop"),
+    ("lightning", "loops", "fit_loop", "state_dict"),
+    ("lightning", "loops", "fit_loop", "epoch_progress"),
+    ("lightning", "loops", "fit_loop", "epoch_progress", "total"),
+    ("lightning", "loops", "fit_loop", "epoch_progress", "total", "ready"),
+    ("lightning", "loops", "fit_loop", "epoch_loop.batch_progress"),
+    ("lightning", "loops", "fit_loop", "epoch_loop.batch_progress", "is_last_batch"),
+    ("lightning", "callbacks"),
+    ("lightning", "callbacks", "Checkpoint"),
+    ("lightning", "callbacks", "Checkpoint", "best_model_path"),
+    ("lightning", "optimizer_states"),
+    ("lightning", "lr_schedulers"),
+]
+"""Keys of a checkpoint, each of which is left out, and replaced by a value of another type (all pairs were tried)."""
+_VALUES: tuple[Any, ...] = (7.5, "text", [1], {"a": "b"}, None)
+
+
+def _resume_all(folder: str) -> list[tuple[str, str]]:
+    """Resume from forged copies of a checkpoint; returns what was neither refused in one line nor harmless."""
+    import contextlib
+    import copy
+    import io
+
+    from tests.checkpoint.runs import Run, checkpoints_at, fit
+
+    run = Run(trainer={"max_steps": 1})
+    callback = checkpoints_at(Path(folder) / "kept")
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer, _ = fit(run, callback)
+        trainer.save_checkpoint(f"{folder}/good.ckpt")
+    good = torch.load(f"{folder}/good.ckpt/meta.pt", weights_only=True)
+    (key,) = (name for name in good["lightning"]["callbacks"] if name.startswith("ModelCheckpoint"))
+    wrong: list[tuple[str, str]] = []
+    for number, place in enumerate(_PLACES):
+        path = [key if name == "Checkpoint" else name for name in place]
+        value_of_another_type = _VALUES[number % len(_VALUES)]
+        changes: list[tuple[str, Any]] = [("without", None), ("with", value_of_another_type)]
+        for kind, value in changes:
+            meta = copy.deepcopy(good)
+            if kind == "without":
+                _without(meta, *path)
+            else:
+                _with(meta, value, *path)
+            target = Path(folder, "forged.ckpt")
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(f"{folder}/good.ckpt", target)
+            torch.save(meta, target / "meta.pt")
+            update_checksums(target)
+            try:
+                fit(run.but(trainer={"max_steps": 2}, ckpt_path=str(target)), checkpoints_at(Path(folder) / "kept"))
+            except ConfigError as error:
+                if "\n" in str(error):
+                    wrong.append((f"{kind} {value} at {place}", str(error)))
+            except Exception as error:
+                wrong.append((f"{kind} {value} at {place}", repr(error)))
+    return wrong
+
+
+def test_forged_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    (wrong,) = run_ranks(_resume_all, 1, str(tmp_path))
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
