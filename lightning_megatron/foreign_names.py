@@ -6,7 +6,9 @@ suggest the equivalent option of this package.
 
 from __future__ import annotations
 
+import builtins
 import csv
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -15,24 +17,32 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_megatron.errors import ConfigError, require_kind
+from lightning_megatron.errors import ConfigError, options_object, require_kind
 
 _Class = TypeVar("_Class", bound=type)
 
+PROG = "lightning-megatron"
+
 _SECTIONS = {
     "Trainer": "trainer",
+    "Trainer.fit": "",
     "MegatronStrategy": "trainer.strategy",
     "LoadFrom": "trainer.strategy.load_from",
     "MegatronModule": "model",
     "GPTTrainStep": "model.train_step",
     "BertTrainStep": "model.train_step",
     "LRSchedule": "model.lr_schedule",
+    "LoRA": "model.lora",
     "OptimizerOptions": "model.optimizer",
     "GenerationOptions": "model.generation",
     "IndexedDataModule": "data",
+    "InstructionDataModule": "data",
+    "DatasetDataModule": "data",
     "MaskingOptions": "data.masking",
 }
-"""Section of LightningCLI's configuration with the options of each class."""
+"""Section of LightningCLI's configuration with the options of each class; empty for those of the command itself."""
+_COMMANDS = {"convert", "generate", "preprocess"}
+"""Values of ``used_by`` that are commands of this package: the names of tools that do the same."""
 
 
 class ForeignName(NamedTuple):
@@ -43,21 +53,26 @@ class ForeignName(NamedTuple):
     ``removed`` for a former option of this package."""
     theirs: str
     ours: str
-    """``Class(option)``, or another name; empty if there is no equivalent."""
+    """``Class(option)``, ``lightning-megatron COMMAND --option``, or another name; empty if there is no equivalent."""
     value: str
     """How ``config --from-accelerate`` reads the value; empty if the key is ignored."""
     note: str
 
     @property
     def option(self) -> str | None:
-        """Name of the option in ``Class(option)``; None for other names."""
-        return match[1] if (match := re.fullmatch(r".*\((\w+)\)", self.ours)) else None
+        """Name of the option of a class or of a command of this package; None for other names."""
+        if match := re.fullmatch(r".*\((\w+)\)", self.ours):
+            return match[1]
+        match = re.fullmatch(rf"{PROG} [\w-]+ --([\w-]+)", self.ours)
+        return match[1].replace("-", "_") if match else None
 
     @property
     def cli_name(self) -> str | None:
         """Dotted name of the option on the command line, e.g. ``trainer.strategy.tp``."""
         section = _SECTIONS.get(self.ours.split("(")[0])
-        return f"{section}.{self.option}" if section and self.option else None
+        if section is None or self.option is None:
+            return None
+        return f"{section}.{self.option}" if section else self.option
 
 
 @functools.cache
@@ -67,13 +82,14 @@ def foreign_names() -> tuple[ForeignName, ...]:
         return tuple(ForeignName(**row) for row in csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE))
 
 
-def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False) -> str:
+def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False, tool: str = "") -> str:
     """Suggest a replacement for an unknown option.
 
     Args:
         name: The unknown option, as the user spelled it.
         known: Valid options, if known; a mapping gives the spelling of each.
         typed: Whether to spell options of other classes as on the command line.
+        tool: The command of this package that has been called; names in tools like it come first.
 
     Returns:
         The suggestion; empty if there is none.
@@ -81,6 +97,9 @@ def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: b
     spellings = dict(known) if isinstance(known, Mapping) else {option: option for option in known}
     plain = name.lstrip("-").replace("-", "_").lower()
     rows = [row for row in foreign_names() if row.theirs.lower() == plain]
+    in_command = [row for row in rows if tool in row.used_by.split()]
+    elsewhere = [row for row in rows if row.used_by not in ("config", *_COMMANDS)]
+    rows = in_command or elsewhere or rows
     row = next((row for row in rows if row.option in spellings), rows[0] if rows else None)
     if row is None or plain in spellings:
         for match in [plain] if plain in spellings else difflib.get_close_matches(plain, spellings, 1):
@@ -95,15 +114,41 @@ def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: b
 def explains_options(cls: _Class) -> _Class:
     """Class decorator: raise ``ConfigError`` for options that the constructor does not have, or of a wrong type."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    known = {name: str(each.annotation) for name, each in list(inspect.signature(construct).parameters.items())[1:]}
+    names = list(inspect.signature(construct).parameters)[1:]
+    annotations = {name: str(inspect.signature(construct).parameters[name].annotation) for name in names}
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        for name, value in options.items():
-            if name not in known:
-                raise ConfigError(f"{type(self).__name__} has no option {name!r}; {advice(name, list(known))}")
-            require_kind(name, value, known[name])
+        for name in options:
+            if name not in annotations:
+                raise ConfigError(f"{type(self).__name__} has no option {name!r}; {advice(name, names)}")
+        positional = dict(zip(names, args, strict=False))  # too many are a TypeError of the constructor
+        for name, value in {**positional, **options}.items():
+            require_kind(name, value, annotations[name])
+            _require_options_object(name, value, annotations[name], construct.__globals__)
         construct(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls
+
+
+def _require_options_object(name: str, value: object, annotation: str, scope: Mapping[str, Any]) -> None:
+    """Check an option whose annotation names a class of options, such as ``Heartbeat`` or ``LoRA | str | None``.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        annotation: Annotation of the parameter.
+        scope: Global names of the module with the annotation.
+
+    Raises:
+        ConfigError: If the value is none of the annotated types, nor a mapping of the fields.
+    """
+    names = annotation.split(" | ")
+    kinds = [scope.get(each, getattr(builtins, each, None)) for each in names]
+    options = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    if options is None or (value is None and "None" in names):
+        return
+    if not isinstance(value, (Mapping, *(kind for kind in kinds if isinstance(kind, type)))):
+        given = f"{name}={value!r}: expected {options_object(options)}, got {type(value).__name__}"  # type: ignore[arg-type]
+        raise ConfigError(given)

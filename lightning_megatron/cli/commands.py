@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +27,9 @@ from lightning_megatron.cli.config import config
 from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.cli.plan import plan
-from lightning_megatron.foreign_names import advice
+from lightning_megatron.foreign_names import PROG, advice
 from lightning_megatron.restarts import supervise
 
-PROG = "lightning-megatron"
 TRAINER_COMMANDS = {
     "fit": "train, with validation, checkpoints and loggers",
     "validate": "evaluate on the validation split",
@@ -120,15 +121,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     """Parse the arguments of a command that is not run by LightningCLI; return them and the command's parser."""
     parser, commands = _parser()
+    if arguments and arguments[0] in commands:
+        # Before argparse, which reports required options first: they may be there under the names of another tool.
+        _refuse_unknown_flags(arguments[0], arguments[1:], commands[arguments[0]])
     parsed, unknown = parser.parse_known_args(arguments)
     command = commands[arguments[0]]
     if unknown:
-        flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
-        hint = advice(unknown[0].partition("=")[0], flags).partition("choose from")[0]  # --help lists them
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # for terminals that are not UTF-8
     return parsed, command
+
+
+def _refuse_unknown_flags(name: str, arguments: Sequence[str], command: argparse.ArgumentParser) -> None:
+    """Refuse options that the command does not have, with those to use instead.
+
+    Raises:
+        ConfigError: If there are any.
+    """
+    flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
+    known = [flag for action in command._actions for flag in action.option_strings]
+    unknown: dict[str, list[str]] = {}
+    words = None
+    for word in itertools.takewhile(lambda word: word != "--", arguments):
+        flag = word.partition("=")[0]
+        if flag.startswith("--"):
+            is_known = any(each.startswith(flag) for each in known)  # argparse accepts abbreviations
+            words = None if is_known else unknown.setdefault(flag, [])
+        if words is not None:
+            words.append(word)
+    if not unknown:
+        return
+    # --help lists the options to choose from.
+    hints = {flag: advice(flag, flags, tool=name).partition("choose from")[0] for flag in unknown}
+    if len(unknown) == 1:
+        ((flag, words),) = unknown.items()
+        explained = [" ".join(words), *filter(None, [hints[flag]])]
+    else:  # one line for all, without reasons
+        short = {flag: re.split("[,:?]", hint.removeprefix("did you mean "))[0] for flag, hint in hints.items()}
+        explained = [f"{flag}: {hint or 'unknown'}" for flag, hint in short.items()]
+    command.error(f"unrecognized arguments: {'; '.join(explained)}")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -206,8 +238,9 @@ def _add_argument(
         details["choices"] = choices
     else:
         kind: type = next((kind for kind in (int, float, Path) if types == {kind}), str)
+        convert: Callable[[str], Any] = _integer if kind is int else kind
         # Shells do not expand the ~ of --option=~/directory.
-        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in types else kind
+        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in types else convert
         metavars = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
         details["metavar"] = "PATH" if Path in types else metavars[kind]
     if any(get_origin(part) in (Sequence, tuple) for part in (hint, *get_args(hint))):
@@ -217,6 +250,17 @@ def _add_argument(
         if default not in (None, ()):
             details["help"] += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
     parser.add_argument(*names, **details)
+
+
+def _integer(text: str) -> int:
+    """An integer of 64 bits; larger ones overflow in torch, NumPy and file formats."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if not -(2**63) <= number <= errors.LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"expected an integer of at most 64 bits, got {text}")
+    return number
 
 
 def _leaf_types(hint: Any) -> set[Any]:
