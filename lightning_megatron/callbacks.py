@@ -24,6 +24,7 @@ from lightning_megatron.accounting import Precision, model_flops, peak_flops_per
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.files import open_to_append, save_figure
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import build_request, decode_completions, encode_prompts, prepend_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
@@ -65,6 +66,7 @@ class _LogDirCallback(Callback):
 # ---- throughput -----------------------------------------------------------------------------------------------------
 
 
+@explains_options
 class ThroughputMonitor(Callback):
     """Logs throughput, model FLOP/s, model FLOPs utilization (MFU) and peak memory.
 
@@ -228,6 +230,7 @@ def _estimates(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, w
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
+@explains_options
 class LossCurve(_LogDirCallback):
     """Records training and validation loss, and writes a plot of both when training ends.
 
@@ -378,6 +381,7 @@ def _is_partial_validation(trainer: Trainer) -> bool:
     return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 
+@explains_options
 class PerplexityReport(Callback):
     """Prints the validation perplexity before and after training when ``fit`` ends; ``val_perplexity`` is in the log.
 
@@ -452,6 +456,7 @@ def _perplexity(loss: float) -> str:
 # ---- generated samples ----------------------------------------------------------------------------------------------
 
 
+@explains_options
 class SampleText(_LogDirCallback):
     """Generates completions of prompts every few steps, on all ranks together, without an effect on training.
 
@@ -554,6 +559,7 @@ class SampleText(_LogDirCallback):
 # ---- progress -------------------------------------------------------------------------------------------------------
 
 
+@explains_options
 class ProgressLine(ProgressBar):
     """Progress in one line: step, time, time left, and metrics logged with ``prog_bar=True``.
 

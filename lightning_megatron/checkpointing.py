@@ -43,7 +43,14 @@ from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.heartbeat import progress
-from lightning_megatron.errors import TERMINATED, CheckpointError, ConfigError, NonFiniteError, NumericsError
+from lightning_megatron.errors import (
+    TERMINATED,
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    NumericsError,
+    as_options,
+)
 from lightning_megatron.files import (
     as_path,
     failures_as_errors,
@@ -94,7 +101,9 @@ class Checkpointing:
             async_save: As ``MegatronStrategy``.
         """
         self._strategy = strategy
-        self._load_from = LoadFrom(path=str(load_from)) if isinstance(load_from, (str, Path)) else load_from
+        if isinstance(load_from, (str, Path)):
+            load_from = LoadFrom(path=str(load_from))
+        self._load_from = None if load_from is None else as_options(LoadFrom, load_from, "load_from")
         self._asynchronous = async_save
         self.is_preempted = False
         self._start_checkpoint: str | None = None

@@ -292,6 +292,7 @@ class InstructionDataModule(MegatronDataModule):
         return samples
 
 
+@explains_options
 class DatasetDataModule(MegatronDataModule):
     """Map-style datasets with the loaders of indexed datasets: read once per replica, and resumable.
 
@@ -430,6 +431,7 @@ def _as_tensor(value: Any) -> Tensor:
     return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
 
 
+@explains_options
 class TextEvaluationDataModule(MegatronDataModule):
     """Texts for ``Trainer.test``, ``validate`` and ``predict`` of a GPT; each target counts once, on any layout.
 

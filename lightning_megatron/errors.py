@@ -40,48 +40,77 @@ class NumericsError(ConfigError):
     """Finite but wrong values: a loss that spikes repeatedly, or replicas of a weight that differ."""
 
 
-_KINDS: dict[str, tuple[type, str]] = {
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "bool": (bool, "True or False"),  # the string "false" would be truthy
     "int": (Integral, "an integer"),
     "float": (Real, "a number"),
     "str": (str, "a string"),
     "timedelta": (timedelta, "a datetime.timedelta"),
+    **dict.fromkeys(("dict", "Mapping"), ((Mapping, list, tuple), "a dict")),  # pairs make a dict, too
+    "list": ((list, tuple), "a list"),
 }
+
+
+LARGEST_COUNT = 2**31 - 1
+"""Largest value of options that count something, unless they have a lower limit of their own."""
+LARGEST_BATCH = 2**20
+"""Largest number of rows in a microbatch, and of microbatches: products of both still fit into 64 bits."""
+LARGEST_WORLD = 2**20
+"""Largest number of ranks, on any axis."""
+MOST_PROCESSES = 1024
+"""Most processes that an option may start on this host."""
+LARGEST_SEED = 2**64 - 1
+"""Largest seed of torch's generators."""
+_INTEGER_BITS = 64
+"""Integers beyond this overflow in torch, NumPy and file formats, if not in the first loop over them."""
 
 
 def require_kind(name: str, value: object, annotation: str) -> None:
     """Check the type of an option: YAML and forms pass strings that look like numbers.
 
+    Numbers must also be finite, and integers fit into 64 bits.
+
     Args:
         name: Name of the option, as the user spells it.
         value: Its value.
-        annotation: ``bool``, ``int``, ``float``, ``str`` or ``timedelta``, optionally ``| None``; others are ignored.
+        annotation: ``bool``, ``int``, ``float``, ``str``, ``timedelta``, ``dict[...]``, ``Mapping[...]`` or
+            ``list[...]``, optionally ``| None``; others are ignored.
 
     Raises:
         ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
     """
     plain = annotation.removesuffix(" | None")
-    kind, noun = _KINDS.get(plain, (object, ""))
+    kind, noun = (object, "") if " | " in plain else _KINDS.get(plain.partition("[")[0], (object, ""))
     if value is None and plain != annotation:
         return
     if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("int", "float")):
         raise ConfigError(f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}")
+    if isinstance(value, Integral):
+        if abs(int(value)) >= 2**_INTEGER_BITS:
+            raise ConfigError(f"{name}={value} must fit into {_INTEGER_BITS} bits; correct {name}")
+    elif isinstance(value, Real) and not math.isfinite(value):
+        raise ConfigError(f"{name}={value} must be a finite number; correct {name}")
 
 
-def require_number(name: str, value: object, at_least: float = 0) -> None:
-    """Check that an option is a number of at least ``at_least``.
+def require_number(name: str, value: object, at_least: float = 0, at_most: float | None = None) -> None:
+    """Check that an option is a finite number from ``at_least`` to ``at_most``.
 
     Args:
         name: Name of the option, as the user spells it.
         value: Its value.
         at_least: Smallest valid value.
+        at_most: Largest valid value; None: ``LARGEST_COUNT`` for integers, any finite number for others.
 
     Raises:
         ConfigError: "lr=-1 must be at least 0; correct lr".
     """
     require_kind(name, value, "float")
-    if not value >= at_least:  # type: ignore[operator]  # "not >=" rather than "<", to reject NaN as well
+    if at_most is None:
+        at_most = LARGEST_COUNT if isinstance(value, Integral) else math.inf
+    if value < at_least:  # type: ignore[operator]
         raise ConfigError(f"{name}={value} must be at least {at_least}; correct {name}")
+    if value > at_most:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value} must be at most {at_most}; correct {name}")
 
 
 def require_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -110,11 +139,18 @@ def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: st
     """
     if isinstance(value, kind):
         return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r}: expected {options_object(kind)}, got {type(value).__name__}")
     try:
-        return kind(**value)  # type: ignore[arg-type]
+        return kind(**value)
     except TypeError:
         fields = ", ".join(inspect.signature(kind).parameters)
         raise ConfigError(f"{name}={value!r} must be {kind.__name__}(...) with fields from {fields}") from None
+
+
+def options_object(kind: type) -> str:
+    """How to write an options object, for errors: ``Heartbeat(...) or a dict, with setup, step, checkpoint, grace``."""
+    return f"{kind.__name__}(...) or a dict, with {', '.join(inspect.signature(kind).parameters)}"
 
 
 def divisors(number: int) -> list[int]:
@@ -136,10 +172,11 @@ def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividen
         ConfigError: "tp=3 does not divide num_attention_heads=16; choose tp from 1, 2, 4, 8, 16".
     """
     if divisor < 1 or dividend % divisor != 0:
+        message = f"{divisor_name}={divisor} does not divide {dividend_name}={dividend}"
+        if dividend > LARGEST_COUNT:  # whose divisors would take minutes to find
+            raise ConfigError(f"{message}, which must be at most {LARGEST_COUNT}; correct {dividend_name}")
         choices = ", ".join(str(d) for d in divisors(dividend))
-        raise ConfigError(
-            f"{divisor_name}={divisor} does not divide {dividend_name}={dividend}; choose {divisor_name} from {choices}"
-        )
+        raise ConfigError(f"{message}; choose {divisor_name} from {choices}")
 
 
 def host_memory() -> int:

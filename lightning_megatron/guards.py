@@ -26,6 +26,7 @@ from lightning_megatron.checkpoint.save import ungathered_weights
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
+from lightning_megatron.foreign_names import explains_options
 
 __all__ = ["ReplicaCheck", "SpikeGuard"]
 
@@ -35,6 +36,7 @@ _SMALLEST_DEVIATION = 1e-3
 """Lower bound of a deviation relative to the median, for losses that are almost constant."""
 
 
+@explains_options
 class SpikeGuard(Callback):
     """Rolls back to the newest checkpoint from before a loss spike, and skips the samples since then.
 
@@ -150,6 +152,7 @@ class SpikeGuard(Callback):
         self._last = last and (last[0], HostCopy(torch.tensor(last[1], dtype=torch.float64)))
 
 
+@explains_options
 class ReplicaCheck(Callback):
     """Compares all copies of weights and optimizer state bit by bit; all ranks raise if two differ.
 

@@ -18,10 +18,11 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -29,13 +30,14 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import distributed as fabric
-from lightning.pytorch import callbacks
+from lightning.pytorch import LightningDataModule, callbacks
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number
 from lightning_megatron.precision import check_clipping
 from lightning_megatron.restarts import LAUNCHER
 
@@ -80,6 +82,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
         # Missing if the interval is a time, which each rank would measure by its own clock.
         if (value := getattr(trainer, name, "a time")) in (0, "a time"):
             raise ConfigError(f"{name}={value}: expected {unit}; use limit_val_batches=0 for no validation")
+    for name in ("max_steps", "max_epochs", "min_steps", "min_epochs", "log_every_n_steps"):
+        value = getattr(trainer, name, None)
+        require_number(name, 0 if value is None else value, at_least=0 if name == "log_every_n_steps" else -1)
     if trainer._detect_anomaly:  # it would inspect uninitialized placeholders of gradients, and report their NaN
         raise ConfigError(
             "detect_anomaly=True: expected False, since gradients go to Megatron's buffers and not through autograd; "
@@ -92,6 +97,42 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 raise ConfigError(f"{type(callback).__name__} {reason}")
 
 
+def check_loaders(arguments: Mapping[str, Any]) -> None:
+    """Refuse datasets where the Trainer's functions take loaders of batches, and data modules that are none.
+
+    Args:
+        arguments: Arguments of ``Trainer.fit``, ``validate``, ``test`` or ``predict``, by name.
+
+    Raises:
+        ConfigError: For the first one.
+    """
+    datamodule = arguments.get("datamodule")
+    if datamodule is not None and not isinstance(datamodule, LightningDataModule):
+        kind = type(datamodule).__name__
+        raise ConfigError(
+            f"datamodule: expected a LightningDataModule, got a {kind}; pass loaders as train_dataloaders"
+        )
+    for name in ("train_dataloaders", "val_dataloaders", "dataloaders"):
+        value = arguments.get(name)
+        loaders = list(value.values()) if isinstance(value, Mapping) else [value]
+        if isinstance(value, (list, tuple)):
+            loaders = list(value)[:1]  # the first item of a dataset is enough
+        for loader in loaders:
+            if loader is not None and not _yields_batches(loader):
+                what = f"a {type(value).__name__}" + f" of {type(loader).__name__}" * (value is not loader)
+                fix = "give DataLoader(dataset, batch_size=...), or datamodule=DatasetDataModule(train=dataset)"
+                raise ConfigError(f"{name}: expected a DataLoader, got {what}; {fix}")
+
+
+def _yields_batches(loader: object) -> bool:
+    """Whether an object can be a loader: iterable, and neither data itself nor a dataset of single samples."""
+    if isinstance(loader, (Mapping, list, tuple, str, bytes, torch.Tensor)):
+        return False
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    is_hugging_face = type(loader).__module__.partition(".")[0] == "datasets"
+    return isinstance(loader, Iterable) and not is_dataset and not is_hugging_face
+
+
 def check_world_size(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
     """Check that as many processes have been, or can be, started as the run needs.
 
@@ -102,6 +143,8 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
     """
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     has_script = not is_interactive and (sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]))
+    if num_processes > MOST_PROCESSES and not environment.creates_processes_externally:
+        raise ConfigError(f"devices={num_processes} must be at most {MOST_PROCESSES}; correct devices")
     if num_processes > 1 and not has_script and not environment.creates_processes_externally:
         raise ConfigError(
             f"devices={num_processes} needs a script that each process runs, and this program has none (a notebook, "

@@ -15,7 +15,14 @@ from typing_extensions import override
 from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
 from lightning_megatron.engine.collectives import call_on_all_ranks
-from lightning_megatron.errors import ConfigError, require_number
+from lightning_megatron.errors import (
+    LARGEST_BATCH,
+    LARGEST_SEED,
+    MOST_PROCESSES,
+    ConfigError,
+    require_kind,
+    require_number,
+)
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -72,14 +79,17 @@ class MegatronDataModule(LightningDataModule, ABC):
             ConfigError: If a value is out of range.
         """
         super().__init__()
-        require_number("micro_batch_size", micro_batch_size, at_least=1)
-        require_number("num_workers", num_workers)
-        require_number("seed", seed)
+        require_number("micro_batch_size", micro_batch_size, at_least=1, at_most=LARGEST_BATCH)
+        require_number("num_workers", num_workers, at_most=MOST_PROCESSES)
+        require_number("seed", seed, at_most=LARGEST_SEED)
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
         if rampup_batch_size is not None and len(rampup_batch_size) != 3:
             raise ConfigError(f"rampup_batch_size={list(rampup_batch_size)}: expected [start, increment, samples]")
+        for part, value in zip(("start", "increment", "samples"), rampup_batch_size or (), strict=False):
+            require_kind(f"rampup_batch_size: {part}", value, "int")
+            require_number(f"rampup_batch_size: {part}", value, at_least=part != "samples", at_most=LARGEST_SEED)
         self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
         self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning.pytorch as pl
@@ -117,6 +118,11 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
+        if not isinstance(train_step, (str, TrainStep, NoneType)):
+            raise ConfigError(
+                f"train_step={train_step!r}: expected the name or an object of a TrainStep, got a "
+                f"{type(train_step).__name__}; give e.g. train_step=MyTrainStep()"
+            )
         name = train_step if isinstance(train_step, str) else self.model_config.architecture
         self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(name)
         self.train_step.bind(self.model_config)

@@ -44,7 +44,14 @@ from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
 from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
-from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_kind, require_number
+from lightning_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    as_options,
+    require_choice,
+    require_kind,
+    require_number,
+)
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hooks import (
@@ -55,7 +62,14 @@ from lightning_megatron.hooks import (
     has_own_training_step,
     overrides_clipping,
 )
-from lightning_megatron.launch import check_trainer, check_world_size, connect_ranks, die_with_launcher, elastic_layout
+from lightning_megatron.launch import (
+    check_loaders,
+    check_trainer,
+    check_world_size,
+    connect_ranks,
+    die_with_launcher,
+    elastic_layout,
+)
 from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.nonfinite import check_weights
 from lightning_megatron.precision import MegatronPrecision
@@ -181,7 +195,7 @@ class MegatronStrategy(DDPStrategy):
         self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
-        self._watch = Watch(heartbeat, timeout)
+        self._watch = Watch(as_options(Heartbeat, heartbeat, "heartbeat"), timeout)
         self._topology: groups.Topology | None = None
         self._runtime: Runtime | None = None
         self._schedule: Schedule | None = None
@@ -688,6 +702,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
+        check_loaders(arguments)
         arguments["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(trainer, arguments["ckpt_path"])
         ScriptLauncher._has_failed = True  # until it returns
         try:

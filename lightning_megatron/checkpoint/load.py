@@ -54,6 +54,7 @@ from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.files import failures_as_errors, recover, remove, verify_checksums
+from lightning_megatron.foreign_names import explains_options
 
 _RESTORED_GROUP_KEYS = ("params", "step")
 """Keys of a parameter group that are loaded from the checkpoint; the others keep the run's values."""
@@ -217,6 +218,7 @@ def _flatten(description: Mapping[str, Any]) -> dict[str, Any]:
 # ---- new runs -------------------------------------------------------------------------------------------------------
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class LoadFrom:
     """Where a new run takes its initial weights from. Its counts of steps and samples begin at 0.

@@ -31,11 +31,18 @@ _PACKAGE = Path(__file__).parents[1]
 _LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?: (?P<default>.+?))?(?: #(?P<optional>\??) (?P<meaning>.*))?")
 _BOOLEANS = {"yes": True, "no": False, "true": True, "false": False, "y": True, "n": False, "1": True, "0": False}
 _RECOMPUTE = {"selective": "selective", "full": "full", "no": None, "yes": "selective", "true": "selective"}
-_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "no": "32-true", "true": "16-mixed", "false": "32-true"}
+PRECISIONS = {
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "fp32": "32-true",
+    "no": "32-true",
+    "true": "16-mixed",
+    "false": "32-true",
+}
 _CHOICES: dict[str, dict[str, Any]] = {
     "bool": _BOOLEANS,
     "recompute": {**_RECOMPUTE, "false": None, "none": None},
-    "precision": {**_PRECISIONS, **{name: name for name in ("bf16-mixed", "16-mixed", "32-true")}},
+    "precision": {**PRECISIONS, **{name: name for name in ("bf16-mixed", "16-mixed", "32-true")}},
     "accelerator": {"gpu": "gpu", "cpu": "cpu", "true": "cpu", "false": "gpu"},
     "positions": {"true": "rotary", "false": None},
 }

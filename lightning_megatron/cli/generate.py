@@ -5,16 +5,18 @@ Slow imports are inside the functions.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_megatron.errors import CheckpointError, ConfigError, require_number
+from lightning_megatron.errors import MOST_PROCESSES, CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.hub import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,8 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     if options.stream and not can_stream:
         raise ConfigError("--stream: expected one prompt and completion, without beams or --json; leave it out")
     require_number("batch_size", options.batch_size, at_least=1)
+    require_number("tp", options.tp, at_least=1, at_most=MOST_PROCESSES)
+    require_number("pp", options.pp, at_least=1, at_most=MOST_PROCESSES // options.tp)
 
     from lightning_megatron.convert.contents import open_source
     from lightning_megatron.generate.inputs import build_request, encode_prompts
@@ -105,7 +109,21 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     writer = TextWriter(prompts, tokenizer, generation, as_json=options.json, is_t5=is_t5)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
     rows = [{"input_ids": row, "attention_mask": row_mask} for row, row_mask in zip(input_ids, mask, strict=True)]
-    _predict(options, stored, generation, rows, writer, streams=streams)
+    with _lack_of_memory_as_error():
+        _predict(options, stored, generation, rows, writer, streams=streams)
+
+
+@contextlib.contextmanager
+def _lack_of_memory_as_error() -> Iterator[None]:
+    """Raise a ``ConfigError`` that names the options to lower if memory cannot be allocated."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = first_line(error)
+        if not isinstance(error, MemoryError) and "allocate" not in reason:
+            raise
+        fix = "lower --batch-size, --num-beams, --num-return-sequences or --max-new-tokens"
+        raise ConfigError(f"memory: expected room for all sequences, got too little ({reason}); {fix}") from error
 
 
 def _predict(

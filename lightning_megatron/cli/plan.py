@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, check_output, described_model
-from lightning_megatron.errors import ConfigError, require_choice, require_number
+from lightning_megatron.errors import LARGEST_BATCH, LARGEST_WORLD, ConfigError, require_choice, require_number
 from lightning_megatron.files import failures_as_errors, open_new, save_figure
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ def plan(options: PlanOptions) -> None:
         lightning-megatron plan --model gpt2 --gpus 4 --seq-length 1024 --global-batch-size 48 --output fit.yaml
     """
     from lightning_megatron import planner
-    from lightning_megatron.convert.hugging_face import size_in_bytes
     from lightning_megatron.engine.parallel import ParallelConfig
 
-    for name in ("gpus", "seq_length", "decoder_seq_length", "global_batch_size", "top"):
+    require_number("gpus", options.gpus, at_least=1, at_most=LARGEST_WORLD)
+    require_number("global_batch_size", options.global_batch_size, at_least=1, at_most=LARGEST_BATCH)
+    for name in ("seq_length", "decoder_seq_length", "top"):
         require_number(name, getattr(options, name), at_least=1)
     for option, path in (("--output", options.output), ("--picture", options.picture)):
         if path is not None:
@@ -76,9 +78,7 @@ def plan(options: PlanOptions) -> None:
         require_choice("picture", options.picture.suffix[1:] or "png", FigureCanvasBase.filetypes)
     device: Device = planner.DEVICES[options.device]
     if options.memory is not None:
-        if options.memory.isdecimal():
-            raise ConfigError(f"memory={options.memory}: expected a unit, got none; give {options.memory}GB")
-        device = replace(device, memory=float(size_in_bytes(options.memory, "memory")))
+        device = replace(device, memory=_memory(options.memory))
     model_option, model = described_model(options.model)
     is_t5 = model.architecture == "t5"
     if model.has_position_table:
@@ -102,6 +102,25 @@ def plan(options: PlanOptions) -> None:
 
 
 _GIB = 2**30
+_USUAL = "give that of a GPU, e.g. 80GB"
+
+
+def _memory(text: str) -> float:
+    """Bytes of the option --memory.
+
+    Raises:
+        ConfigError: If it is no size, or that of no GPU.
+    """
+    from lightning_megatron.convert.hugging_face import size_in_bytes
+
+    if text.isdecimal() and int(text):
+        raise ConfigError(f"memory={text}: expected a unit, got none; give {text}GB")
+    if not re.search("[1-9]", text):
+        raise ConfigError(f"memory={text or repr(text)}: expected more than 0 bytes; {_USUAL}")
+    size = size_in_bytes(text, "memory")
+    if not _GIB / 1024 <= size <= 1024 * 1024 * _GIB:
+        raise ConfigError(f"memory={text}: expected 1MiB to 1PiB; {_USUAL}")
+    return float(size)
 
 
 def _table(plans: Sequence[Plan], device: Device) -> Iterator[str]:

@@ -32,8 +32,9 @@ from typing_extensions import override
 import lightning_megatron
 from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
+from lightning_megatron.cli.config import PRECISIONS
 from lightning_megatron.cli.doctor import check_accelerator
-from lightning_megatron.errors import ConfigError, one_line, user_error
+from lightning_megatron.errors import LARGEST_WORLD, MOST_PROCESSES, ConfigError, one_line, user_error
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
@@ -193,6 +194,7 @@ class MegatronCLI(LightningCLI):
         """
         config: Any = self._get(self.config_init, "trainer")
         check_accelerator(config.accelerator)
+        _check_num_processes(config)
         own = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
         if config.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
             self.trainer_defaults = {"callbacks": ProgressLine()}
@@ -241,6 +243,19 @@ class MegatronCLI(LightningCLI):
         self._show_messages()
 
     before_validate = before_test = before_predict = before_fit
+
+
+def _check_num_processes(config: Any) -> None:
+    """Refuse numbers of processes that no host can have: Lightning takes any, and starts as many.
+
+    Raises:
+        ConfigError: For the first one found.
+    """
+    for name, at_most in (("devices", MOST_PROCESSES), ("num_nodes", LARGEST_WORLD)):
+        value: Any = getattr(config, name, None)
+        is_number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
+        if is_number and int(value) > at_most:
+            raise ConfigError(f"{name}={value} must be at most {at_most}; correct {name}")
 
 
 @contextlib.contextmanager
@@ -364,7 +379,12 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
             if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NEGATIVE.fullmatch, (name, value))):
                 return f"argument {name}: expected a value" + f"; write {name}={value}" * value[1:2].isdigit()
     if path == "trainer.precision":
-        message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}"
+        got = message.rpartition(", got ")[2] if ", got " in message else "another"
+        message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}, got {got}"
+        if meant := PRECISIONS.get(got.strip("'")):
+            hint = f"did you mean {meant}?"
+    elif "expected keys and values, got" in message and (keys := _keys_of(path)):
+        hint = f"give it {', '.join(keys)}, e.g. with --{path}.{keys[0]}"
     elif match := _UNKNOWN_NAME.search(message):
         wrong, known = match[1], options
         if Path(wrong).suffix in (".yaml", ".yml"):
@@ -411,6 +431,14 @@ def _options_of(cls: type) -> Iterator[str]:
         yield name
         for kind in filter(is_dataclass, (hints[name], *get_args(hints[name]))):
             yield from (f"{name}.{field.name}" for field in fields(kind))
+
+
+def _keys_of(path: str) -> list[str]:
+    """Fields of the class of options that ``path`` names, such as ``model.lr_schedule``; none for other options."""
+    option = path.rpartition(".")[2]
+    dotted = (name for cls in (MegatronModule, MegatronStrategy, *DATA_MODULES) for name in _options_of(cls))
+    keys = [name.partition(".")[2] for name in dotted if name.startswith(f"{option}.")]
+    return list(dict.fromkeys(keys))
 
 
 def _suggest(wrong: str, known: Collection[str]) -> str:

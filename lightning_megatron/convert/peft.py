@@ -23,6 +23,7 @@ from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoad
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
 from lightning_megatron.files import failures_as_errors, staged
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hub import local_folder, named_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
 
@@ -44,6 +45,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 _TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Train low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685), as ``peft`` does.
@@ -68,7 +70,7 @@ class LoRA:
             ConfigError: If the rank is not a positive integer, another value is out of range, or there is no target.
         """
         require_kind("lora rank", self.rank, "int")
-        require_number("lora rank", self.rank, at_least=1)
+        require_number("lora rank", self.rank, at_least=1, at_most=2**16)
         require_number("lora alpha", self.alpha)
         require_number("lora dropout", self.dropout)
         if self.alpha == 0 or self.dropout >= 1:

@@ -30,6 +30,7 @@ from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays, split_ranges
 from lightning_megatron.data.tokenizer import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
+from lightning_megatron.foreign_names import explains_options
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ T5Format: TypeAlias = Literal["hugging_face", "megatron"]
 # ---- masking --------------------------------------------------------------------------------------------------------
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class MaskingOptions:
     """How many tokens of BERT and T5 samples are masked, and how many together.

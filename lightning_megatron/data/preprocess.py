@@ -35,7 +35,7 @@ from lightning_megatron.data.documents import (
 )
 from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
-from lightning_megatron.errors import ConfigError, DataError, require_number
+from lightning_megatron.errors import MOST_PROCESSES, ConfigError, DataError, require_number
 
 PREFETCH_FACTOR = 4
 """Pieces in flight per worker: so many that a slow one does not stall the others, so few that memory stays constant."""
@@ -77,7 +77,7 @@ class PreprocessOptions:
         Raises:
             ConfigError: If a value cannot work.
         """
-        require_number("workers", self.workers, at_least=1)
+        require_number("workers", self.workers, at_least=1, at_most=MOST_PROCESSES)
         keys = self.json_keys
         if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")

@@ -51,6 +51,10 @@ ROLES: dict[ModelKind, dict[str, str]] = {
 """Special tokens of each kind of model by role, as in its released tokenizers."""
 
 
+_LARGEST = 2**24
+"""Largest vocabulary to train; the trainer allocates memory for it at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerTrainingOptions:
     """Settings of ``train_tokenizer``."""
@@ -77,7 +81,7 @@ class TokenizerTrainingOptions:
             ConfigError: If ``vocab_size`` cannot hold all bytes and special tokens.
         """
         require_choice("kind", self.kind, ROLES)
-        require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)))
+        require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)), at_most=_LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.errors import require_number
+from lightning_megatron.errors import LARGEST_COUNT, require_number
 from lightning_megatron.files import open_new
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.restarts import LAUNCHER
 
 MARGIN = timedelta(seconds=10)
@@ -75,6 +76,7 @@ _MIN_SAMPLES, _MAX_SAMPLES, _MIN_SAMPLED_STEPS, _WAIT_GAP = 60, 600, 20, 0.5
 which there must be that many, over that many steps."""
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """Time limits: seconds without progress on any rank after which a run counts as hanging.
@@ -103,7 +105,7 @@ class Heartbeat:
         """Check the values."""
         for each in fields(self):
             if (value := getattr(self, each.name)) is not None:
-                require_number(f"Heartbeat.{each.name}", value, at_least=1)
+                require_number(f"Heartbeat.{each.name}", value, at_least=1, at_most=LARGEST_COUNT)
 
 
 @dataclass
@@ -326,7 +328,7 @@ class Watch:
             ConfigError: If ``timeout`` is not a number, or below one second.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        require_number("timeout", seconds, at_least=1)
+        require_number("timeout", seconds, at_least=1, at_most=LARGEST_COUNT)
         self.timeout = timedelta(seconds=seconds)
         self.collective_timeout = self.timeout + MARGIN
         """Timeout for the process groups."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.transformer_config import EngineSettings
 
 
+@explains_options
 @dataclass(frozen=True, kw_only=True)
 class GroupMultipliers:
     """Factors for one group of parameters.
@@ -101,7 +102,9 @@ class OptimizerOptions:
         Raises:
             ConfigError: If the name is unknown, or a value is out of range.
         """
-        factors = {glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in self.multipliers.items()}
+        factors = {
+            glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in dict(self.multipliers).items()
+        }
         object.__setattr__(self, "multipliers", factors)
         require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
         for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
@@ -111,8 +114,8 @@ class OptimizerOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
         for name in ("loss_scale_window", "loss_scale_hysteresis"):
             require_number(name, getattr(self, name), at_least=1)
-        require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE)
-        require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale)
+        require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE, math.inf)
+        require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

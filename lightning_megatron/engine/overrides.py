@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -154,7 +155,7 @@ def _check(kind: type, name: str, value: object) -> None:
     if name == "moe_token_dispatcher_type":
         require_choice(f"{option}: {name}", value, ("alltoall", "allgather"))
     if name == "loss_scale" and value is not None:
-        require_number(f"{option}: {name}", value, MIN_LOSS_SCALE)
+        require_number(f"{option}: {name}", value, MIN_LOSS_SCALE, math.inf)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_megatron.errors import (
+    LARGEST_BATCH,
+    LARGEST_WORLD,
     ConfigError,
     divisors,
     require_choice,
@@ -59,11 +61,12 @@ class ParallelConfig:
         """
         for name in ("tp", "pp", "cp", "ep", "num_microbatches"):
             require_kind(name, getattr(self, name), "int")
-            require_number(name, getattr(self, name), at_least=1)
+            at_most = LARGEST_BATCH if name == "num_microbatches" else LARGEST_WORLD
+            require_number(name, getattr(self, name), at_least=1, at_most=at_most)
         require_kind("vpp", self.vpp, "int | None")
         require_choice("cp_comm_type", self.cp_comm_type, ("auto", "a2a", "all_gather"))
         if self.vpp is not None:
-            require_number("vpp", self.vpp, at_least=2)
+            require_number("vpp", self.vpp, at_least=2, at_most=LARGEST_WORLD)
             if self.pp < 2:
                 raise ConfigError(
                     f"vpp={self.vpp} interleaves pipeline stages, but pp={self.pp}; raise pp, or omit vpp"

@@ -32,7 +32,7 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.wrap import reduce_shared_gradients, unwrap
-from lightning_megatron.errors import ConfigError, NonFiniteError
+from lightning_megatron.errors import ConfigError, NonFiniteError, divisors
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -293,7 +293,7 @@ class Schedule:
         self._train_rows = self._train_rows or rows
         # The last batch of an epoch may be smaller.
         if rows == self._train_rows and rows % self._num_microbatches != 0:
-            raise ConfigError(f"a batch of {rows} rows cannot be cut into num_microbatches={self._num_microbatches}")
+            raise ConfigError(_uneven_batch(rows, self._num_microbatches))
         return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
 
     def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
@@ -555,6 +555,13 @@ class Schedule:
         dist.all_reduce(count, group=topology.dp_group)
         for chunk in chunks:
             chunk.scale_gradients(1.0 / count.clamp(min=1.0))
+
+
+def _uneven_batch(rows: int, num_microbatches: int) -> str:
+    """Error message for rows of a full batch that cannot be split into equal microbatches."""
+    message = f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches}"
+    fix = f"give the DataLoader a batch_size that is a multiple of {num_microbatches}"
+    return f"{message} of equal size; {fix}, or choose num_microbatches from {', '.join(map(str, divisors(rows)))}"
 
 
 def _num_rows(batch: Batch) -> int:

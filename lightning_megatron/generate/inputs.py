@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -152,6 +153,7 @@ def build_request(
     prefix, prompts = _prefix_and_prompts(batch, options.bos_token_id, start, model)
     limit = model.max_position_embeddings if model.has_position_table else None
     min_new, max_new = options.new_token_limits(prefix.shape[1], prompts.longest, limit)
+    _warn_beyond_trained_positions(prompts.longest, max_new, model)
     return Request(
         prefix=prefix,
         prompts=prompts,
@@ -201,6 +203,18 @@ def check_rows(inputs: Batch, model: ModelConfig) -> None:
     for name, (tokens, _) in _read_rows(inputs, model, for_generation=False).items():
         check_tokens(name, tokens, model)  # padding is embedded, too
     check_token_inputs(inputs, len(inputs["input_ids"]), inputs["input_ids"].shape[1], model)
+
+
+def _warn_beyond_trained_positions(longest: int, max_new: int, model: ModelConfig) -> None:
+    """Warn once of rows longer than those that a model with rotary positions was trained on: it computes any length."""
+    trained = model.max_position_embeddings
+    if model.position_embedding_type != "rope" or not trained or longest + max_new <= trained:
+        return
+    rank_zero_warn(
+        f"a prompt of {longest} tokens and max_new_tokens={max_new} go beyond the model's max_position_embeddings="
+        f"{trained}: expect poor tokens from there on; use max_new_tokens of at most {max(trained - longest, 0)}, or a "
+        "model for longer texts"
+    )
 
 
 def _read_rows(inputs: Batch, model: ModelConfig, *, for_generation: bool) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import LARGEST_COUNT, LARGEST_SEED, ConfigError
 from lightning_megatron.foreign_names import explains_options
 
 DEFAULT_NEW_TOKENS = 20
@@ -17,9 +16,10 @@ _PYTHON_ONLY: Any = {"flag": ""}
 """Metadata of fields without a flag of the command ``generate``."""
 
 _RANGES: dict[str, tuple[float, float]] = {
-    **{"max_new_tokens": (1, math.inf), "max_length": (2, math.inf), "num_beams": (1, math.inf)},
-    **dict.fromkeys(("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, math.inf)),
-    **{"num_return_sequences": (1, math.inf), "seed": (-(2**63), 2**64 - 1)},
+    **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), (1, LARGEST_COUNT)),
+    "max_length": (2, LARGEST_COUNT),
+    **dict.fromkeys(("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, LARGEST_COUNT)),
+    "seed": (-(2**63), LARGEST_SEED),
     **dict.fromkeys(("top_p", "top_p_decay", "top_p_bound", "min_p"), (0, 1)),
     # Dividing logits by less may overflow float32, and sampling from NaN would return the last token.
     **{"temperature": (1e-30, 100), "repetition_penalty": (1e-30, 1e30)},
@@ -103,9 +103,11 @@ class GenerationOptions:
         """
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
+            if name == "temperature" and value == 0:
+                raise ConfigError("temperature=0 must be more than 0; leave it out for the most likely tokens (greedy)")
             if value is not None and not low <= value <= high:
-                what = f"at least {low}" if high == math.inf else f"from {low:g} to {high:g}"
-                raise ConfigError(f"{name}={value!r} must be a number {what}")
+                bounds = f"from {low} to {high}" if isinstance(high, int) else f"from {low:g} to {high:g}"
+                raise ConfigError(f"{name}={value!r} must be a number {bounds}; correct {name}")
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
         runs = self.stop_sequences

@@ -16,6 +16,8 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
 Positions: TypeAlias = Literal["absolute", "rotary", "alibi"]
 AttentionHeads: TypeAlias = Literal["multihead", "multiquery"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+_LARGEST_SIZE = 2**40
+"""Largest size of a layer; the sizes of all weights together are compared with the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Experts:
             ConfigError: If a size is not positive, or ``topk`` does not fit the other fields.
         """
         for name in ("num_experts", "topk", "ffn_hidden_size"):
-            require_number(name, getattr(self, name), at_least=1)
+            require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         if self.topk > self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok: expected at most num_experts={self.num_experts}, got {self.topk}; correct the "
@@ -259,7 +261,7 @@ class ModelConfig:
             object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size")
         for name in sizes:
-            require_number(name, getattr(self, name), at_least=1)
+            require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")

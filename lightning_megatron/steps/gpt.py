@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.steps import base
 
@@ -75,6 +76,7 @@ class MaskedLossStep(TrainStep):
         metrics["perplexity"].update(output.float(), batch["loss_mask"])
 
 
+@explains_options
 class GPTTrainStep(MaskedLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from benchmarks.cases import LLAMA_8B
+from lightning_megatron.cli.commands import _parser as commands_parser
 from tests.cli.command import run_all
 from tests.cli.corpus import configuration
 
@@ -43,6 +44,13 @@ MISTAKES = {
     f"{_CONVERT} megatron --tp 3": "--tp 3 does not divide num_attention_heads=2",
     "convert --load-path hf --save-path /proc/x --to hf": "/proc/x cannot be written",
     f"{_PLAN} 8 --memory 80": "--memory 80: expected a unit, got none; give 80GB",
+    f"{_PLAN} 8 --memory 0": "--memory 0: expected more than 0 bytes; give that of a GPU, e.g. 80GB",
+    f"{_PLAN} 8 --memory 0.0GB": "--memory 0.0GB: expected more than 0 bytes",
+    f"{_PLAN} 8 --memory 99999999999999999GB": "expected 1MiB to 1PiB; give that of a GPU",
+    f"{_PLAN} 2147483647": "--gpus 2147483647 must be at most 1048576",
+    f"{_PLAN} 8 --global-batch-size 2147483647": "--global-batch-size 2147483647 must be at most 1048576",
+    "train-tokenizer --input config.yaml --vocab-size 2147483647 --output out": "must be at most 16777216",
+    f"{_PREPROCESS} --workers 2147483647": "--workers 2147483647 must be at most 1024",
     f"{_PLAN} 8 --memory 10GB": "error: memory: expected at least ",
     f"{_PLAN} 0": "error: --gpus",
     f"{_PLAN} 8 --output config.yaml": "error: --output config.yaml exists; give another name, or --overwrite",
@@ -61,6 +69,9 @@ MISTAKES = {
     f"{_GENERATE} t5 --tokenizer hf --add-bos": "--add-bos: expected a GPT, which continues its prompt",
     f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 is for beam search",
     f"{_GENERATE} hf --tp 3 --accelerator cpu": "--tp 3 does not divide num_attention_heads=2",
+    f"{_GENERATE} hf --temperature 0": "--temperature 0 must be more than 0; leave it out for the most likely tokens",
+    f"{_GENERATE} hf --tp 2147483647": "--tp 2147483647 must be at most 1024",
+    f"{_GENERATE} hf --tp 1 --pp 2147483647": "--pp 2147483647 must be at most 1024",
     # Found by fit: wrong options,
     "fit other.yaml": "did you mean --config other.yaml?",
     "fit": "give --config FILE, or model and data as options: see --help",
@@ -89,13 +100,27 @@ MISTAKES = {
     f"{_FIT} --model.lr": "error: argument --model.lr: expected a value",
     f"{_FIT} --trainer.max_steps=1 -c": "error: argument -c: expected a value",
     f"{_FIT} --trainer.gradient_clip_val -1e-3": "expected a value; write --trainer.gradient_clip_val=-1e-3",
-    f"{_FIT} --trainer.precision fp16": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed",
+    f"{_FIT} --trainer.precision fp16": "bf16-mixed, bf16-true, 16-mixed, got fp16; did you mean 16-mixed?",
+    f"{_FIT} --trainer.precision int4": "expected one of 32-true, bf16-mixed, bf16-true, 16-mixed, got int4",
+    f"{_FIT} --model.lora.r 8": "Option 'r' is not accepted; use --model.lora.rank",
+    f"{_FIT} --model.lr .inf": "lr=inf must be a finite number",
+    f"{_FIT} --learning_rate 3": "--learning_rate 3; use --model.lr",
+    f"{_FIT} --data.block_size 3": "Option 'block_size' is not accepted; use --data.seq_length",
+    f"{_FIT} --data.per_device_train_batch_size 3": "is not accepted; use --data.micro_batch_size",
+    f"{_FIT} --resume_from_checkpoint x": "use --ckpt_path",
+    f"{_FIT} --output_dir x": "use --trainer.default_root_dir",
+    f"{_FIT} --num_train_epochs 3": "use --trainer.max_epochs",
     # values that name something missing,
     f"{_FIT} --trainer.accelerator tpu": "torch_xla",
     f"{_FIT} --trainer.logger MLFlowLogger": "MLFlowLogger: expected the package 'mlflow>=1.0.0', got none; pip",
     f"{_FIT} --trainer.logger.save_dir /dev/null/x": "saved in /dev/null/x: /dev/null is not a directory",
     f"{_FIT} --trainer.strategy megatron_tp3_pp1": "expected MegatronStrategy, megatron, megatron_tpN",
     f"{_FIT} --trainer.devices many": "devices=many: expected a number of processes of at least 1",
+    f"{_FIT} --trainer.devices 2147483647": "devices=2147483647 must be at most 1024",
+    f"{_FIT} --trainer.num_nodes 2147483647": "num_nodes=2147483647 must be at most 1048576",
+    f"{_FIT} --trainer.max_steps 99999999999999999999": "max_steps=99999999999999999999 must fit into 64 bits",
+    f"{_FIT} --trainer.log_every_n_steps -1": "log_every_n_steps=-1 must be at least 0",
+    f"{_FIT} --model.model.n_embd 99999999999999999999": "hidden_size=99999999999999999999, which must be at most",
     f"{_FIT} --trainer.devices -1": "devices=-1: expected a number of processes of at least 1",
     f"{_FIT} --model.model nowhere/config.json": "nowhere/config.json does not exist",
     f"{_FIT} --ckpt_path ''": "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out",
@@ -111,6 +136,39 @@ MISTAKES = {
     "test --config config.yaml": "IndexedDataModule has no test split for trainer.test; give it data or a weight",
     f"{_FIT} --trainer.gradient_clip_val -1": " must be at least 0; correct gradient_clip_val",
 }
+for _option in (
+    "trainer.strategy.heartbeat",
+    "model.lr_schedule",
+    "model.optimizer",
+    "model.generation",
+    "data.masking",
+):
+    for _value in ("60", "soon"):
+        MISTAKES[f"{_FIT} --{_option} {_value}"] = f"{_option}: expected keys and values, got {_value}; give it "
+_SCRIPT_FLAGS = {
+    "--load_path hf": "--load_path: --load-path",
+    "--convert_checkpoint_from_megatron_to_transformers": "use --to",
+    "--target_tensor_model_parallel_size 2": "use --tp",
+    "--target_params_dtype fp16": "use --dtype",
+    "--print-checkpoint-structure": "use lightning-megatron inspect",
+    "--use_distributed_optimizer": "leave it out",
+}
+MISTAKES |= {f"convert {flag} --save_path x": text for flag, text in _SCRIPT_FLAGS.items()}
+MISTAKES[f"convert {' '.join(_SCRIPT_FLAGS)}"] = (
+    "--target_tensor_model_parallel_size: use --tp; --target_params_dtype: use"
+)
+MISTAKES["convert --load-path hf --saver core --save-path x"] = "--saver core; use --to; see"
+MISTAKES["preprocess --input x --tokenizer-type HuggingFaceTokenizer"] = "use --tokenizer, a directory of a transf"
+for _command, _options in commands_parser()[1].items():
+    for _action in _options._actions:
+        # Lightning's own commands have no options here.
+        if getattr(_action.type, "__name__", "") == "_integer":
+            MISTAKES[f"{_command} {_action.option_strings[-1]} 99999999999999999999"] = (
+                "expected an integer of at most 64"
+            )
+        elif _action.type is float:
+            MISTAKES[f"{_GENERATE} hf {_action.option_strings[-1]} inf"] = " must be a finite number"
+
 if not torch.cuda.is_available():
     _NO_GPU = "accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu"
     MISTAKES[f"fit {_ALONE} --data.micro_batch_size 1 --trainer.accelerator gpu"] = _NO_GPU

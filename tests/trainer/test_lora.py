@@ -150,7 +150,7 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
     mistakes: tuple[tuple[str, Any, dict[str, Any]], ...] = (
         ("one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr", module, {"lora": LoRA(targets=("query",))}),
         ("lora rank=0 must be at least 1", LoRA, {"rank": 0}),
-        ("with fields from rank, alpha, dropout, targets", module, {"lora": {"r": 8}}),
+        ("LoRA has no option 'r'; use rank", module, {"lora": {"r": 8}}),
         ("expected a directory with adapter_config.json and", module, {"lora": str(folder / "base")}),
         ("expected it unset for use_dora, got True", module, {"lora": str(changed)}),
         ("expected this package's layers, got a model_provider", module, {"model_provider": print}),

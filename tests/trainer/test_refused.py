@@ -9,6 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_megatron import MegatronModule, SpikeGuard
+from lightning_megatron.launch import check_loaders
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit, make_module, make_trainer, rows_dataset, shuffled_loader
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
@@ -35,9 +36,18 @@ def _single_pass(dp: int) -> Any:
     yield from ({"input_ids": batch} for batch in rows.split(8))
 
 
+def _uneven(dp: int) -> Any:
+    return torch.utils.data.DataLoader(rows_dataset(6), batch_size=3)
+
+
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
         (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 10**9})),
+        (
+            "of 3 rows cannot be cut into num_microbatches=2 of equal size; give the DataLoader a batch_size that is a "
+            "multiple of 2, or choose num_microbatches from 1, 3",
+            Run(loader=_uneven, strategy={"num_microbatches": 2}),
+        ),
         ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
         ("fp8: expected precision='bf16-mixed'", FP8),
         (r"num_attention_heads \* kv_channels / tp .* got 24; choose", FP8.but(model=ODD, trainer=BF16)),
@@ -121,6 +131,36 @@ def _check_callbacks_and_modules() -> None:
     assert "pass the module itself" in refusal(
         make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1)
     )
+
+
+ITEMS = rows_dataset(8)
+NO_LOADERS: dict[str, tuple[Any, ...]] = {
+    "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(": ([*ITEMS],),
+    "got a TensorDataset; give DataLoader(": (torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),),
+    "got a dict of Tensor; give": ({"input_ids": torch.zeros(4, 8, dtype=torch.long)},),
+    "got a str; give": ("corpus_text_document",),
+    "got a int; give": (5,),
+    "val_dataloaders: expected a DataLoader, got a list of dict": (shuffled_loader(1), [*ITEMS]),
+    "datamodule: expected a LightningDataModule, got a DataLoader; pass loaders as train_dataloaders": (
+        None,
+        None,
+        shuffled_loader(1),
+    ),
+}
+"""By message: arguments of ``Trainer.fit`` after the module."""
+
+
+def _check_loaders() -> None:
+    run = Run(trainer={"max_steps": 1})
+    for message, arguments in NO_LOADERS.items():
+        error = refusal(make_trainer(run).fit, make_module(run), *arguments)
+        assert message in error, error
+    for loader in (shuffled_loader(1), [shuffled_loader(1)], {"a": shuffled_loader(1)}, _single_pass(1)):
+        check_loaders({"train_dataloaders": loader, "val_dataloaders": None})
+
+
+def test_datasets_in_place_of_loaders_are_refused() -> None:
+    run_ranks(_check_loaders, 1)
 
 
 def test_unsupported_callbacks_and_modules_are_refused() -> None:
