@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -179,8 +179,10 @@ class Checkpointing:
         # If it fails, no later step of this run would save again.
         is_final = not is_training or self._signals.is_delivering or self._training_ended
         self.finish()
-        self._position = None if self._position is None else self._position.after_save
-        run = replace(self._run, position=self._position)
+        run = self._run
+        if self._position is not None:
+            self._position = replace(self._position, save=self._position.save + 1)
+            run = replace(run, position=asdict(self._position))
         saving = Save(run, checkpoint, self._strategy.broadcast(str(filepath)))
         self._removals = [path for path in self._removals if path != saving.path]
         with self._failure_as_warning(is_final):

@@ -20,7 +20,7 @@ import pickle
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -243,16 +243,6 @@ class RunPosition:
         if isinstance(line, str) and isinstance(start, int) and isinstance(save, int):
             return cls(line=line, start=start, save=save)
         return None
-
-    @property
-    def after_save(self) -> Self:
-        """Position after one more save."""
-        return replace(self, save=self.save + 1)
-
-    @property
-    def as_plain_data(self) -> dict[str, Any]:
-        """Content of ``meta.pt``."""
-        return asdict(self)
 
     @property
     def order(self) -> tuple[int, int]:

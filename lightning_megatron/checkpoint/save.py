@@ -57,15 +57,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
 from lightning_megatron import files
-from lightning_megatron.checkpoint.files import (
-    BACKENDS,
-    COMMON,
-    FORMAT_VERSION,
-    KNOWN_BACKENDS,
-    META,
-    TABLE,
-    RunPosition,
-)
+from lightning_megatron.checkpoint.files import BACKENDS, COMMON, FORMAT_VERSION, KNOWN_BACKENDS, META, TABLE
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.groups import Topology
@@ -107,8 +99,8 @@ class RunState:
     """For a model with adapters: path of its frozen weights, if checkpoints of weights alone leave them out."""
     part: Part = "all"
     """Which weights are saved or loaded."""
-    position: RunPosition | None = None
-    """Place of the checkpoint that is saved among those of the run, on rank 0; None outside of a run."""
+    position: Mapping[str, Any] | None = None
+    """Place of the checkpoint that is saved among those of the run, on rank 0, as plain data; None outside of a run."""
 
     def settle(self) -> None:
         """Check the outcome of the last step before it is saved; every rank must call.
@@ -387,7 +379,7 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
         "optimizer_format": None if run.optimizer is None else run.optimizer.state_format,
         "model_description": dict(run.model_description),
         "time": time.time(),
-        "position": None if run.position is None else run.position.as_plain_data,
+        "position": run.position,
         "part": run.part,
         "base": run.base,
         "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
