@@ -129,7 +129,8 @@ def average(
     """Write the mean of the weights of several checkpoints of one model.
 
     The average of the last checkpoints of a run is often better than the last one (stochastic weight averaging). Sums
-    are fp32; the weights keep the dtype of the first checkpoint unless --dtype is given. Reads what convert reads.
+    are fp32 (of fp64 weights fp64); the weights keep the dtypes of the first checkpoint unless --dtype is given. The
+    two matrices of a LoRA adapter are averaged one by one. Reads what convert reads.
 
     Args:
         load_path: Checkpoints to average, in any format.

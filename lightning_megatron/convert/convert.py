@@ -87,6 +87,8 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     _check_model(source, options, layout)
     others = [open_source(path, options.config, base=options.base) for path in average_with]
     other_sources = [_check_same_model(other, source) for other in others]
+    if options.to == "peft":
+        _check_same_base(other_sources, source)
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
         chunks = build_on_cpu(model, topology.parallel)
         loader = WeightLoader(chunks, source)
@@ -131,18 +133,36 @@ def _check_same_model(source: Source, first: Source) -> Source:
     return source
 
 
+def _check_same_base(sources: Sequence[Source], first: Source) -> None:
+    """Check that adapters to average belong to one base model: the mean of them holds no weights of the bases.
+
+    Raises:
+        CheckpointError: If two of the checkpoints record different bases.
+    """
+    for source in sources:
+        if source.base is None or first.base is None:
+            continue
+        if Path(source.base).resolve() != Path(first.base).resolve():
+            raise CheckpointError(
+                f"{source.path}: expected the base {first.base} of {first.path}, got {source.base}; use to=hf, which "
+                "averages the bases, too"
+            )
+
+
 @torch.no_grad()
 def _average(chunks: list[Any], first: WeightLoader, sources: Sequence[Source], dtype: torch.dtype | None) -> None:
-    """Average the weights in ``chunks`` with those of ``sources``, in place.
+    """Average the weights that ``first`` has filled with those of ``sources``, in place.
 
-    Sums are fp32; the mean is stored in ``dtype``, or if None in the dtypes of the first checkpoint.
+    Sums are fp32, of fp64 weights fp64; the mean is stored in ``dtype``, or if None in the dtypes of the first
+    checkpoint.
 
     Raises:
         CheckpointError: If a file is damaged, only some of the checkpoints have a head, or a mean overflows ``dtype``.
     """
-    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    named = first.filled()
     weights = [weight for _, weight in named]
-    sums, dtypes = [weight.float() for weight in weights], [weight.dtype for weight in weights]
+    dtypes = [weight.dtype for weight in weights]
+    sums = [_sum_of_one(weight) for weight in weights]
     for source in sources:
         loader = WeightLoader(chunks, source)
         if loader.missing != first.missing:
@@ -151,10 +171,15 @@ def _average(chunks: list[Any], first: WeightLoader, sources: Sequence[Source], 
         for total, weight in zip(sums, weights, strict=True):
             total += weight
     with raise_on_all_ranks():
-        for (name, weight), total, stored_dtype in zip(named, sums, dtypes, strict=True):
+        for (key, weight), total, stored_dtype in zip(named, sums, dtypes, strict=True):
             mean = total / (len(sources) + 1)
             weight.data = mean.to(dtype or stored_dtype)
-            check_overflow(name, mean, weight)
+            check_overflow(key, mean, weight)
+
+
+def _sum_of_one(weight: torch.Tensor) -> torch.Tensor:
+    """A sum that begins with ``weight``: always a copy, as the next ``fill`` gives the weight other values."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -367,9 +367,8 @@ class WeightLoader:
         from lightning_megatron.engine.collectives import call_on_all_ranks
 
         if as_stored:
-            for tensor, parts in _sharded_parameters(self._chunks):
-                if (key := _key(parts[0])) in self._found:
-                    tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
+            for key, tensor in self.filled():
+                tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
         shards = [shard for shard in shards_of(self._chunks, self._model) if shard.region.key in self._found]
         with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
 
@@ -384,6 +383,11 @@ class WeightLoader:
                     bar.update(shard.data.nbytes)
 
             call_on_all_ranks(fill_all)
+
+    def filled(self) -> list[tuple[Key, torch.Tensor]]:
+        """This rank's parameters that ``fill`` writes, each after the key of its (first) tensor in the checkpoint."""
+        keyed = [(_key(parts[0]), tensor) for tensor, parts in _sharded_parameters(self._chunks)]
+        return [(key, tensor) for key, tensor in keyed if key in self._found]
 
 
 def check_overflow(name: object, values: torch.Tensor, rounded: torch.Tensor) -> None:

@@ -190,8 +190,8 @@ class HostCopy:
     """Asynchronous copy of a scalar from device to host; only ``read`` waits for it."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        """Queue the copy of ``value``, of one element, on the current stream."""
-        self._copy = value.detach().to("cpu", non_blocking=True)
+        """Queue the copy of ``value``, of one element, on the current stream; of a tensor on the host, copy it now."""
+        self._copy = value.detach().to("cpu", non_blocking=True, copy=True)
         self._copied = torch.cuda.Event() if value.is_cuda else None
         if self._copied is not None:
             self._copied.record()

@@ -28,7 +28,7 @@ _LOCAL = {
 }
 
 
-def _write(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Path:
+def write_distributed(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Path:
     """Write a checkpoint with torch's own writer; each tensor is one chunk."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
@@ -38,7 +38,7 @@ def _write(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] |
     return folder
 
 
-def _stacked(source: Path) -> dict[str, torch.Tensor]:
+def stacked(source: Path) -> dict[str, torch.Tensor]:
     """The weights of a Hugging Face directory under Megatron-Core's names, with layers stacked."""
     layers: dict[str, list[torch.Tensor]] = {}
     tensors = {}
@@ -79,7 +79,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("change", [dict, _numbered, _padded], ids=["stacked", "numbered", "padded"])
 def test_layer_and_padding_conventions_are_read(tmp_path: Path, source: Path, change: Callable[..., Any]) -> None:
-    path = _write(tmp_path / "core", {**change(_stacked(source)), "decoder._extra_state": torch.zeros(3)})
+    path = write_distributed(tmp_path / "core", {**change(stacked(source)), "decoder._extra_state": torch.zeros(3)})
     weights = weights_of(path, source / "config.json")
     assert_same_weights(weights, weights_of(source))
     assert weights.source.iteration == 0
@@ -88,7 +88,7 @@ def test_layer_and_padding_conventions_are_read(tmp_path: Path, source: Path, ch
 def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping[str, Any]) -> Path:
     """As megatron-core 0.17 to 0.19 write it: the unsharded state is one more object among the shards."""
     shutil.rmtree(path)
-    _write(path, {**tensors, "common_state/shard_0_1": [dict(common)]})
+    write_distributed(path, {**tensors, "common_state/shard_0_1": [dict(common)]})
     (path / "common.pt").unlink()
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return path
@@ -103,8 +103,8 @@ def test_megatron_lm_arguments_describe_the_model(tmp_path: Path) -> None:
         untie_embeddings_and_output_weights=False,
     )
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
-    path, tensors = tmp_path / "core", _stacked(tmp_path / "source")
-    for write in (_write, _without_common_file):
+    path, tensors = tmp_path / "core", stacked(tmp_path / "source")
+    for write in (write_distributed, _without_common_file):
         weights = weights_of(write(path, tensors, common))
         assert (weights.source.model.family, weights.source.iteration) == ("qwen2", 12)
         assert_same_weights(weights, weights_of(tmp_path / "source"))
@@ -144,7 +144,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_or_hostile_checkpoint_is_refused(
     tmp_path: Path, source: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, (damage, message) = _write(tmp_path / "core", _stacked(source)), DAMAGE[kind]
+    path, (damage, message) = write_distributed(tmp_path / "core", stacked(source)), DAMAGE[kind]
     damage(path)
     with pytest.raises(CheckpointError, match=message):
         convert(ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"))
