@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.files import staged
+from lightning_megatron.files import FileChecksums, staged, verify_checksums, write_checksums
 
 _log = logging.getLogger(__name__)
 
@@ -632,13 +632,16 @@ def _dataset_identity(prefix: str) -> tuple[object, ...]:
 
 _MANIFEST = "index.json"
 _QUIET_WAIT_S = 5.0
+_READ_BYTES = 1 << 22
+_REMEMBERED_FOLDERS = 256
 
 
 def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
     """Build ``folder`` unless it exists, in one of the processes that need it, and return its fingerprint.
 
-    Its ``index.json`` has the sizes of its files, to detect damage. The building process holds a lock, which ends
-    with the process, and the other processes wait.
+    Its ``checksums.json`` has the sizes and CRC-32 of its files: a damaged directory is built again. Each process reads
+    the files for that once, at 2 to 4 GB/s from the page cache. The building process holds a lock, which ends with the
+    process, and the other processes wait.
 
     Args:
         folder: Absolute path; its name identifies its content.
@@ -668,9 +671,10 @@ def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
                     staging = hidden / path.name
                     staging.mkdir()
                     fingerprint = write(str(staging))
-                    sizes = {entry.name: entry.stat().st_size for entry in staging.iterdir()}
-                    manifest = json.dumps({"order": {"fingerprint": fingerprint}, "sizes": sizes}, indent=1)
+                    manifest = json.dumps({"order": {"fingerprint": fingerprint}}, indent=1)
                     (staging / _MANIFEST).write_text(manifest, encoding="utf-8")
+                    files = sorted(staging.iterdir())
+                    write_checksums(staging, {file.name: _checksums_of(file) for file in files})
             # Processes that opened the lock file before find a complete directory when it is released.
             file.unlink(missing_ok=True)
             return fingerprint
@@ -684,9 +688,34 @@ def _read_fingerprint(folder: Path) -> str | None:
     """Fingerprint of an index; None if the directory is missing or damaged."""
     if not folder.is_dir():
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        entries = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        _verify_once(folder, tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries))
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        if all((folder / name).stat().st_size == size for name, size in manifest["sizes"].items()):
-            return str(manifest["order"]["fingerprint"])
+        return str(manifest["order"]["fingerprint"])
     _log.warning("The index %s is damaged and is not used.", folder)
     return None
+
+
+@lru_cache(_REMEMBERED_FOLDERS)
+def _verify_once(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> None:
+    """Verify the checksums of a directory unless this process has done so with the same files.
+
+    Args:
+        folder: The directory.
+        files: Name, size, modification time and inode of each of its files.
+
+    Raises:
+        CheckpointError: If a file is damaged.
+    """
+    if any(not (folder / name).is_file() or (folder / name).is_symlink() for name, *_ in files):
+        raise DataError(f"{folder}: expected files alone, got a directory or a link; remove it")
+    verify_checksums(folder)
+
+
+def _checksums_of(file: Path) -> FileChecksums:
+    checksums = FileChecksums()
+    with file.open("rb") as stream:
+        while data := stream.read(_READ_BYTES):
+            checksums.update(data)
+    return checksums

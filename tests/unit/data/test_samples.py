@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,7 @@ def test_killed_builder_neither_blocks_nor_leaves_files(tmp_path: Path) -> None:
 
     assert build_once(str(folder), write, "corpus") == "fingerprint"
     assert os.listdir(tmp_path) == ["index"]
-    assert sorted(os.listdir(folder)) == ["file", "index.json"]
+    assert sorted(os.listdir(folder)) == ["checksums.json", "file", "index.json"]
     assert (folder / "file").read_text() == "complete"
 
 
@@ -310,6 +311,65 @@ def test_damaged_index_is_rebuilt(
     caplog.clear()
     open_samples(GPT, parts, str(cache))
     assert caplog.text == ""
+
+
+def _flip(path: Path, offset: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def _replace_by_pickle(path: Path) -> None:
+    with path.open("wb") as file:  # by name, numpy would add a suffix
+        np.save(file, np.array([{}]), allow_pickle=True)
+
+
+def _replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _claim_a_huge_shape(path: Path) -> None:
+    """An array's header of terabytes; other files get it in front of theirs."""
+    content = path.read_bytes()
+    shape = b"'shape': ("
+    path.write_bytes(content.replace(shape, shape + b"999999999999, ") if shape in content else shape + content)
+
+
+REPLACEMENTS = (
+    _replace_by_pickle,
+    _replace_by_link,
+    _replace_by_directory,
+    _claim_a_huge_shape,
+    Path.unlink,
+    lambda path: path.write_bytes(b""),
+)
+FLIPS_PER_FILE = 15
+
+
+def test_no_damage_of_a_cached_index_changes_a_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for seed, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 30, seed=seed)
+    cache = tmp_path / "cache"
+    parts = _parts(tmp_path, "ab")
+    expected = _rows(open_samples(GPT, parts, str(cache)))
+    names = sorted(str(path.relative_to(cache)) for path in cache.glob("*/*"))
+    assert len({Path(name).name for name in names}) >= 5
+    random = np.random.default_rng(3)
+    for name in names:
+        size = (cache / name).stat().st_size
+        offsets = random.integers(0, size, FLIPS_PER_FILE).tolist()
+        flips = [partial(_flip, offset=offset, bit=offset % 8) for offset in offsets]
+        for damage in (*flips, *REPLACEMENTS):
+            caplog.clear()
+            damage(cache / name)
+            assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected), (name, damage)
+            assert "is damaged and is not used" in caplog.text, (name, damage)
 
 
 def test_rewritten_dataset_gets_a_new_index(tmp_path: Path) -> None:
