@@ -52,6 +52,7 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
+from lightning_megatron.failures import FailureReport, is_lost_connection, report_as
 from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hooks import (
@@ -196,6 +197,7 @@ class MegatronStrategy(DDPStrategy):
         self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
         self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
         self._watch = Watch(as_options(Heartbeat, heartbeat, "heartbeat"), timeout)
+        self._failures: FailureReport | None = None
         self._topology: groups.Topology | None = None
         self._runtime: Runtime | None = None
         self._schedule: Schedule | None = None
@@ -366,6 +368,7 @@ class MegatronStrategy(DDPStrategy):
         self.set_world_ranks()
         self._watch.prepare(self._module.trainer.default_root_dir, device)
         connect_ranks(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
+        self._failures = FailureReport()
         self._watch.start()
         if self._runtime is not None:
             self._runtime.unpatch()  # of an earlier run that ended without teardown
@@ -639,6 +642,8 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._failures is not None:
+            self._failures.announce(exception)
         self.checkpointing.on_exception(exception)
 
     @override
@@ -721,7 +726,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 time.sleep(_REAP_SECONDS)
             for local_rank, process in enumerate(self.procs, 1):
                 if (code := process.poll() or 0) < 0:  # a lost connection's error does not name the rank
-                    print(f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+                    line = f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}"
+                    print(line, file=sys.stderr)
+                    if is_lost_connection(error):
+                        report_as(error, f"{line}, and rank 0 ends with it")
             if isinstance(error, AssertionError) and (size_error := predict_size_error(error)) is not None:
                 raise size_error from None
             if (damage := restore_error(error, arguments["ckpt_path"])) is not None:

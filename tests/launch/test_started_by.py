@@ -1,6 +1,7 @@
 """A script trains, saves and predicts the same under every launcher, and no rank is left running alone."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,9 @@ class Ends(BasePredictionWriter):
     def on_train_batch_end(self, trainer, *rest):
         if end == f"rank {1 - rank} is killed":
             os.kill(int(Path(f"pid_{1 - rank}").read_text()), signal.SIGKILL)
+
+        if end == "a callback of rank 1" and rank == 1:
+            raise KeyError("no such key")
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
         time.sleep(7 * trainer.global_rank)
@@ -141,6 +145,21 @@ def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_pa
     assert has_ended(int((tmp_path / "pid_1").read_text()), seconds=30)
     assert (tmp_path / "after").exists() == (end == "a failing child")
     assert time.monotonic() - begin < 120  # Lightning checks its children every few seconds
+
+
+@pytest.mark.parametrize("how", ["lightning", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_path: Path) -> None:
+    codes, printed = _run(how, "a callback of rank 1", tmp_path)
+    assert codes == [1], printed
+    line = r"error: rank 1 failed: KeyError: 'no such key' \(train.py:\d+ in on_train_batch_end\)"
+    lines = [each for each in printed.splitlines() if each.strip(" =")]
+    if how == "torchrun":  # its summary shows the traceback of the rank that failed first
+        assert re.fullmatch(rf"\s*{line}", lines[-1]), printed
+        return
+    # The traceback of rank 1 ends with the line; rank 0 has no traceback.
+    assert re.fullmatch(line, lines[-2]), printed
+    assert re.fullmatch(rf"{line}; rank 0 ends with it", lines[-1]), printed
+    assert printed.count("Traceback (most recent call last)") == 1, printed
 
 
 _TRAINS_ON = """

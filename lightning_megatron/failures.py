@@ -1,0 +1,87 @@
+"""Reports of failed runs: the last line of the output names the rank that failed first, and its exception.
+
+Where one rank raises, the others lose their connections to it, and each would print a long traceback of that. The rank
+that fails first announces itself in torch.distributed's store, which outlives it, and its traceback ends with the line.
+On the other ranks the exception stays the same for callers, but is reported as one line where nobody catches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import traceback
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_megatron.errors import one_line
+
+_LOST_CONNECTION = re.compile(r"connection (closed|reset)|broken pipe|socket|nccl|gloo", re.IGNORECASE)
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torchrun: the file whose exception its agent prints after all ranks have ended."""
+
+_runs = itertools.count()
+
+
+class FailureReport:
+    """Which rank of one run has failed first; every rank must have one for each run, in the same order."""
+
+    def __init__(self) -> None:
+        """Begin a run; does not communicate."""
+        self._key = f"lightning_megatron/failure/{next(_runs)}"
+
+    def announce(self, error: BaseException) -> None:
+        """Announce that this rank fails with ``error``, or have it reported as one line if another one was first."""
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, Exception):
+            return
+        rank = dist.get_rank()
+        text = describe(error)
+        with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
+            store = dist.distributed_c10d._get_default_store()
+            # Not announced: the rank that was lost has died without a word, or will announce itself.
+            if is_lost_connection(error) and not store.check([self._key]):
+                return
+            announced = json.loads(store.compare_set(self._key, "", json.dumps([rank, text])))
+            first_rank, first_text = announced
+            line = f"error: rank {first_rank} failed: {first_text}"
+            if first_rank != rank:
+                if isinstance(error, RuntimeError):
+                    report_as(error, f"{line}; rank {rank} ends with it")
+                return
+            error.add_note(line)
+            if _ERROR_FILE in os.environ:
+                get_error_handler().record_exception(error)
+
+
+def describe(error: Exception) -> str:
+    """Type, message and place of an exception, in one line; the place is the innermost one outside of libraries."""
+    text = one_line(f"{type(error).__name__}: {error}")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _LIBRARIES not in each.filename]
+    if not frames:
+        return text
+    place = frames[-1]
+    return f"{text} ({os.path.basename(place.filename)}:{place.lineno} in {place.name})"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` is that of a collective whose other rank has ended."""
+    return isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+
+
+def report_as(error: BaseException, line: str) -> None:
+    """Print ``line`` instead of a traceback if nobody catches ``error``."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is error:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            previous(kind, value, trace)
+
+    sys.excepthook = hook
