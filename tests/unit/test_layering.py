@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Top-level directories and files, lowest layer first. A layer may import only earlier ones.
 LAYERS = (
     ("errors",),
-    ("files", "foreign_names", "restarts"),
+    ("failures", "files", "foreign_names", "restarts"),
     ("hub",),
     ("engine",),
     ("models", "data", "checkpoint", "precision"),
