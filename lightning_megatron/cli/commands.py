@@ -225,7 +225,8 @@ def _add_argument(
 ) -> None:
     types, default = _leaf_types(hint), parameter.default
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
-    details: dict[str, Any] = {"help": text[:1].lower() + text[1:] if not text[1:2].isupper() else text}
+    is_name = text[1:2].isupper() or text.startswith("Hugging Face")
+    details: dict[str, Any] = {"help": text if is_name else text[:1].lower() + text[1:]}
     is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     names = [parameter.name] if is_positional else [flag or f"--{parameter.name.replace('_', '-')}"]
     if not is_positional:
