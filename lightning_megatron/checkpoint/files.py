@@ -28,9 +28,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from lightning_megatron.checkpoint.schema import check_meta
-from lightning_megatron.engine.pickles import StandIn, read_pickle, stand_in
+from lightning_megatron.engine.pickles import StandIn, check_archive, read_pickle, scan_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import (
     CHECKSUMS,
@@ -163,11 +165,16 @@ def read_table(path: Path) -> Any:
             be read.
     """
     try:
-        state = _TableUnpickler(io.BytesIO((path / TABLE).read_bytes())).load().state
-        entries, locations = (_rebuild(state[name]) for name in ("state_dict_metadata", "storage_data"))
-        for name in (location.relative_path for location in locations.values()):
-            if Path(name).name != name:
-                raise CheckpointError(f"it points outside itself, to {name!r}")
+        content = io.BytesIO((path / TABLE).read_bytes())
+        scan_pickle(content)
+        content.seek(0)
+        state = _TableUnpickler(content).load().state
+        entries, locations = (_rebuild(state[name], {}) for name in ("state_dict_metadata", "storage_data"))
+        for location in locations.values():
+            if Path(location.relative_path).name != location.relative_path:
+                raise CheckpointError(f"it points outside itself, to {location.relative_path!r}")
+            if location.transform_descriptors:  # torch would decompress it, to whatever size
+                raise CheckpointError(f"it has a compressed entry in {location.relative_path}")
         return metadata.Metadata(state_dict_metadata=entries, storage_data=locations)  # all that readers need
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
@@ -181,12 +188,23 @@ _TABLE_CLASSES = (
 )
 
 
-def _rebuild(node: Any) -> Any:
-    """Rebuild torch's objects from the stand-ins of a table."""
+def _rebuild(node: Any, rebuilt: dict[int, Any]) -> Any:
+    """Rebuild torch's objects from the stand-ins of a table.
+
+    Args:
+        node: A part of the table.
+        rebuilt: Results by ``id`` of their nodes: one that many others hold is rebuilt once.
+    """
+    if id(node) not in rebuilt:
+        rebuilt[id(node)] = _rebuild_new(node, rebuilt)
+    return rebuilt[id(node)]
+
+
+def _rebuild_new(node: Any, rebuilt: dict[int, Any]) -> Any:
     if isinstance(node, dict):
-        return {_rebuild(key): _rebuild(value) for key, value in node.items()}
+        return {_rebuild(key, rebuilt): _rebuild(value, rebuilt) for key, value in node.items()}
     if isinstance(node, list):
-        return [_rebuild(item) for item in node]
+        return [_rebuild(item, rebuilt) for item in node]
     if not isinstance(node, StandIn):
         return node
     name = type(node).__name__
@@ -195,12 +213,41 @@ def _rebuild(node: Any) -> Any:
     if name == "TensorProperties":
         return metadata.TensorProperties(dtype=node.state[0])
     kind = next(kind for kind in _TABLE_CLASSES if kind.__name__ == name)
-    return kind(**_rebuild(node.state or {}))
+    return kind(**_rebuild(node.state or {}, rebuilt))
+
+
+class _CheckedReads:
+    """Mixin of torch's readers, which unpickle tensors by themselves: checks each entry before it is read."""
+
+    storage_data: dict[Any, Any]
+    path: Any
+    fs: Any
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As the reader's.
+
+        Raises:
+            CheckpointError: If an entry would become larger than it is when it is loaded.
+        """
+        for index in {item.storage_index for item in plan.items if item.type == LoadItemType.TENSOR}:
+            entry = self.storage_data[index]
+            with self.fs.create_stream(self.fs.concat_path(self.path, entry.relative_path), "rb") as stream:
+                check_archive(stream, entry.offset, entry.length, f"{index.fqn} in {entry.relative_path}")
+        reading: Future[None] = super().read_data(plan, planner)  # type: ignore[misc]
+        return reading
+
+
+class _FileReader(_CheckedReads, filesystem.FileSystemReader):
+    pass
+
+
+class _StoreReader(_CheckedReads, FsspecReader):
+    pass
 
 
 def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemReader:
     """Torch's reader of shards, on a disk or in an object store, for a table of contents of ``read_table``."""
-    reader = (FsspecReader if is_remote(path) else filesystem.FileSystemReader)(str(path))
+    reader = (_StoreReader if is_remote(path) else _FileReader)(str(path))
     reader.read_metadata = lambda *_, **__: table  # type: ignore[method-assign]
     reader.set_up_storage_reader(table, is_coordinator=False)
     return reader

@@ -87,6 +87,7 @@ class DistributedSource(Source):
         try:
             ends = [(entry.relative_path, entry.offset + entry.length) for entry in table.storage_data.values()]
             truncated = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
+            lengths = sum(entry.length for entry in table.storage_data.values())
             self.stored = {
                 str(name): Stored(tuple(map(operator.index, entry.size)), entry.properties.dtype, entry)
                 for name, entry in table.state_dict_metadata.items()
@@ -100,6 +101,9 @@ class DistributedSource(Source):
                 f"checkpoint {path} is damaged: expected {end} bytes in {name}, got {sizes.get(name, 'no such file')}; "
                 "use another"
             )
+        # Every layer of a stack gets a key of its own; an empty axis must not hide a huge one.
+        if sum(math.prod(max(1, size) for size in tensor.shape) for tensor in self.stored.values()) > lengths:
+            raise CheckpointError(f"checkpoint {path} has tensors larger than its {lengths:,} bytes; use another")
         folders = (path / COMPANIONS, path)
         self.companions = next((folder for folder in folders if folder.is_dir() and companion_files(folder)), None)
         self._found: dict[Key, Stored] = {}

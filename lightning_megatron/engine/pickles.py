@@ -3,9 +3,10 @@
 It reads the files of a run (``meta.pt``, ``common.pt``) and those of other programs (Megatron-LM, Hugging Face
 ``.bin``). ``torch.load(weights_only=True)`` alone is not enough for either: it refuses the enumerations, loss scalers
 and random states that Megatron-LM stores with the weights, and a file of a few bytes can make it build huge objects.
-So the globals that a file names are listed first, without executing an instruction; those of Megatron-LM, Apex, NumPy
-and the like become stand-ins that keep their arguments, all others are refused by name, and the size of the result is
-checked. Stand-ins replace the real classes, because importing a global may run code (``numpy.testing``).
+So the globals that a file names are listed first, without executing an instruction (``scan_pickle``); those of
+Megatron-LM, Apex, NumPy and the like become stand-ins that keep their arguments, all others are refused by name, and
+the size of the result is checked. Stand-ins replace the real classes, because importing a global may run code
+(``numpy.testing``).
 
 Tensors of zip archives (torch 1.6 and newer) are memory-mapped: a row takes memory when it is used.
 """
@@ -50,6 +51,21 @@ _MAX_ITEMS = 1_000_000
 _MAX_ITEMS_PER_BYTE = 10
 """Maximum number of items in containers; an item in several containers counts several times: each takes a byte."""
 
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_FILLS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+"""Instructions that add to the object below their operands."""
+_TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+_CALLS = {"REDUCE", "NEWOBJ"}
+_RESERVING = re.compile(
+    r"builtins\.bytearray|torch\.(cuda\.)?(sparse\.)?\w+Tensor"
+    r"|torch\._utils\._rebuild_(device_tensor\w+|qtensor|sparse_tensor|nested_tensor|wrapper_subclass)"
+)
+"""Globals that torch allows in any file and that reserve as much memory as their arguments say; ``torch.save`` names
+none of them for a dense tensor in host memory."""
+_RESERVING_CALLS = {"torch.Tensor", "torch.storage.UntypedStorage", "torch.storage.TypedStorage"}
+"""Globals that are the type of a tensor or storage, and reserve memory if they are called."""
+
 
 class StandIn:
     """Replaces a class or function that a pickle names: keeps the arguments of the call, and does nothing.
@@ -76,7 +92,9 @@ class StandIn:
         (self.state,) = state
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}{self.arguments}"
+        """The call; arguments that may hold others are left out, as their text may double with each level."""
+        plain = tuple(each if isinstance(each, (str, int, float)) else ... for each in self.arguments)
+        return f"{type(self).__name__}{plain}"
 
 
 def stand_in(name: str) -> type[StandIn]:
@@ -126,6 +144,60 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
         ) from None
 
 
+class _Part(io.RawIOBase):
+    """A range of bytes of an open file, as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        super().__init__()
+        self._stream = stream
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, begin + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._length - self._position))
+        self._stream.seek(self._offset + self._position)
+        data = self._stream.read(size)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def check_archive(stream: BinaryIO, offset: int, length: int, name: str) -> None:
+    """Check a tensor of ``torch.save`` within a file, which another program is going to load.
+
+    Args:
+        stream: The open file.
+        offset: Where it begins.
+        length: Its size in bytes.
+        name: Its name in errors.
+
+    Raises:
+        CheckpointError: If loading it would take more memory than it has bytes, or it is damaged.
+    """
+    try:
+        part: Any = _Part(stream, offset, length)
+        _resolve_globals(_archive_pickle(part, length), 1, foreign=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
+    except Exception as error:  # arbitrary bytes raise anything
+        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error}); use another copy") from None
+
+
 def _archive_pickle(opened: BinaryIO, size: int) -> io.BytesIO:
     """The pickle in a zip archive, after checking that its members take no more memory than the file has bytes."""
     with zipfile.ZipFile(opened) as archive:
@@ -142,21 +214,120 @@ def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list
     """Map globals of pickles to their replacements, without executing an instruction, as pairs (object, name).
 
     Raises:
-        CheckpointError: If the pickle names ``bytearray``.
+        CheckpointError: If a pickle would become far larger than it is.
     """
     resolved: dict[str, Any] = {}
     for _ in range(num_pickles):
-        for opcode, argument, _ in pickletools.genops(pickled):
-            if opcode.proto > 2:
-                raise ValueError(f"pickle protocol {opcode.proto}, where torch.save writes 2")
-            if opcode.name != "GLOBAL":
-                continue
-            name = str(argument).replace(" ", ".", 1).replace("__builtin__.", "builtins.")
+        for name in scan_pickle(pickled, max_protocol=2):
             if foreign and (name in _KNOWN_GLOBALS or _FOREIGN_GLOBALS.fullmatch(name)):
                 resolved.setdefault(name, _KNOWN_GLOBALS.get(name) or stand_in(name))
-            elif name == "builtins.bytearray":
-                raise CheckpointError("it would reserve memory for a bytearray, of whatever length it says")
+            elif _RESERVING.fullmatch(name):
+                what = name.removeprefix("builtins.")
+                raise CheckpointError(f"it would reserve memory for a {what}, of whatever length it says")
     return [(replacement, name) for name, replacement in resolved.items()]
+
+
+class _Operand:
+    """What is known about an object on the stack of an unpickler before anything is executed."""
+
+    __slots__ = ("items", "size", "text")
+
+    def __init__(self, size: int, text: str = "", items: tuple[_Operand, ...] | None = None) -> None:
+        self.size = size
+        """Number of objects in it; those in several containers count several times."""
+        self.text = text
+        """Content of a string, or name of a global."""
+        self.items = items
+        """Items of a tuple; None for other objects."""
+
+
+def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCOL) -> list[str]:
+    """Follow the instructions of a pickle without executing them; leaves ``pickled`` behind its end.
+
+    Python's unpickler allocates a memo as large as the largest index in it, computes the hash of a tuple anew for each
+    tuple that holds it, and torch's calls some functions with whatever arguments.
+
+    Returns:
+        Names of all globals.
+
+    Raises:
+        CheckpointError: If unpickling it would take far more memory or time than it has bytes.
+        ValueError: If it is damaged, or of a newer protocol.
+    """
+    names: dict[str, None] = {}
+    stack: list[_Operand | None] = []  # None is a mark
+    memo: dict[int, _Operand | None] = {}
+    for opcode, argument, position in pickletools.genops(pickled):
+        if opcode.proto > max_protocol:
+            raise ValueError(f"pickle protocol {opcode.proto}, where torch.save writes {max_protocol}")
+        if opcode.name in _PUTS or opcode.name == "MEMOIZE":
+            index = len(memo) if argument is None else argument
+            if index > (position or 0):
+                raise CheckpointError(f"it would reserve memory for {index:,} objects in {position} bytes")
+            memo[index] = stack[-1]
+            continue
+        if opcode.name in _GETS or opcode.name == "MARK":
+            stack.append(memo[argument] if opcode.name in _GETS else None)
+            continue
+        operands = _pop_operands(opcode, stack)
+        if opcode.stack_after:
+            result = _apply(opcode.name, argument, operands)
+            stack += [result] * len(opcode.stack_after)
+            if opcode.name in ("GLOBAL", "STACK_GLOBAL"):
+                names.setdefault(result.text)
+            if result.size > _MAX_ITEMS + _MAX_ITEMS_PER_BYTE * (position or 0):
+                raise CheckpointError("its containers hold each other without end")
+    return list(names)
+
+
+def _pop_operands(opcode: pickletools.OpcodeInfo, stack: list[_Operand | None]) -> list[_Operand]:
+    """Operands of an instruction, which are removed from the stack with their mark."""
+    before = opcode.stack_before
+    count = len(before)
+    operands: list[_Operand | None] = []
+    if pickletools.markobject in before:
+        count = before.index(pickletools.markobject)
+        while (operand := stack.pop()) is not None:
+            operands.append(operand)
+    operands += [stack.pop() for _ in range(count)]
+    return [operand for operand in reversed(operands) if operand is not None]
+
+
+def _apply(name: str, argument: Any, operands: list[_Operand]) -> _Operand:
+    """Result of an instruction.
+
+    Raises:
+        CheckpointError: If it calls a function that multiplies its arguments.
+    """
+    size = sum(operand.size for operand in operands)
+    if name in _FILLS:
+        operands[0].size = size
+        return operands[0]
+    if name in _TUPLES:
+        return _Operand(1 + size, items=tuple(operands))
+    if name == "GLOBAL":
+        return _Operand(1, str(argument).replace(" ", ".", 1).replace("__builtin__.", "builtins."))
+    if name == "STACK_GLOBAL":
+        return _Operand(1, ".".join(operand.text for operand in operands))
+    if name in _CALLS:
+        _check_call(operands[0].text, operands[1].items)
+    return _Operand(1 + size, argument if isinstance(argument, str) else "")
+
+
+def _check_call(function: str, arguments: tuple[_Operand, ...] | None) -> None:
+    """Raise if a call reserves memory: of ``torch.Tensor``, also through another function, or of a codec.
+
+    Raises:
+        CheckpointError: If it does.
+        ValueError: If its arguments are not a tuple.
+    """
+    if arguments is None:
+        raise ValueError(f"a call of {function or 'data'} without a tuple of arguments")
+    called = [function, *(each.text for each in arguments[:1])]
+    if reserving := _RESERVING_CALLS & {*called}:
+        raise CheckpointError(f"it would reserve memory for a {min(reserving)}, of whatever length it says")
+    if "_codecs.encode" in called and [each.text for each in arguments[1:]] != ["latin1"]:
+        raise CheckpointError("it would encode text over and over")
 
 
 @contextmanager

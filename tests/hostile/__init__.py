@@ -1,0 +1,1 @@
+"""Files made to harm: each must be refused in one line, at a small cost."""
