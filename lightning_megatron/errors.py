@@ -153,10 +153,14 @@ def options_object(kind: type) -> str:
     return f"{kind.__name__}(...) or a dict, with {', '.join(inspect.signature(kind).parameters)}"
 
 
+_MAX_DIVISOR = 1_000_000
+
+
 def divisors(number: int) -> list[int]:
-    """All divisors of ``number`` in ascending order."""
-    small = [d for d in range(1, math.isqrt(max(number, 0)) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    """All divisors of ``number`` in ascending order; of a number beyond all sizes only those below a million."""
+    root = math.isqrt(max(number, 0))
+    small = [d for d in range(1, min(root, _MAX_DIVISOR) + 1) if number % d == 0]
+    return small if root > _MAX_DIVISOR else sorted({*small, *(number // d for d in small)})
 
 
 def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividend: int) -> None:

@@ -7,6 +7,7 @@ Megatron-LM (both also below ``iter_0000N``), Hugging Face model directories and
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -130,4 +131,18 @@ def open_source(
         raise ConfigError(f"base={base} would do nothing: {path} has all weights; leave it out")
     else:
         source.describe(config)
+    _check_number_of_layers(source)
     return source
+
+
+def _check_number_of_layers(source: Source) -> None:
+    """Raise if the files cannot hold as many layers as the config says: each is built before it is missed."""
+    stored = sum(math.prod(tensor.shape) for part in source.sources for tensor in part.stored.values())
+    model = source.model
+    layers = model.num_layers + model.num_decoder_layers
+    queries = model.num_attention_heads * model.kv_channels
+    if layers * queries * model.hidden_size > stored:  # every layer has queries
+        raise CheckpointError(
+            f"{source.path}: expected weights of {layers} layers, as its config says, got {stored:,} elements; use the "
+            "config that belongs to the weights"
+        )

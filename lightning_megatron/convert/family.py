@@ -318,13 +318,18 @@ def activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+_MAX_HEAD_DIM = 1 << 16
+
+
 def head_dim(hf: Any) -> int:
     """Size of an attention head: the config's ``head_dim``, else hidden_size / num_attention_heads.
 
     Raises:
-        ConfigError: If num_attention_heads does not divide hidden_size.
+        ConfigError: If num_attention_heads does not divide hidden_size, or heads are too large.
     """
     if width := getattr(hf, "head_dim", None):
+        if width > _MAX_HEAD_DIM:  # rotary frequencies are computed for every pair of dimensions
+            raise ConfigError(f"head_dim={width}: expected at most {_MAX_HEAD_DIM}; correct the model's config")
         return int(width)
     require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)
     return int(hf.hidden_size // hf.num_attention_heads)

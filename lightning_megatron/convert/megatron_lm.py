@@ -155,6 +155,8 @@ def split_axis(name: str) -> int | None:
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d{0,9})")
+_MAX_EXPANSION = 20
+"""Maximum ratio of unpacked to packed bytes of a zip file; weights hardly compress."""
 _ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 """Exceptions raised by reading damaged zip files."""
 
@@ -225,6 +227,9 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
 def _unpack(archive: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as opened:
+            num_bytes = sum(info.file_size for info in opened.infolist())
+            if num_bytes > _MAX_EXPANSION * archive.stat().st_size:
+                raise OSError(f"its members would take {num_bytes:,} bytes")
             for info in opened.infolist():
                 name = PurePosixPath(info.filename)
                 if name.name in MODEL_FILES:

@@ -34,7 +34,10 @@ _LEGACY_KEYS = {
     "qwen3_moe": {"head_dim", "max_window_layers"},  # in published files; only head_dim is read by the model
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
-_MAX_LAYERS = 100_000
+MAX_LAYERS = 1_000
+"""Maximum number of layers of a stack; each takes about 0.2 MB before it has weights."""
+_MAX_LABELS = 500_000
+"""Maximum number of labels without names; transformers gives a name to each."""
 
 _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
 _BIASED_HEAD = "its output layer has a bias, and the engine's has none"
@@ -157,10 +160,7 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     family_of(fields["model_type"])
     config_class = CONFIG_MAPPING[fields["model_type"]]
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
-    for name, value in arguments.items():
-        # Checked before transformers and this package build lists with one entry per layer.
-        if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
-            raise ConfigError(f"{name}={value} is more than {_MAX_LAYERS} layers; correct the model's config")
+    _check_counts(arguments)
     if quantization := arguments.pop("quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(
@@ -185,6 +185,18 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     except Exception as error:  # transformers raises exceptions of its own
         reason = " ".join(str(error).split())  # their first line only names the field
         raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Check counts for which transformers and this package build lists, before they do.
+
+    Raises:
+        ConfigError: If a model has more layers or labels than any has.
+    """
+    for kind, largest in (("layer", MAX_LAYERS), ("label", _MAX_LABELS)):
+        for name, value in fields.items():
+            if kind in name and isinstance(value, int) and value > largest:
+                raise ConfigError(f"{name}={value} is more than {largest} {kind}s; correct the model's config")
 
 
 def stored_config(fields: Mapping[str, Any], origin: str) -> Any:

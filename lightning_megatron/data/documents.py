@@ -22,14 +22,16 @@ import contextlib
 import glob
 import importlib.util
 import json
+import math
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
+from lightning_megatron.data.parquet import read_pages
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 
 try:
@@ -54,14 +56,30 @@ PLAIN_TEXT_KEY = "text"
 PIECE_BYTES = 1 << 19
 """Approximate size of a piece, in decompressed bytes: repetitive lines grow ten thousandfold when decompressed, and no
 piece may be that large."""
+MIN_LARGEST_DOCUMENT = 1 << 20
+MAX_LARGEST_DOCUMENT = 1 << 30
+MAX_DOCUMENT_EXPANSION = 20
+"""Default limit of a document in a compressed file: so many times the size of the file, between these two limits. A few
+kilobytes can decompress to one document of gigabytes."""
 MAX_REPORTED = 20
 """Bad documents of a run that are reported one by one; further ones are only counted."""
 
 _COMPRESSED_BYTES = 1 << 16
 """Compressed bytes read at a time; text decompresses to about ten times as many."""
+_ZSTD_BYTES = 1 << 11
+"""Compressed bytes given to zstd at a time, which cannot be told to pause: they decompress to at most 64 MiB."""
 _MAX_ZSTD_WINDOW = 1 << 31
 """Window of ``zstd --long=31``, with which large public corpora are compressed."""
+_MIN_ZSTD_WINDOW = 1 << 27
+"""Window that a file of any size may have; the decompressor comes to hold as many bytes."""
+_MAX_EXPANSION = 500
+_MIN_LARGEST_FILE = 1 << 24
+"""A file may decompress to ``_MAX_EXPANSION`` times its size and so many bytes more."""
 _MAX_ROWS = 1 << 14
+_MAX_BAD_ROWS = 1 << 16
+"""Maximum number of rows to report if a column is missing."""
+_MAX_REPEATED_BYTES = 1 << 26
+"""Maximum size of the rows read at a time if each is the whole dictionary of its column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +92,8 @@ class Piece:
     """Bytes of input as stored on disk; those of all pieces of a file add up to its size."""
     files: tuple[str, ...] = ()
     """Text files of one document each, plain or compressed."""
+    max_document_bytes: int | None = None
+    """Limit of a document, see ``document_limit``; for text files as given by the user."""
     lines: bytes = b""
     """Complete JSON lines; only the last line of a file may lack its newline."""
     rows: Sequence[dict[str, Any]] = ()
@@ -171,8 +191,28 @@ def progress_bar(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay)
 
 
+def document_limit(path: str | Path, max_document_bytes: int | None = None) -> int:
+    """Maximum bytes of one document in a file: a text, a JSON line or a table row.
+
+    Args:
+        path: The file.
+        max_document_bytes: The limit that the user gives; None: the size of a plain file, and for a compressed one or a
+            table ``MAX_DOCUMENT_EXPANSION`` times its size, at least 1 MiB and at most 1 GiB.
+    """
+    size: int = os.path.getsize(path)
+    if max_document_bytes is not None:
+        return max_document_bytes
+    content, compression = format_of(path)
+    if content != "parquet" and not compression:
+        return size
+    return min(max(MIN_LARGEST_DOCUMENT, MAX_DOCUMENT_EXPANSION * size), MAX_LARGEST_DOCUMENT)
+
+
 def cut_into_pieces(
-    files: Sequence[Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,), piece_bytes: int = PIECE_BYTES
+    files: Sequence[Path],
+    keys: Sequence[str] = (PLAIN_TEXT_KEY,),
+    piece_bytes: int = PIECE_BYTES,
+    max_document_bytes: int | None = None,
 ) -> Iterator[Piece]:
     """Yield all documents of ``files`` in order, in pieces of about ``piece_bytes``.
 
@@ -180,23 +220,24 @@ def cut_into_pieces(
         files: As returned by ``find_files``.
         keys: Columns to read from tables.
         piece_bytes: Bytes of text per piece; exceeded by longer documents.
+        max_document_bytes: See ``document_limit``.
     """
     group: list[str] = []
     group_bytes = 0
     for path in files:
         (content, _), size = format_of(path), path.stat().st_size
         if group and (content != "text" or group_bytes + size > piece_bytes):
-            yield Piece(files=tuple(group), num_bytes=group_bytes)
+            yield Piece(files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes)
             group, group_bytes = [], 0
         if content == "text":
             group.append(str(path))
             group_bytes += size
         elif content == "parquet":
-            yield from _cut_rows(str(path), size, keys, piece_bytes)
+            yield from _cut_rows(str(path), size, keys, piece_bytes, document_limit(path, max_document_bytes))
         else:
-            yield from _cut_lines(str(path), size, piece_bytes)
+            yield from _cut_lines(str(path), size, piece_bytes, document_limit(path, max_document_bytes))
     if group:
-        yield Piece(files=tuple(group), num_bytes=group_bytes)
+        yield Piece(files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes)
 
 
 def read_documents(piece: Piece, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -241,7 +282,7 @@ def read_records(
         DataError: With the location, if a line is no JSON object; if a file cannot be read.
     """
     for file in files:
-        for piece in _cut_lines(str(file), file.stat().st_size, PIECE_BYTES):
+        for piece in _cut_lines(str(file), file.stat().st_size, PIECE_BYTES, document_limit(file)):
             on_bytes(piece.num_bytes)
             for location, record in _records(piece):
                 if isinstance(record, str):
@@ -264,27 +305,40 @@ def replace_surrogates(text: str) -> str:
 def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...] | str]]:
     """Location of each document, with its texts (one per key) or the problem and its fix."""
     for path in piece.files:
-        yield path, _read_text(path)
+        yield path, _read_text(path, piece.max_document_bytes)
     for location, record in _records(piece):
-        yield location, record if isinstance(record, str) else _extract_texts(record, keys)
+        texts = record if isinstance(record, str) else _extract_texts(record, keys)
+        if isinstance(texts, tuple) and piece.rows and sum(map(len, texts)) > (piece.max_document_bytes or math.inf):
+            texts = _too_long(piece.max_document_bytes or 0)
+        yield location, texts
 
 
 def _records(piece: Piece) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Location of each row and each line that is not blank, with its content or the problem and its fix."""
+    limit = piece.max_document_bytes
     for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
         if line and not line.isspace():
-            yield f"{piece.path}, line {number}", _parse_line(line)
+            is_long = limit is not None and len(line) > limit
+            yield f"{piece.path}, line {number}", _too_long(limit or 0) if is_long else _parse_line(line)
     for number, row in enumerate(piece.rows, piece.first):
         yield f"{piece.path}, row {number}", row
     if piece.problem:
         yield piece.path, piece.problem
 
 
-def _read_text(path: str) -> tuple[str] | str:
+def _read_text(path: str, max_document_bytes: int | None) -> tuple[str] | str:
+    parts: list[bytes] = []
+    size = 0
     try:
-        data = b"".join(part for part, _ in read_parts(path))
+        limit = document_limit(path, max_document_bytes)
+        for part, _ in read_parts(path):
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                return _too_long(limit)
     except OSError as error:
         return _read_failure(error)
+    data = b"".join(parts)
     if b"\0" in data:
         return "is not a text file: it contains zero bytes; remove it from the inputs"
     return (data.decode("utf-8-sig", errors="replace"),)
@@ -308,6 +362,8 @@ def _extract_texts(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ..
         text = record.get(key)
         if key not in record:
             return f"has no key '{key}'; choose the json key from {', '.join(record) or 'none'}"
+        if isinstance(text, _NoText):
+            return f"has the type {text.kind} under '{key}', expected a string; store text there"
         if not isinstance(text, str):
             return f"has the type {type(text).__name__} under '{key}', expected a string; store text there"
         texts.append(text if text.isascii() else replace_surrogates(text))
@@ -331,41 +387,69 @@ def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tupl
     Concatenated gzip members or zstd frames are read as one content, as of ``cat a.gz b.gz``.
 
     Raises:
-        OSError: If the file cannot be read, is truncated, has a wrong checksum, or another compression than its name.
+        OSError: If the file cannot be read, is truncated, has a wrong checksum, another compression than its name, or
+            decompresses to far more than text does.
     """
     _, compression = format_of(path)
     with open(path, "rb") as stream:
         while not compression and (part := stream.read(part_bytes)):
             yield part, stream.tell()
-        current: Any = None
-        while data := stream.read(_COMPRESSED_BYTES):
-            # gzip files may be padded with zeros, e.g. those on tapes.
-            while data := data if current else data.lstrip(b"\0"):
-                if current is None:
-                    current, failure = _decompressor(compression)
-                try:
-                    content = current.decompress(data)
-                except failure as error:
-                    raise OSError(f"damaged, or not compressed as its name says: {error}") from error
-                for begin in range(0, len(content), part_bytes):
-                    yield content[begin : begin + part_bytes], stream.tell()
-                data = current.unused_data if current.eof else b""
-                current = None if current.eof else current
-        if current is not None:
-            raise OSError("it ends in the middle of the compressed data")
+        if not compression:
+            return
+        size = os.fstat(stream.fileno()).st_size
+        left = _MIN_LARGEST_FILE + _MAX_EXPANSION * size
+        for content in _decompress(stream, compression, size):
+            left -= len(content)
+            if left < 0:
+                raise OSError(
+                    f"its {size:,} bytes decompress to more than {_MAX_EXPANSION} times as many; if it is meant to, "
+                    "decompress it first"
+                )
+            for begin in range(0, len(content), part_bytes):
+                yield content[begin : begin + part_bytes], stream.tell()
 
 
-def _decompressor(compression: str) -> tuple[Any, type[Exception]]:
-    """A decompressor for one gzip member or zstd frame, and the exception that it raises."""
+def _decompress(stream: BinaryIO, compression: str, size: int) -> Iterator[bytes]:
+    """Decompressed content of a file of ``size`` bytes, in parts of at most 64 MiB.
+
+    Raises:
+        OSError: See ``read_parts``.
+    """
+    current: Any = None
+    at_a_time = _ZSTD_BYTES if compression == ".zst" else _COMPRESSED_BYTES
+    while data := stream.read(at_a_time):
+        # gzip files may be padded with zeros, e.g. those on tapes.
+        while data := data if current else data.lstrip(b"\0"):
+            if current is None:
+                current, failure = _decompressor(compression, size)
+            try:
+                content = current.decompress(data)
+            except failure as error:
+                raise OSError(f"damaged, or not compressed as its name says: {error}") from error
+            yield content
+            data = current.unused_data if current.eof else b""
+            current = None if current.eof else current
+    if current is not None:
+        raise OSError("it ends in the middle of the compressed data")
+
+
+def _decompressor(compression: str, size: int) -> tuple[Any, type[Exception]]:
+    """A decompressor for one gzip member or zstd frame, and the exception that it raises.
+
+    Args:
+        compression: Suffix of the file.
+        size: Size of the file, which limits the window.
+    """
     if compression == ".gz":
         return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error  # 16: with gzip's header and checksum
     import zstandard
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW)
+    window = min(max(_MIN_ZSTD_WINDOW, _MAX_EXPANSION * size), _MAX_ZSTD_WINDOW)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=window)
     return decompressor.decompressobj(), zstandard.ZstdError
 
 
-def _cut_lines(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
+def _cut_lines(path: str, size: int, piece_bytes: int, max_document_bytes: int) -> Iterator[Piece]:
     buffer, problem, first, accounted = bytearray(), "", 1, 0
     try:
         for part, position in read_parts(path, piece_bytes):
@@ -373,38 +457,124 @@ def _cut_lines(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
             unfinished = len(part) - part.rfind(b"\n") - 1
             if len(buffer) >= piece_bytes and unfinished < len(part):
                 lines = bytes(buffer[: len(buffer) - unfinished])
-                yield Piece(path=path, lines=lines, first=first, num_bytes=position - accounted)
+                yield Piece(
+                    path=path,
+                    lines=lines,
+                    first=first,
+                    num_bytes=position - accounted,
+                    max_document_bytes=max_document_bytes,
+                )
                 del buffer[: len(lines)]
                 first, accounted = first + lines.count(b"\n"), position
+            if len(buffer) > max_document_bytes + piece_bytes:
+                raise _TooLongError(_too_long(max_document_bytes))
+    except _TooLongError as error:
+        problem = f"has a line after line {first - 1} that {error}; further lines are not read"
+        buffer.clear()
     except OSError as error:
         problem = _read_failure(error)
         del buffer[buffer.rfind(b"\n") + 1 :]  # complete lines are still read
     if buffer or accounted < size:
-        yield Piece(path=path, lines=bytes(buffer), first=first, num_bytes=size - accounted, problem=problem)
+        yield Piece(
+            path=path,
+            lines=bytes(buffer),
+            first=first,
+            num_bytes=size - accounted,
+            problem=problem,
+            max_document_bytes=max_document_bytes,
+        )
 
 
-def _cut_rows(path: str, size: int, keys: Sequence[str], piece_bytes: int) -> Iterator[Piece]:
-    """The columns ``keys`` of a table, with row groups of any size: pages are read as they are needed."""
+class _TooLongError(Exception):
+    """A document is longer than the limit."""
+
+
+def _too_long(limit: int) -> str:
+    return (
+        f"is longer than {limit:,} bytes, the limit for a file of this size; set max_document_bytes if it is meant to "
+        "be, or remove it from the inputs"
+    )
+
+
+def _cut_rows(path: str, size: int, keys: Sequence[str], piece_bytes: int, max_document_bytes: int) -> Iterator[Piece]:
+    """The columns ``keys`` of a table, with row groups of any size: pages are read as they are needed.
+
+    Texts stay in the dictionaries of the file, so that one that many rows share is in memory once.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    done = accounted = 0
+    done = accounted = total = 0
     try:
-        with pyarrow.parquet.ParquetFile(
-            path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
-        ) as table:
-            num_rows, names = table.metadata.num_rows, table.schema_arrow.names
-            columns = list(keys) if set(keys) <= set(names) else None  # None reads all: the error names them
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            bytes_per_row = sum(group.total_byte_size for group in groups) // max(num_rows, 1)
-            rows = max(1, min(_MAX_ROWS, piece_bytes // max(bytes_per_row, 1)))
-            for batch in table.iter_batches(rows, columns=columns, use_threads=False):
+        with (
+            open(path, "rb") as stream,
+            pyarrow.parquet.ParquetFile(
+                path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+            ) as table,
+        ):
+            if (problem := _column_problem(table.schema_arrow, keys)) is not None:
+                rows = min(table.metadata.num_rows, _MAX_BAD_ROWS)
+                yield Piece(path=path, rows=[problem] * rows, num_bytes=size)
+                return
+            num_rows = table.metadata.num_rows
+            rows = _rows_at_a_time(stream, table.metadata, list(keys), size, piece_bytes)
+            for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
+                total += batch.nbytes
+                if total > _MIN_LARGEST_FILE + _MAX_EXPANSION * size:
+                    raise OSError(f"its {size:,} bytes become more than {_MAX_EXPANSION} times as many")
                 first, done = done + 1, done + batch.num_rows
                 before, accounted = accounted, size * done // num_rows
-                yield Piece(path=path, rows=batch.to_pylist(), first=first, num_bytes=accounted - before)
+                yield Piece(
+                    path=path,
+                    rows=batch.to_pylist(),
+                    first=first,
+                    num_bytes=accounted - before,
+                    max_document_bytes=max_document_bytes,
+                )
     # Damaged pages raise OSError too, invalid UTF-8 raises UnicodeError.
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         yield Piece(path=path, num_bytes=size - accounted, problem=_read_failure(error))
+
+
+def _column_problem(schema: Any, keys: Sequence[str]) -> dict[str, Any] | None:
+    """A row with the same problem as all rows if a column is missing or holds no text; None if there is none.
+
+    A column of lists can hold billions of items in a few bytes: only text is read.
+    """
+    import pyarrow
+
+    row: dict[str, Any] = dict.fromkeys(schema.names, "")
+    text_types = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    for field in schema:
+        kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
+        if field.name in keys and not any(is_text(kind) for is_text in text_types):
+            row[field.name] = _NoText(str(field.type))
+    is_bad = any(not isinstance(row.get(key), str) for key in keys)
+    return row if is_bad else None
+
+
+class _NoText:
+    """Stands for the values of a column that holds no text."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+def _rows_at_a_time(stream: BinaryIO, metadata: Any, columns: list[str], size: int, piece_bytes: int) -> int:
+    """Rows to read at a time, so that they take about ``piece_bytes``, and far from all memory if they repeat a text.
+
+    Raises:
+        OSError: If a page would become far larger than text does.
+    """
+    dictionary = num_bytes = 0
+    for page in read_pages(stream, metadata, columns):
+        if page.num_bytes > _MIN_LARGEST_FILE + _MAX_EXPANSION * page.stored_bytes:
+            raise OSError(f"a page of {page.stored_bytes:,} bytes would become {page.num_bytes:,}")
+        num_bytes += page.num_bytes
+        dictionary = max(dictionary, page.num_bytes if page.is_dictionary else 0)
+    bytes_per_row = max(num_bytes // max(metadata.num_rows, 1), 1)
+    largest: int = min(_MAX_ROWS, piece_bytes // bytes_per_row, _MAX_REPEATED_BYTES // max(dictionary, 1))
+    return max(1, largest)
 
 
 def _read_failure(error: Exception) -> str:

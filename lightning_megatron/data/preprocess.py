@@ -70,6 +70,9 @@ class PreprocessOptions:
     """Tokenizing processes, of one core each; the output does not depend on their number."""
     on_error: Literal["skip", "fail"] = "fail"
     """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
+    max_document_bytes: int | None = None
+    """Refuse longer documents. By default a plain file may hold one of its own size; a compressed one or a table one of
+    20 times its size, at least 1 MiB and at most 1 GiB, as a few kilobytes can decompress to gigabytes."""
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything is read.
@@ -78,6 +81,8 @@ class PreprocessOptions:
             ConfigError: If a value cannot work.
         """
         require_number("workers", self.workers, at_least=1, at_most=MOST_PROCESSES)
+        if self.max_document_bytes is not None:
+            require_number("max_document_bytes", self.max_document_bytes, at_least=1)
         keys = self.json_keys
         if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
@@ -122,7 +127,8 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     level = "sentence" if options.split_sentences else "document"
     endings = [f"_{key}_{level}" for key in options.json_keys]
     began, tokens = time.perf_counter(), 0
-    pieces = _encode_all(cut_into_pieces(files, options.json_keys), encoder, options.workers)
+    cut = cut_into_pieces(files, options.json_keys, max_document_bytes=options.max_document_bytes)
+    pieces = _encode_all(cut, encoder, options.workers)
     with (
         dataset_writers(options.output_prefix, encoder.dtype, endings) as writers,
         contextlib.closing(pieces),

@@ -9,6 +9,7 @@ has a mark, each is a word.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import unicodedata
@@ -73,6 +74,9 @@ class TokenizerTrainingOptions:
     """Key of the JSON objects, or column, that holds the text."""
     on_error: Literal["skip", "fail"] = "fail"
     """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
+    max_document_bytes: int | None = None
+    """Refuse longer documents. By default a plain file may hold one of its own size; a compressed one or a table one of
+    20 times its size, at least 1 MiB and at most 1 GiB, as a few kilobytes can decompress to gigabytes."""
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything is read.
@@ -82,6 +86,8 @@ class TokenizerTrainingOptions:
         """
         require_choice("kind", self.kind, ROLES)
         require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)), at_most=_LARGEST)
+        if self.max_document_bytes is not None:
+            require_number("max_document_bytes", self.max_document_bytes, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +156,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     check_growth(Path(folder))
+    _check_counts(Path(folder))
     try:
         with panics_as_errors(folder), without_printed_panics():
             # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
@@ -169,9 +176,50 @@ _PROBE = "A word, 2 w\u00f6rds\n \u4e16 \U0001f642"
 
 
 def largest_id(tokenizer: Any) -> int:
-    """Largest token id of ``tokenizer``; ids may have gaps, so it is not the size of the vocabulary."""
+    """Largest token id of ``tokenizer``; ids may have gaps, so it is not the size of the vocabulary.
+
+    Raises:
+        DataError: If the gaps are so large that a table of all ids would be a waste of memory.
+    """
     ids: list[int] = list(tokenizer.get_vocab().values())
-    return max(len(tokenizer) - 1, *ids)
+    largest = max(len(tokenizer) - 1, *ids)
+    if largest > _MAX_GAPS * len(ids) + _MIN_LARGEST_ID:
+        raise DataError(
+            f"{tokenizer.name_or_path} gives ids up to {largest} to {len(ids)} entries: tables of that size would be "
+            "built; correct tokenizer.json"
+        )
+    return largest
+
+
+_MIN_LARGEST_ID = 1 << 24
+_MAX_GAPS = 16
+"""Ids beyond 16 per entry and 16 million are refused."""
+_MAX_COUNTS = {"num_labels": 500_000}
+_MAX_COUNT = 100_000
+_COUNTS = re.compile("layer|label|extra_ids|madeup|offset|(^|_)num_")
+"""Settings for which transformers builds lists, of at most ``_MAX_COUNT`` items or the number in ``_MAX_COUNTS``."""
+
+
+def _check_counts(folder: Path) -> None:
+    """Check the counts in the settings of a tokenizer and its model, for each of which transformers builds a list.
+
+    Raises:
+        DataError: If one is larger than in any tokenizer.
+    """
+    for file in (folder / "tokenizer_config.json", folder / "config.json"):
+        try:
+            nodes = [json.loads(file.read_bytes())] if file.is_file() else []
+        except (OSError, ValueError, RecursionError):
+            continue  # reported when transformers reads it
+        while nodes:
+            node = nodes.pop()
+            if not isinstance(node, dict):
+                continue
+            nodes += node.values()
+            for name, value in node.items():
+                largest = _MAX_COUNTS.get(name, _MAX_COUNT)
+                if isinstance(value, int) and value > largest and _COUNTS.search(name):
+                    raise DataError(f"{file}: {name}={value} is more than {largest}; correct it")
 
 
 def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
@@ -215,7 +263,7 @@ def _texts_with_progress(
 ) -> Iterator[str]:
     with progress_bar(files, "Reading text") as bar:
         bad = BadDocuments(options.on_error, bar)
-        for piece in cut_into_pieces(files, [options.json_key]):
+        for piece in cut_into_pieces(files, [options.json_key], max_document_bytes=options.max_document_bytes):
             documents, messages = read_documents(piece, [options.json_key])
             bad.add(messages)
             for (text,) in documents:
@@ -279,6 +327,7 @@ class TokenizerFacts:
             source: Its directory, for messages.
         """
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        largest_id(tokenizer)  # checks it
         ids = np.unique(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)))
         begins = np.ones(int(ids[-1]) + 1, dtype=np.bool_)
         pieces = list(vocabulary)

@@ -261,13 +261,16 @@ def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCO
         if opcode.proto > max_protocol:
             raise ValueError(f"pickle protocol {opcode.proto}, where torch.save writes {max_protocol}")
         if opcode.name in _PUTS or opcode.name == "MEMOIZE":
-            index = len(memo) if argument is None else argument
+            index = len(memo) if argument is None else int(argument)
             if index > (position or 0):
                 raise CheckpointError(f"it would reserve memory for {index:,} objects in {position} bytes")
             memo[index] = stack[-1]
             continue
-        if opcode.name in _GETS or opcode.name == "MARK":
-            stack.append(memo[argument] if opcode.name in _GETS else None)
+        if opcode.name in _GETS:
+            stack.append(memo[int(argument or 0)])
+            continue
+        if opcode.name == "MARK":
+            stack.append(None)
             continue
         operands = _pop_operands(opcode, stack)
         if opcode.stack_after:

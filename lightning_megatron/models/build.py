@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterable
 from functools import partial
 
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from lightning_megatron.engine.adapter_names import is_adapter
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import GPTChunk
@@ -34,7 +36,7 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
     Every rank must call it, once the process groups exist.
 
     Raises:
-        ConfigError: If the model does not support ``settings``.
+        ConfigError: If the model does not support ``settings``, or a weight is larger than any memory.
     """
     if model.architecture == "t5":
         create_chunk = t5_chunks(model, settings)
@@ -42,9 +44,14 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
         create_chunk = partial(chunk_class, model, transformer_config(model, settings))
     stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    chunks = torch.nn.ModuleList([create_chunk(stage).to(settings.device) for stage in stages])
-    for chunk in chunks:
-        add_adapters(chunk, model)
+    try:
+        chunks = torch.nn.ModuleList([create_chunk(stage).to(settings.device) for stage in stages])
+        for chunk in chunks:
+            add_adapters(chunk, model)
+    except RuntimeError as error:
+        if not re.search("can't allocate memory|Storage size calculation overflowed|must be .* positive", str(error)):
+            raise
+        raise ConfigError(f"this model cannot be built ({error}); correct the sizes in its config") from error
     return chunks
 
 

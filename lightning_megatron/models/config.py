@@ -18,6 +18,12 @@ AttentionHeads: TypeAlias = Literal["multihead", "multiquery"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _LARGEST_SIZE = 2**40
 """Largest size of a layer; the sizes of all weights together are compared with the memory."""
+_MAX_PROJECTION_ROWS = 1 << 22
+"""Maximum rows of all query heads: conversions hold an index for each."""
+_MAX_EXPERTS = 200_000
+"""Maximum number of experts of all layers, each of which has tensors of its own in files."""
+_MAX_LORA_RANK = 1 << 16
+_MAX_VOCABULARY_MULTIPLE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,14 @@ class Adapters:
     linears: tuple[tuple[str, tuple[bool, ...]], ...]
     """Each adapted linear, by its checkpoint name without the layer number, and which of its fused matrices (queries,
     keys, values; gate, up) have an adapter; one entry for a linear that fuses none."""
+
+    def __post_init__(self) -> None:
+        """Check the rank.
+
+        Raises:
+            ConfigError: If it is out of range.
+        """
+        _require_at_most("lora rank", self.rank, _MAX_LORA_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +276,7 @@ class ModelConfig:
         sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size")
         for name in sizes:
             require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
+        self._check_counts()
         for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")
@@ -279,6 +294,20 @@ class ModelConfig:
         for name in ("attention_softcap", "logits_softcap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
                 raise ConfigError(f"{name}={cap} must be positive; correct the model's config, or use null for none")
+
+    def _check_counts(self) -> None:
+        """Check products of sizes for which something is built before there is a weight.
+
+        Raises:
+            ConfigError: If one is larger than in any model.
+        """
+        rows = self.num_attention_heads * self.kv_channels
+        _require_at_most("num_attention_heads x kv_channels", rows, _MAX_PROJECTION_ROWS)
+        multiple = self.make_vocab_size_divisible_by
+        _require_at_most("make_vocab_size_divisible_by", multiple, _MAX_VOCABULARY_MULTIPLE)
+        if self.experts is not None:
+            experts = self.num_layers * self.experts.num_experts
+            _require_at_most("num_layers x num_experts", experts, _MAX_EXPERTS)
 
     @property
     def rotary_width(self) -> int:
@@ -335,6 +364,16 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data, for checkpoints and error messages."""
         return asdict(self)
+
+
+def _require_at_most(name: str, value: int, largest: int) -> None:
+    """Check that a size or count, which a file may give, is not beyond all models.
+
+    Raises:
+        ConfigError: If it is larger than ``largest``.
+    """
+    if value > largest:
+        raise ConfigError(f"{name}={value}: expected at most {largest}; correct the model's config")
 
 
 _POSITIONS: dict[str, PositionEmbedding] = {"absolute": "learned_absolute", "rotary": "rope", "alibi": "alibi"}

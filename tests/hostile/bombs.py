@@ -31,7 +31,6 @@ CONVERT_CORE = "convert --load-path core --save-path new --to hf --config hf"
 INSPECT_LEGACY = "inspect legacy"
 CONVERT_HF = "convert --load-path hf --save-path new --to megatron"
 PREPROCESS = "preprocess --output-prefix new --tokenizer tok --input"
-FIT = "fit --config fit.yaml"
 
 
 def make_intact_files(folder: Path) -> None:
@@ -82,6 +81,10 @@ def memo_index_as_text(folder: Path) -> str:
     return "inspect core"
 
 
+def _longest_shard(folder: Path) -> Path:
+    return max((folder / "core").glob("*.distcp"), key=lambda file: file.name)
+
+
 def _change_table(folder: Path, change: Callable[[Any], None]) -> None:
     file = folder / "core/.metadata"
     table = pickle.loads(file.read_bytes())
@@ -111,13 +114,14 @@ def compressed_by_the_table(folder: Path) -> str:
     """An entry that the table says is compressed, which torch decompresses without limit."""
     import zstandard
 
-    file = next((folder / "core").glob("*.distcp"))
-    content = zstandard.compress(bytes(1 << 31), 19)
+    file = _longest_shard(folder)
+    content = zstandard.compress(bytes(1 << 29), 1)
+    offset = file.stat().st_size
 
     def change(table: Any) -> None:
         for entry in table.storage_data.values():
             entry.transform_descriptors = ("stream.zstd",)
-            entry.offset, entry.length = file.stat().st_size, len(content)
+            entry.relative_path, entry.offset, entry.length = file.name, offset, len(content)
 
     _change_table(folder, change)
     file.write_bytes(file.read_bytes() + content)
@@ -125,11 +129,12 @@ def compressed_by_the_table(folder: Path) -> str:
 
 
 def _replace_entries(folder: Path, content: bytes) -> str:
-    file = next((folder / "core").glob("*.distcp"))
+    file = _longest_shard(folder)
+    offset = file.stat().st_size
 
     def change(table: Any) -> None:
         for entry in table.storage_data.values():
-            entry.offset, entry.length = file.stat().st_size, len(content)
+            entry.relative_path, entry.offset, entry.length = file.name, offset, len(content)
 
     _change_table(folder, change)
     file.write_bytes(file.read_bytes() + content)
@@ -142,10 +147,11 @@ _BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."
 
 def _archive(pickled: bytes, tensors: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", compression) as archive:
+    with zipfile.ZipFile(content, "w", compression, compresslevel=1) as archive:
         archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/version", b"3\n")
         archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/padding", bytes(100_000))  # beyond the size of every tensor
         for name, data in tensors.items():
             archive.writestr(f"archive/data/{name}", data)
     return content.getvalue()
@@ -162,6 +168,40 @@ def deflated_shard(folder: Path) -> str:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         content = _archive(archive.read(name), {"0": bytes(1 << 29)}, zipfile.ZIP_DEFLATED)
     return _replace_entries(folder, content)
+
+
+def tensor_of_a_length_in_a_shard(folder: Path) -> str:
+    return _replace_entries(folder, _archive(b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x70\x85R.", {}))
+
+
+def storage_of_a_length_in_a_shard(folder: Path) -> str:
+    storage = b"ctorch.storage\nUntypedStorage\n"
+    return _replace_entries(folder, _archive(b"\x80\x02" + storage + b"J\x00\x00\x00\x70\x85R.", {}))
+
+
+def encoded_in_common(folder: Path) -> str:
+    """Hexadecimal digits of hexadecimal digits ..., 30 times."""
+    text = b"X\x08\x00\x00\x00aaaaaaaa"
+    encoded = b"c_codecs\nencode\n" * 31 + text + b"X\x06\x00\x00\x00latin1\x86R"
+    encoded += b"X\x03\x00\x00\x00hex\x86R" * 30
+    (folder / "core/common.pt").write_bytes(_archive(b"\x80\x02" + encoded + b".", {}))
+    return "inspect core"
+
+
+def nested_tuples_in_common(folder: Path) -> str:
+    """A key of a dict that is a tuple of 2 ** 40 items, whose hash takes as long."""
+    tuples = b"K\x01\x85q\x00" + b"0h\x00h\x00\x86q\x00" * 40
+    (folder / "core/common.pt").write_bytes(_archive(b"\x80\x02}" + tuples + b"K\x01s.", {}))
+    return "inspect core"
+
+
+def numel_in_a_shard(folder: Path) -> str:
+    saved = io.BytesIO()
+    torch.save(torch.zeros(7, dtype=torch.uint8), saved)
+    with zipfile.ZipFile(io.BytesIO(saved.getvalue())) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        pickled = archive.read(name).replace(b"K\x07", b"J\x00\x00\x00\x70")
+    return _replace_entries(folder, _archive(pickled, {"0": bytes(7)}))
 
 
 def repeated_tensor_in_a_shard(folder: Path) -> str:
@@ -204,18 +244,21 @@ def deflated_legacy(folder: Path) -> str:
     file = next((folder / "legacy").rglob("*.pt"))
     with zipfile.ZipFile(file) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, data in entries.items():
-            archive.writestr(name, bytes(1 << 30) if name.endswith("/data/0") else data)
+            archive.writestr(name, bytes(1 << 29) if name.endswith("/data/0") else data)
     return INSPECT_LEGACY
 
 
 def zip_of_a_checkpoint(folder: Path) -> str:
-    """NVIDIA's zip of a checkpoint, whose only member is 8 GB of zeros."""
-    with zipfile.ZipFile(folder / "release.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        with archive.open("release/mp_rank_00/model_optim_rng.pt", "w", force_zip64=True) as member:
-            for _ in range(64):
-                member.write(bytes(1 << 26))
+    """NVIDIA's zip of a checkpoint, whose only member is 256 MB of zeros."""
+    member = "release/mp_rank_00/model_optim_rng.pt"
+    with (
+        zipfile.ZipFile(folder / "release.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open(member, "w", force_zip64=True) as stream,
+    ):
+        for _ in range(4):
+            stream.write(bytes(1 << 26))
     return "inspect release.zip"
 
 
@@ -282,8 +325,35 @@ def experts(folder: Path) -> str:
     return _config(folder, **{**_LLAMA, "model_type": "mixtral"}, **fields)
 
 
+def small_experts(folder: Path) -> str:
+    fields = {"num_hidden_layers": 500, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 10**5}
+    return _config(folder, **{**_LLAMA, "model_type": "mixtral", "hidden_size": 2, "intermediate_size": 1}, **fields)
+
+
+def most_layers(folder: Path) -> str:
+    """As many layers as a config may have, which no file of weights has."""
+    _change_json(folder / "hf/config.json", n_layer=1_000)
+    return CONVERT_HF
+
+
+def most_layers_of_an_encoder_decoder(folder: Path) -> str:
+    fields = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1000, "num_heads": 2, "vocab_size": 300}
+    return _config(folder, model_type="t5", **fields, num_decoder_layers=1000)
+
+
+def token_types(folder: Path) -> str:
+    fields = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return _config(folder, model_type="megatron-bert", **fields, vocab_size=300, type_vocab_size=1 << 40)
+
+
+def distances(folder: Path) -> str:
+    fields = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+    distance = {"relative_attention_num_buckets": 1 << 40, "relative_attention_max_distance": 1 << 41}
+    return _config(folder, model_type="t5", **fields, **distance)
+
+
 def dense_layers(folder: Path) -> str:
-    fields = {"num_hidden_layers": 100_000, "num_attention_heads": 2, "layer_types": None}
+    fields = {"num_hidden_layers": 100_000, "num_attention_heads": 4, "layer_types": None}
     return _config(folder, **{**_LLAMA, "model_type": "qwen3_moe"}, **fields)
 
 
@@ -320,7 +390,7 @@ def long_number(folder: Path) -> str:
 def index_of_weights(folder: Path) -> str:
     """An index with many tensors in one file: 20 MB, of which the message must not hold every name."""
     (folder / "hf/model.safetensors").unlink()
-    names = {f"h.{number}.w": "missing.safetensors" for number in range(300_000)}
+    names = {f"h.{number}.w": "missing.safetensors" for number in range(100_000)}
     (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return CONVERT_HF
 
@@ -371,11 +441,6 @@ def token_id(folder: Path) -> str:
     content = json.loads(file.read_text())
     content["model"]["vocab"]["far"] = 4294967295
     file.write_text(json.dumps(content))
-    return "fit --config fit.yaml --data.tokenizer tok"
-
-
-def token_id_of_a_text(folder: Path) -> str:
-    token_id(folder)
     return f"{PREPROCESS} text"
 
 
@@ -421,7 +486,7 @@ def labels_beside_a_tokenizer(folder: Path) -> str:
 def _zst(file: Path, begin: bytes, size: int, end: bytes) -> None:
     import zstandard
 
-    with file.open("wb") as stream, zstandard.ZstdCompressor(19).stream_writer(stream) as writer:
+    with file.open("wb") as stream, zstandard.ZstdCompressor(1).stream_writer(stream) as writer:
         writer.write(begin)
         for _ in range(size >> 24):
             writer.write(b"a" * (1 << 24))
@@ -429,36 +494,36 @@ def _zst(file: Path, begin: bytes, size: int, end: bytes) -> None:
 
 
 def zst_line(folder: Path) -> str:
-    _zst(folder / "x.jsonl.zst", b'{"text": "', 1 << 30, b'"}\n')
+    _zst(folder / "x.jsonl.zst", b'{"text": "', 1 << 29, b'"}\n')
     return f"{PREPROCESS} x.jsonl.zst"
 
 
 def zst_blank_lines(folder: Path) -> str:
     import zstandard
 
-    with (folder / "x.jsonl.zst").open("wb") as stream, zstandard.ZstdCompressor(19).stream_writer(stream) as writer:
-        for _ in range(64):
+    with (folder / "x.jsonl.zst").open("wb") as stream, zstandard.ZstdCompressor(1).stream_writer(stream) as writer:
+        for _ in range(32):
             writer.write(b"\n" * (1 << 24))
     return f"{PREPROCESS} x.jsonl.zst"
 
 
 def zst_text(folder: Path) -> str:
-    _zst(folder / "x.txt.zst", b"", 1 << 30, b"")
+    _zst(folder / "x.txt.zst", b"", 1 << 29, b"")
     return f"{PREPROCESS} x.txt.zst"
 
 
 def gzip_line(folder: Path) -> str:
-    with gzip.open(folder / "x.jsonl.gz", "wb", 9) as stream:
+    with gzip.open(folder / "x.jsonl.gz", "wb", 1) as stream:
         stream.write(b'{"text": "')
-        for _ in range(32):
+        for _ in range(20):
             stream.write(b"a" * (1 << 24))
         stream.write(b'"}\n')
     return f"{PREPROCESS} x.jsonl.gz"
 
 
 def gzip_text(folder: Path) -> str:
-    with gzip.open(folder / "x.txt.gz", "wb", 9) as stream:
-        for _ in range(32):
+    with gzip.open(folder / "x.txt.gz", "wb", 1) as stream:
+        for _ in range(20):
             stream.write(b"a" * (1 << 24))
     return f"{PREPROCESS} x.txt.gz"
 
@@ -469,11 +534,11 @@ def training_tokenizer(folder: Path) -> str:
 
 
 def parquet_dictionary(folder: Path) -> str:
-    """16,384 rows that all refer to one text of 400 kB."""
+    """2,048 rows that all refer to one text of 400 kB."""
     import pyarrow
     import pyarrow.parquet
 
-    indices = pyarrow.array([0] * 16384, pyarrow.int32())
+    indices = pyarrow.array([0] * 2048, pyarrow.int32())
     array = pyarrow.DictionaryArray.from_arrays(indices, ["a" * 400_000])
     pyarrow.parquet.write_table(
         pyarrow.table({"text": array}), folder / "x.parquet", compression="zstd", store_schema=False
@@ -482,11 +547,11 @@ def parquet_dictionary(folder: Path) -> str:
 
 
 def parquet_page(folder: Path) -> str:
-    """One text of 1 GB in a compressed page."""
+    """One text of half a gigabyte in a compressed page."""
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({"text": ["a" * (1 << 30)]})
+    table = pyarrow.table({"text": ["a" * (1 << 29)]})
     pyarrow.parquet.write_table(
         table,
         folder / "x.parquet",
@@ -514,3 +579,5 @@ BOMBS: dict[str, Bomb] = {
     for name, value in list(globals().items())
     if callable(value) and getattr(value, "__module__", "") == __name__ and not name.startswith(("_", "make_"))
 }
+HARMLESS = {"sub_config_labels", "token_id_in_settings"}
+"""Bombs that are read, as nothing is built from what they claim."""

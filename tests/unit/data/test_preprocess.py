@@ -87,7 +87,7 @@ def test_number_of_workers_does_not_change_the_output(
     (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes()))
     # Small pieces, so that workers finish out of order.
     cut = preprocess.cut_into_pieces
-    monkeypatch.setattr(preprocess, "cut_into_pieces", lambda files, keys: cut(files, keys, 500))
+    monkeypatch.setattr(preprocess, "cut_into_pieces", lambda files, keys, **limit: cut(files, keys, 500, **limit))
     outputs = []
     for workers in (1, 2, 3):
         prefix = _run(tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}").prefixes[0]
@@ -220,7 +220,7 @@ def test_interrupt_leaves_no_dataset_and_no_process(
     context = multiprocessing.get_context("fork")
     started = context.Event()
 
-    def endless(files: list[Path], keys: list[str]) -> Iterator[Piece]:
+    def endless(files: list[Path], keys: list[str], max_document_bytes: int | None) -> Iterator[Piece]:
         started.set()
         while True:
             yield Piece(files=(str(files[0]),), num_bytes=1)
