@@ -213,11 +213,15 @@ def test_a_store_that_refuses_any_operation_fails_the_save_and_not_the_run(tmp_p
     assert steps == other_steps == list(range(1, 11))
     assert f"step={len(steps)}.ckpt" in found
     expected = ["exists", "info", "ls", "isdir", "open", "write", "close", "rm"]
-    if victim == 1:  # rank 0 alone looks for files and removes them
-        expected = ["exists", "open", "write", "close"]
     pattern = r"checkpoint \S+ (is not written|could not be removed): RefusedError: (\w+) was refused"
     matches = [re.match(pattern, text) for text in texts]
-    assert [match and match[2] for match in matches] == expected, texts
+    assert all(matches), texts
+    found_operations = [match[2] for match in matches if match is not None]
+    if victim == 0:
+        assert found_operations == expected
+    else:
+        # Rank 0 alone looks for files and removes them; whether rank 1 finds its directory is a matter of time.
+        assert {"exists", "open", "write", "close"} <= set(found_operations) <= set(expected)
 
 
 def _start_beside_unfinished_checkpoints(address: str) -> tuple[Trace, list[str]]:
