@@ -29,7 +29,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> None:
     if result.vocab_size < options.vocab_size:
         entries += f" (not {options.vocab_size:,}: the text has no more pairs of tokens to merge)"
     print(f"{options.output}: {entries} from {result.documents:,} documents, {result.bytes:,} bytes")
-    _print_skipped(result.skipped)
+    _print_skipped(result.skipped, result.replaced)
 
 
 def preprocess(options: PreprocessOptions) -> None:
@@ -51,12 +51,14 @@ def preprocess(options: PreprocessOptions) -> None:
     )
     if result.empty_documents:
         print(f"{result.empty_documents:,} texts without a token, written as documents without a sequence")
-    _print_skipped(result.skipped)
+    _print_skipped(result.skipped, result.replaced)
 
 
-def _print_skipped(count: int) -> None:
-    if count:
-        print(f"{count:,} lines, rows or files that are no documents were skipped")
+def _print_skipped(num_skipped: int, num_replaced: int) -> None:
+    if num_skipped:
+        print(f"{num_skipped:,} lines, rows or files that are no documents were skipped")
+    if num_replaced:
+        print(f"{num_replaced:,} characters that are not of the encoding were replaced by U+FFFD")
 
 
 def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:

@@ -7,9 +7,9 @@ gives every file that it matches (``**`` crosses directories) and searches match
 explicitly is always read. Inputs keep the order in which they are given, files within an input are sorted by path, and
 duplicates are dropped, so the same inputs give the same documents in the same order on every machine.
 
-Which documents: a text file is one document; a JSON line or a table row has one under each key. Invalid UTF-8 in a text
-file and lone surrogates in a JSON string become U+FFFD: real corpora contain a few of them. A byte order mark at the
-beginning of a file is dropped.
+Which documents: a text file is one document; a JSON line or a table row has one under each key. Bytes that are not of
+the given encoding make a document bad (``TextEncoding``). Lone surrogates in a JSON string become U+FFFD: real corpora
+contain a few of them. A byte order mark at the beginning of a file is dropped.
 
 The input is cut into pieces of similar size that worker processes tokenize independently. JSON lines and tables are
 read by the process that cuts, which is a hundred times faster than tokenizing: one large file feeds all workers,
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn
 
+from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
 from lightning_megatron.data.parquet import read_pages
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 
@@ -240,14 +241,17 @@ def cut_into_pieces(
         yield Piece(files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes)
 
 
-def read_documents(piece: Piece, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+def read_documents(
+    piece: Piece, keys: Sequence[str], decoder: Decoder | None = None
+) -> tuple[list[tuple[str, ...]], list[str]]:
     """Documents of ``piece`` in order, one text per key; and a message for each bad one: location, problem and fix.
 
     Args:
         piece: As yielded by ``cut_into_pieces``.
         keys: Keys of JSON objects, or columns.
+        decoder: Decodes text files and JSON lines, and counts what it replaces; None: strict UTF-8.
     """
-    documents = list(_documents(piece, keys))
+    documents = list(_documents(piece, keys, decoder or Decoder(TextEncoding())))
     bad = [f"{location} {problem}" for location, problem in documents if isinstance(problem, str)]
     return [texts for _, texts in documents if isinstance(texts, tuple)], bad
 
@@ -263,7 +267,7 @@ def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]
         DataError: With the location, if a document is bad; if a file is missing or cannot be read.
     """
     for piece in cut_into_pieces(find_files([path], [key]), [key]):
-        for location, texts in _documents(piece, [key]):
+        for location, texts in _documents(piece, [key], Decoder(TextEncoding())):
             if isinstance(texts, str):
                 raise DataError(f"{location} {texts}")
             yield location, texts[0]
@@ -284,7 +288,7 @@ def read_records(
     for file in files:
         for piece in _cut_lines(str(file), file.stat().st_size, PIECE_BYTES, document_limit(file)):
             on_bytes(piece.num_bytes)
-            for location, record in _records(piece):
+            for location, record in _records(piece, Decoder(TextEncoding())):
                 if isinstance(record, str):
                     raise DataError(f"{location} {record}")
                 yield location, record
@@ -302,31 +306,31 @@ def replace_surrogates(text: str) -> str:
 # ---- pieces to documents --------------------------------------------------------------------------------------------
 
 
-def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...] | str]]:
+def _documents(piece: Piece, keys: Sequence[str], decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...] | str]]:
     """Location of each document, with its texts (one per key) or the problem and its fix."""
     for path in piece.files:
-        yield path, _read_text(path, piece.max_document_bytes)
-    for location, record in _records(piece):
+        yield path, _read_text(path, piece.max_document_bytes, decoder)
+    for location, record in _records(piece, decoder):
         texts = record if isinstance(record, str) else _extract_texts(record, keys)
         if isinstance(texts, tuple) and piece.rows and sum(map(len, texts)) > (piece.max_document_bytes or math.inf):
             texts = _too_long(piece.max_document_bytes or 0)
         yield location, texts
 
 
-def _records(piece: Piece) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def _records(piece: Piece, decoder: Decoder) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Location of each row and each line that is not blank, with its content or the problem and its fix."""
     limit = piece.max_document_bytes
     for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
         if line and not line.isspace():
             is_long = limit is not None and len(line) > limit
-            yield f"{piece.path}, line {number}", _too_long(limit or 0) if is_long else _parse_line(line)
+            yield f"{piece.path}, line {number}", _too_long(limit or 0) if is_long else _parse_line(line, decoder)
     for number, row in enumerate(piece.rows, piece.first):
         yield f"{piece.path}, row {number}", row
     if piece.problem:
         yield piece.path, piece.problem
 
 
-def _read_text(path: str, max_document_bytes: int | None) -> tuple[str] | str:
+def _read_text(path: str, max_document_bytes: int | None, decoder: Decoder) -> tuple[str] | str:
     parts: list[bytes] = []
     size = 0
     try:
@@ -339,15 +343,37 @@ def _read_text(path: str, max_document_bytes: int | None) -> tuple[str] | str:
     except OSError as error:
         return _read_failure(error)
     data = b"".join(parts)
-    if b"\0" in data:
+    if b"\0" in data and not decoder.encoding.is_wide:
         return "is not a text file: it contains zero bytes; remove it from the inputs"
-    return (data.decode("utf-8-sig", errors="replace"),)
+    try:
+        text = decoder.decode(data)
+    except UndecodableError as error:
+        return str(error)
+    if "\0" in text:
+        return f"is not a text file in {decoder.encoding.name}: it contains zeros; remove it from the inputs"
+    return (text,)
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | str:
+def check_encoding(files: Sequence[Path], encoding: TextEncoding) -> None:
+    """Check that files can be cut into lines in this encoding.
+
+    Raises:
+        ConfigError: If there are JSON lines in UTF-16 or the like.
+    """
+    for path in files:
+        if encoding.is_wide and format_of(path)[0] == "json lines":
+            raise ConfigError(
+                f"encoding={encoding.name}: expected one with the bytes of ASCII for JSON lines ({path}), whose "
+                "standard is UTF-8; save them as UTF-8"
+            )
+
+
+def _parse_line(line: bytes, decoder: Decoder) -> dict[str, Any] | str:
     """The JSON object of a line, or the problem and its fix."""
     try:
-        record = _loads(line)
+        record = _decode_and_load(line, decoder)
+    except UndecodableError as error:
+        return str(error)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         return f"is not JSON ({reason}); correct or remove that line"
@@ -370,7 +396,22 @@ def _extract_texts(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ..
     return tuple(texts)
 
 
-def _loads(line: bytes) -> Any:
+def _decode_and_load(line: bytes, decoder: Decoder) -> Any:
+    """Parse a line; UTF-8 is left to the parser, which is faster.
+
+    Raises:
+        UndecodableError: If it is not in the decoder's encoding.
+        ValueError: If it is not JSON.
+    """
+    if not decoder.encoding.is_utf8:
+        return _loads(decoder.decode(line))
+    try:
+        return _loads(line)
+    except UnicodeDecodeError:
+        return _loads(decoder.decode(line))
+
+
+def _loads(line: bytes | str) -> Any:
     """Parse by orjson, else by ``json.loads``: slow, but accepts NaN and lone surrogates and explains errors."""
     if _orjson is not None:
         with contextlib.suppress(ValueError):

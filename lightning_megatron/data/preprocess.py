@@ -27,12 +27,14 @@ from lightning_megatron.data.documents import (
     PLAIN_TEXT_KEY,
     BadDocuments,
     Piece,
+    check_encoding,
     cut_into_pieces,
     find_files,
     progress_bar,
     read_documents,
     require_library,
 )
+from lightning_megatron.data.encoding import Decoder, TextEncoding
 from lightning_megatron.data.indexed import dataset_writers, token_dtype
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, DataError, require_number
@@ -70,6 +72,11 @@ class PreprocessOptions:
     """Tokenizing processes, of one core each; the output does not depend on their number."""
     on_error: Literal["skip", "fail"] = "fail"
     """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
+    encoding: str = "utf-8"
+    """Encoding of text files and JSON lines in Python's names: utf-8, latin-1, cp1252; utf-16 for text files only."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What is done with bytes that are not of that encoding: ``strict`` treats the document as bad (see on_error), with
+    the first such byte; ``replace`` makes them U+FFFD and counts them."""
     max_document_bytes: int | None = None
     """Refuse longer documents. By default a plain file may hold one of its own size; a compressed one or a table one of
     20 times its size, at least 1 MiB and at most 1 GiB, as a few kilobytes can decompress to gigabytes."""
@@ -83,6 +90,7 @@ class PreprocessOptions:
         require_number("workers", self.workers, at_least=1, at_most=MOST_PROCESSES)
         if self.max_document_bytes is not None:
             require_number("max_document_bytes", self.max_document_bytes, at_least=1)
+        TextEncoding(name=self.encoding, errors=self.errors)
         keys = self.json_keys
         if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
             raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
@@ -107,6 +115,8 @@ class PreprocessResult:
     """Texts without tokens, over all keys."""
     skipped: int
     """Lines, rows and files skipped because they are not valid documents."""
+    replaced: int
+    """Characters that were not of the encoding, and became U+FFFD."""
     tokens: int
     """Tokens in all datasets."""
     bytes: int
@@ -123,10 +133,13 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         ConfigError: If the tokenizer or the installation lacks what the options need.
     """
     files = find_files(options.input, options.json_keys)
+    check_encoding(files, TextEncoding(name=options.encoding, errors=options.errors))
     encoder = DocumentEncoder(options)
     level = "sentence" if options.split_sentences else "document"
     endings = [f"_{key}_{level}" for key in options.json_keys]
-    began, tokens = time.perf_counter(), 0
+    began = time.perf_counter()
+    tokens = 0
+    replaced = 0
     cut = cut_into_pieces(files, options.json_keys, max_document_bytes=options.max_document_bytes)
     pieces = _encode_all(cut, encoder, options.workers)
     with (
@@ -137,6 +150,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         bad = BadDocuments(options.on_error, bar)
         for piece in pieces:
             bad.add(piece.bad)
+            replaced += piece.replaced
             for writer, part in zip(writers, piece.keys, strict=True):
                 writer.add_documents(*part)
             tokens = sum(writer.num_tokens for writer in writers)
@@ -151,6 +165,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         documents=len(writers[0].counts),
         empty_documents=sum(writer.counts.count(0) for writer in writers),
         skipped=bad.count,
+        replaced=replaced,
         tokens=tokens,
         bytes=bar.total,
         seconds=time.perf_counter() - began,
@@ -172,6 +187,8 @@ class EncodedPiece:
     """Bytes of input as stored on disk."""
     keys: list[EncodedKey]
     """Documents under each key; those that are bad under one key are left out of all."""
+    replaced: int
+    """Characters that were not of the encoding, and became U+FFFD."""
 
 
 class DocumentEncoder:
@@ -194,10 +211,11 @@ class DocumentEncoder:
 
     def __call__(self, piece: Piece) -> EncodedPiece:
         """Tokenize ``piece``."""
-        documents, bad = read_documents(piece, self._options.json_keys)
+        decoder = Decoder(TextEncoding(name=self._options.encoding, errors=self._options.errors))
+        documents, bad = read_documents(piece, self._options.json_keys, decoder)
         columns = zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
         keys = [self._encode_key(texts) for texts in columns]
-        return EncodedPiece(bad, piece.num_bytes, keys)
+        return EncodedPiece(bad, piece.num_bytes, keys, decoder.num_replaced)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
         groups = [[text] for text in texts]

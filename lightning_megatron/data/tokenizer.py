@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 from lightning_megatron.data.documents import (
     PLAIN_TEXT_KEY,
     BadDocuments,
+    check_encoding,
     cut_into_pieces,
     find_files,
     progress_bar,
     read_documents,
 )
+from lightning_megatron.data.encoding import Decoder, TextEncoding
 from lightning_megatron.data.tokenizer_files import check_growth, panics_as_errors, without_printed_panics
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 from lightning_megatron.files import staged
@@ -74,6 +76,11 @@ class TokenizerTrainingOptions:
     """Key of the JSON objects, or column, that holds the text."""
     on_error: Literal["skip", "fail"] = "fail"
     """End at the first line, row or file that is not a valid document, or report it, skip it and count it."""
+    encoding: str = "utf-8"
+    """Encoding of text files and JSON lines in Python's names: utf-8, latin-1, cp1252; utf-16 for text files only."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What is done with bytes that are not of that encoding: ``strict`` treats the document as bad (see on_error), with
+    the first such byte; ``replace`` makes them U+FFFD and counts them."""
     max_document_bytes: int | None = None
     """Refuse longer documents. By default a plain file may hold one of its own size; a compressed one or a table one of
     20 times its size, at least 1 MiB and at most 1 GiB, as a few kilobytes can decompress to gigabytes."""
@@ -85,6 +92,7 @@ class TokenizerTrainingOptions:
             ConfigError: If ``vocab_size`` cannot hold all bytes and special tokens.
         """
         require_choice("kind", self.kind, ROLES)
+        TextEncoding(name=self.encoding, errors=self.errors)
         require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)), at_most=_LARGEST)
         if self.max_document_bytes is not None:
             require_number("max_document_bytes", self.max_document_bytes, at_least=1)
@@ -100,6 +108,8 @@ class TokenizerTrainingResult:
     """Documents read."""
     skipped: int
     """Lines, rows and files skipped because they are not valid documents."""
+    replaced: int
+    """Characters that were not of the encoding, and became U+FFFD."""
     bytes: int
     """Bytes of input as stored on disk."""
 
@@ -124,7 +134,9 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
 
     if (existing := Path(options.output, "tokenizer.json")).exists():  # datasets may depend on it
         raise DataError(f"output={options.output} would overwrite {existing}; choose another or remove it")
-    files, tokenizer = find_files(options.input), ByteLevelBPETokenizer()
+    files = find_files(options.input)
+    check_encoding(files, TextEncoding(name=options.encoding, errors=options.errors))
+    tokenizer = ByteLevelBPETokenizer()
     counts = Counter[str]()
     # No reader may ever find a half-written tokenizer.json.
     with staged(Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError) as hidden:
@@ -137,6 +149,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         vocab_size=tokenizer.get_vocab_size(),
         documents=counts["documents"],
         skipped=counts["skipped"],
+        replaced=counts["replaced"],
         bytes=sum(path.stat().st_size for path in files),
     )
 
@@ -261,10 +274,11 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 def _texts_with_progress(
     files: Sequence[Path], options: TokenizerTrainingOptions, counts: Counter[str]
 ) -> Iterator[str]:
+    decoder = Decoder(TextEncoding(name=options.encoding, errors=options.errors))
     with progress_bar(files, "Reading text") as bar:
         bad = BadDocuments(options.on_error, bar)
         for piece in cut_into_pieces(files, [options.json_key], max_document_bytes=options.max_document_bytes):
-            documents, messages = read_documents(piece, [options.json_key])
+            documents, messages = read_documents(piece, [options.json_key], decoder)
             bad.add(messages)
             for (text,) in documents:
                 counts["documents"] += 1
@@ -272,6 +286,7 @@ def _texts_with_progress(
                 yield text
             bar.update(piece.num_bytes)
         counts["skipped"] = bad.count
+        counts["replaced"] = decoder.num_replaced
 
 
 def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
