@@ -99,7 +99,7 @@ def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path)
     tokenizer = tmp_path / "tokenizer"
     train = ["train-tokenizer", "--input", str(path), "--vocab-size", "300", "--output", str(tokenizer)]
     code, _, error = run_cli(tmp_path, *train)
-    assert code == 1
+    assert code == 2
     assert f"{path} is not utf-8: byte 0xe9 at offset 7" in error
     assert len(error.splitlines()) == 1
     assert not tokenizer.exists()
