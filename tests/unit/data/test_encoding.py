@@ -101,7 +101,7 @@ def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path)
     code, _, error = run_cli(tmp_path, *train)
     assert code == 2
     assert f"{path} is not utf-8: byte 0xe9 at offset 7" in error
-    assert len(error.splitlines()) == 1
+    assert "Traceback" not in error
     assert not tokenizer.exists()
     code, output, _ = run_cli(tmp_path, *train, "--errors", "replace")
     assert code == 0
