@@ -102,7 +102,7 @@ def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path)
     assert code == 2
     assert f"{path} is not utf-8: byte 0xe9 at offset 7" in error
     assert "Traceback" not in error
-    assert not tokenizer.exists()
+    assert not (tokenizer / "tokenizer.json").exists()
     code, output, _ = run_cli(tmp_path, *train, "--errors", "replace")
     assert code == 0
     assert "40 characters that are not of the encoding were replaced by U+FFFD" in output
