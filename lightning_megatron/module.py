@@ -138,6 +138,7 @@ class MegatronModule(pl.LightningModule):
         self.built_for: EngineSettings | None = None
         self._frozen_at_build = False
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
+        self._step_lr = 0.0
         self._model = model
         fields = config_fields(model)
         self.hugging_face_config = fields if model_provider is None else None
@@ -313,6 +314,7 @@ class MegatronModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Compute the gradients of one optimizer step; returns the loss, the same on every rank."""
+        self._step_lr = self._current_lr()  # Lightning steps the schedule before on_train_batch_end
         output = self.megatron.forward_backward(batch, self.train_step)
         self._log_losses("train", output, on_step=True)
         return output.loss
@@ -349,10 +351,14 @@ class MegatronModule(pl.LightningModule):
             scheduler.max_lr = self.lr  # LearningRateFinder sets self.lr after the schedule was created
         super().lr_scheduler_step(scheduler, metric)
 
+    def _current_lr(self) -> float:
+        """The highest learning rate of the optimizer's groups, which the next update uses."""
+        rates = [group["lr"] for group in self.optimizers().param_groups]  # type: ignore[union-attr]
+        return float(max(rates))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the optimizer's metrics, the same on every rank, without waiting for the device."""
-        rates = [group["lr"] for group in self.optimizers().param_groups]  # type: ignore[union-attr]
-        self.log("lr", _cpu_scalar(max(rates)), batch_size=1)
+        self.log("lr", _cpu_scalar(self._step_lr), batch_size=1)
         optimizer = self.megatron.megatron_optimizer
         if optimizer is None or optimizer.grad_norm is None:
             return

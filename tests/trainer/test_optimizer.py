@@ -151,10 +151,17 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
-    # Warm-up 0, 1/2, then from 1 to a tenth in the remaining 4 of 6 steps; the last value would be for step 7.
-    expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325, 0.1)]
+    # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
+    expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
     used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
-    assert [*used, logged] == pytest.approx(expected)
+    assert used == pytest.approx(expected)
+    assert logged == pytest.approx(expected[-1])  # of the step that it stands beside
+
+
+def test_first_logged_learning_rate_is_that_of_the_first_step() -> None:
+    # One cycle begins at a 25th of its highest rate, and the second value is far above it.
+    used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=1, lr=LR), "one_cycle", 1)
+    assert [logged] == pytest.approx(used)
 
 
 def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
