@@ -34,8 +34,8 @@ _RECOMPUTE = {"selective": "selective", "full": "full", "no": None, "yes": "sele
 PRECISIONS = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
+    "no": "32-true",  # Accelerate's word, which messages name
     "fp32": "32-true",
-    "no": "32-true",
     "true": "16-mixed",
     "false": "32-true",
 }

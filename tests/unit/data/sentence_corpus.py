@@ -38,6 +38,9 @@ class WordPieceTokenizer:
     all_special_ids = tuple(range(len(SPECIAL)))
     pad_token_id, cls_token_id, sep_token_id, mask_token_id, bos_token_id, eos_token_id = pad, cls, sep, mask, bos, eos
 
+    def __len__(self) -> int:
+        return len(self.inv_vocab)
+
     def get_vocab(self) -> dict[str, int]:
         return {piece: token for token, piece in self.inv_vocab.items()}
 
