@@ -109,7 +109,7 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
     ([{}, {"on_tokens": 3}], "on_tokens must be callable, got 3"),
     ([{"decoder_input_ids": torch.ones(1, 1)}], "decoder_input_ids is no input of gpt2"),
     ([{"tokens": [[83]]}], "expected tokens of the vocabulary, 0 to 82, got 83"),
-    ([{}, {"top_k": -3}], "top_k=-3 must be at least 0"),
+    ([{}, {"top_k": -3}], "top_k=-3 must be a number from 0 to 2147483647"),
 )
 
 

@@ -42,7 +42,7 @@ def _uneven(dp: int) -> Any:
 
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
-        (r"the weights of this model \(48,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 4 * 10**6})),
+        (r"the weights of this model \(768,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 4 * 10**6})),
         (
             "of 3 rows cannot be cut into num_microbatches=2 of equal size; give the DataLoader a batch_size that is a "
             "multiple of 2, or choose num_microbatches from 1, 3",
