@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, read_evaluation_texts
+from lightning_megatron.data.documents import read_texts
+from lightning_megatron.data.encoding import Decoder, TextEncoding
+from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, tokenize_evaluation_texts
 from lightning_megatron.data.indexed import check_dataset
 from lightning_megatron.data.instructions import (
     Answers,
@@ -458,6 +460,9 @@ class TextEvaluationDataModule(MegatronDataModule):
         json_key: Key of the text in .jsonl and .parquet files.
         micro_batch_size: Rows in one microbatch of one data-parallel rank.
         num_workers: Worker processes that prefetch, on each rank that reads data.
+        encoding: Encoding of text files and JSON lines in Python's names: utf-8, latin-1; utf-16 for text files only.
+        errors: What is done with bytes that are not of that encoding: ``strict`` ends the run with file and byte,
+            ``replace`` makes them U+FFFD and counts them.
     """
 
     def __init__(
@@ -471,6 +476,8 @@ class TextEvaluationDataModule(MegatronDataModule):
         json_key: str = "text",
         micro_batch_size: int = 4,
         num_workers: int = 0,
+        encoding: str = "utf-8",
+        errors: Literal["strict", "replace"] = "strict",
     ) -> None:
         super().__init__(micro_batch_size=micro_batch_size, num_workers=num_workers, seed=0)
         require_choice("task", task, get_args(EvaluationTask))
@@ -478,7 +485,10 @@ class TextEvaluationDataModule(MegatronDataModule):
         if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
             raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
         self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
-        self._arguments = (data_path, tokenizer, seq_length, task, stride or seq_length, strict, json_key)
+        self._stride = stride or seq_length
+        self._strict = strict
+        self._json_key = json_key
+        self._encoding = TextEncoding(name=encoding, errors=errors)
         self._sources = dict.fromkeys(("valid", "test"))
 
     @override
@@ -506,7 +516,17 @@ class TextEvaluationDataModule(MegatronDataModule):
 
     @cached_property
     def _texts(self) -> EvaluationTexts:
-        return read_evaluation_texts(*self._arguments)
+        decoder = Decoder(self._encoding)
+        texts = read_texts(self.data_path, self._json_key, decoder)
+        tokenized = tokenize_evaluation_texts(
+            self.data_path, texts, self.tokenizer, self.seq_length, self.task, self._stride, self._strict
+        )
+        if decoder.num_replaced:
+            rank_zero_warn(
+                f"{decoder.num_replaced:,} characters of {self.data_path} that are not {self._encoding.name} were "
+                "replaced by U+FFFD"
+            )
+        return tokenized
 
 
 def _split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitName, tuple[Any, str]]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
 from lightning_megatron.errors import MOST_PROCESSES, CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.hub import first_line
@@ -241,13 +242,16 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
     if is_input and num_processes > 1:
         raise ConfigError(f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file")
     try:
-        # Some editors write a byte order mark.
-        text = (Path("/dev/stdin") if is_input else file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        content = (Path("/dev/stdin") if is_input else file).read_bytes()
+        # Some editors write a byte order mark, which the decoder drops.
+        text = Decoder(TextEncoding(), fix="save it as UTF-8").decode(content)
+    except OSError as error:
         fix = "give a text file, or - for standard input"
-        raise ConfigError(f"--prompt-file {file} cannot be read: {reason}; {fix}") from None
-    prompts = [line for line in text.split("\n") if line.strip()]
+        raise ConfigError(f"--prompt-file {file} cannot be read: {error.strerror}; {fix}") from None
+    except UndecodableError as error:
+        raise ConfigError(f"--prompt-file {file} {error}") from None
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompt-file {file} has no text; write one prompt per line")
     return prompts

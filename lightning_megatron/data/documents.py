@@ -8,8 +8,8 @@ explicitly is always read. Inputs keep the order in which they are given, files 
 duplicates are dropped, so the same inputs give the same documents in the same order on every machine.
 
 Which documents: a text file is one document; a JSON line or a table row has one under each key. Bytes that are not of
-the given encoding make a document bad (``TextEncoding``). Lone surrogates in a JSON string become U+FFFD: real corpora
-contain a few of them. A byte order mark at the beginning of a file is dropped.
+the given encoding make a document bad (``TextEncoding``). Lone surrogates in a JSON string become U+FFFD and are
+counted: real corpora contain a few of them. A byte order mark at the beginning of a file is dropped.
 
 The input is cut into pieces of similar size that worker processes tokenize independently. JSON lines and tables are
 read by the process that cuts, which is a hundred times faster than tokenizing: one large file feeds all workers,
@@ -256,18 +256,23 @@ def read_documents(
     return [texts for _, texts in documents if isinstance(texts, tuple)], bad
 
 
-def read_texts(path: str, key: str = PLAIN_TEXT_KEY) -> Iterator[tuple[str, str]]:
+def read_texts(path: str, key: str = PLAIN_TEXT_KEY, decoder: Decoder | None = None) -> Iterator[tuple[str, str]]:
     """Yield each text after its location: ``FILE, line N``, ``FILE, row N``, or ``FILE`` for a text file.
 
     Args:
         path: A file, a directory or a pattern.
         key: Key or column of the text in .jsonl and .parquet files.
+        decoder: As for ``read_documents``.
 
     Raises:
         DataError: With the location, if a document is bad; if a file is missing or cannot be read.
+        ConfigError: If there are JSON lines that the encoding is not for.
     """
-    for piece in cut_into_pieces(find_files([path], [key]), [key]):
-        for location, texts in _documents(piece, [key], Decoder(TextEncoding())):
+    decoder = decoder or Decoder(TextEncoding())
+    files = find_files([path], [key])
+    check_encoding(files, decoder.encoding)
+    for piece in cut_into_pieces(files, [key]):
+        for location, texts in _documents(piece, [key], decoder):
             if isinstance(texts, str):
                 raise DataError(f"{location} {texts}")
             yield location, texts[0]
@@ -285,22 +290,14 @@ def read_records(
     Raises:
         DataError: With the location, if a line is no JSON object; if a file cannot be read.
     """
+    decoder = Decoder(TextEncoding(), fix="save it as UTF-8, the encoding of JSON lines")
     for file in files:
         for piece in _cut_lines(str(file), file.stat().st_size, PIECE_BYTES, document_limit(file)):
             on_bytes(piece.num_bytes)
-            for location, record in _records(piece, Decoder(TextEncoding())):
+            for location, record in _records(piece, decoder):
                 if isinstance(record, str):
                     raise DataError(f"{location} {record}")
                 yield location, record
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON can contain and no tokenizer accepts, by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 # ---- pieces to documents --------------------------------------------------------------------------------------------
@@ -311,7 +308,7 @@ def _documents(piece: Piece, keys: Sequence[str], decoder: Decoder) -> Iterator[
     for path in piece.files:
         yield path, _read_text(path, piece.max_document_bytes, decoder)
     for location, record in _records(piece, decoder):
-        texts = record if isinstance(record, str) else _extract_texts(record, keys)
+        texts = record if isinstance(record, str) else _extract_texts(record, keys, decoder)
         if isinstance(texts, tuple) and piece.rows and sum(map(len, texts)) > (piece.max_document_bytes or math.inf):
             texts = _too_long(piece.max_document_bytes or 0)
         yield location, texts
@@ -343,13 +340,14 @@ def _read_text(path: str, max_document_bytes: int | None, decoder: Decoder) -> t
     except OSError as error:
         return _read_failure(error)
     data = b"".join(parts)
-    if b"\0" in data and not decoder.encoding.is_wide:
-        return "is not a text file: it contains zero bytes; remove it from the inputs"
     try:
+        decoder.check_mark(data)
+        if b"\0" in data and not decoder.encoding.is_wide:
+            return "is not a text file: it contains zero bytes; remove it from the inputs"
         text = decoder.decode(data)
     except UndecodableError as error:
         return str(error)
-    if "\0" in text:
+    if decoder.encoding.is_wide and "\0" in text:
         return f"is not a text file in {decoder.encoding.name}: it contains zeros; remove it from the inputs"
     return (text,)
 
@@ -358,10 +356,10 @@ def check_encoding(files: Sequence[Path], encoding: TextEncoding) -> None:
     """Check that files can be cut into lines in this encoding.
 
     Raises:
-        ConfigError: If there are JSON lines in UTF-16 or the like.
+        ConfigError: If there are JSON lines in UTF-16, EBCDIC or the like.
     """
     for path in files:
-        if encoding.is_wide and format_of(path)[0] == "json lines":
+        if not encoding.extends_ascii and format_of(path)[0] == "json lines":
             raise ConfigError(
                 f"encoding={encoding.name}: expected one with the bytes of ASCII for JSON lines ({path}), whose "
                 "standard is UTF-8; save them as UTF-8"
@@ -382,7 +380,7 @@ def _parse_line(line: bytes, decoder: Decoder) -> dict[str, Any] | str:
     return record
 
 
-def _extract_texts(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ...] | str:
+def _extract_texts(record: dict[str, Any], keys: Sequence[str], decoder: Decoder) -> tuple[str, ...] | str:
     texts = []
     for key in keys:
         text = record.get(key)
@@ -392,31 +390,25 @@ def _extract_texts(record: dict[str, Any], keys: Sequence[str]) -> tuple[str, ..
             return f"has the type {text.kind} under '{key}', expected a string; store text there"
         if not isinstance(text, str):
             return f"has the type {type(text).__name__} under '{key}', expected a string; store text there"
-        texts.append(text if text.isascii() else replace_surrogates(text))
+        texts.append(text if text.isascii() else decoder.replace_surrogates(text))
     return tuple(texts)
 
 
 def _decode_and_load(line: bytes, decoder: Decoder) -> Any:
-    """Parse a line; UTF-8 is left to the parser, which is faster.
+    """Parse a line by orjson, else by ``json.loads``: slow, but accepts NaN and lone surrogates and explains errors.
+
+    orjson decodes UTF-8 itself, strictly. ``json.loads`` gets text, as of bytes it guesses the encoding, and takes
+    encoded surrogates for characters.
 
     Raises:
         UndecodableError: If it is not in the decoder's encoding.
         ValueError: If it is not JSON.
     """
-    if not decoder.encoding.is_utf8:
-        return _loads(decoder.decode(line))
-    try:
-        return _loads(line)
-    except UnicodeDecodeError:
-        return _loads(decoder.decode(line))
-
-
-def _loads(line: bytes | str) -> Any:
-    """Parse by orjson, else by ``json.loads``: slow, but accepts NaN and lone surrogates and explains errors."""
+    content = line if decoder.is_utf8 else decoder.decode(line)
     if _orjson is not None:
         with contextlib.suppress(ValueError):
-            return _orjson.loads(line)
-    return json.loads(line)
+            return _orjson.loads(content)
+    return json.loads(decoder.decode(content) if isinstance(content, bytes) else content)
 
 
 # ---- files to pieces ------------------------------------------------------------------------------------------------

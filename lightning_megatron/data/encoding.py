@@ -1,18 +1,32 @@
 """Text encodings: bytes of text files and JSON lines become text, or a problem that names the byte.
 
 Text that is not what its encoding says is refused, since a corpus whose accented letters have become U+FFFD is ruined
-and looks complete. ``errors="replace"`` replaces and counts instead.
+and looks complete. ``errors="replace"`` replaces and counts instead. The byte order mark of another encoding is a
+problem, too; that of the encoding itself is dropped.
 """
 
 from __future__ import annotations
 
 import codecs
+import string
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError, require_choice
 
+DecodingErrors: TypeAlias = Literal["strict", "replace"]
+"""Whether bytes that are none of an encoding are a problem, or become U+FFFD and are counted."""
+
 _REPLACEMENT = "\ufffd"
+_BYTE_ORDER_MARK = "\ufeff"
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Byte order marks and their encodings; that of UTF-32 begins with that of UTF-16, so it comes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +35,7 @@ class TextEncoding:
 
     name: str = "utf-8"
     """As Python knows it: utf-8, latin-1, cp1252, utf-16, ..."""
-    errors: Literal["strict", "replace"] = "strict"
+    errors: DecodingErrors = "strict"
     """Whether bytes that are none of the encoding are a problem, or become U+FFFD."""
 
     def __post_init__(self) -> None:
@@ -39,14 +53,24 @@ class TextEncoding:
             ) from None
 
     @property
+    def codec(self) -> str:
+        """Python's own name for it."""
+        return codecs.lookup(self.name).name
+
+    @property
     def is_utf8(self) -> bool:
         """Whether it is UTF-8, under any of its names."""
-        return codecs.lookup(self.name).name in ("utf-8", "utf-8-sig")
+        return self.codec in ("utf-8", "utf-8-sig")
 
     @property
     def is_wide(self) -> bool:
-        """Whether a letter takes several bytes, as in UTF-16: zero bytes and newlines then mean something else."""
+        """Whether a letter takes several bytes, as in UTF-16: zero bytes then are part of letters."""
         return len("aa".encode(self.name)) - len("a".encode(self.name)) > 1
+
+    @property
+    def extends_ascii(self) -> bool:
+        """Whether ASCII text has its own bytes: only then can a file be cut into lines before it is decoded."""
+        return self.is_utf8 or string.printable.encode(self.name, errors="replace") == string.printable.encode()
 
 
 class UndecodableError(ValueError):
@@ -58,14 +82,22 @@ class Decoder:
 
     Args:
         encoding: Encoding of the texts.
+        fix: What to do about bytes that are none of the encoding, for messages.
     """
 
-    def __init__(self, encoding: TextEncoding) -> None:
+    def __init__(
+        self,
+        encoding: TextEncoding,
+        fix: str = "give its encoding (encoding=latin-1, utf-16) or errors=replace, or save it as UTF-8",
+    ) -> None:
         self.encoding = encoding
         self.num_replaced = 0
         """Characters replaced by U+FFFD, over all texts."""
+        self.is_utf8 = encoding.is_utf8
+        """Whether the encoding is UTF-8, under any of its names."""
+        self._fix = fix
         # A byte order mark at the beginning of a file is no part of its text.
-        self._codec = "utf-8-sig" if encoding.is_utf8 else encoding.name
+        self._codec = "utf-8-sig" if self.is_utf8 else encoding.codec
 
     def decode(self, data: bytes) -> str:
         """Text of a whole file or line.
@@ -73,21 +105,45 @@ class Decoder:
         Raises:
             UndecodableError: With the offset of the first byte that is none of the encoding.
         """
+        self.check_mark(data)
         try:
-            return data.decode(self._codec)
+            return data.decode(self._codec).removeprefix(_BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             if self.encoding.errors == "strict":
+                offset = len(data) - len(error.object) + error.start  # the codec may have cut off the byte order mark
                 raise UndecodableError(
-                    f"is not {self.encoding.name}: byte 0x{data[error.start]:02x} at offset {error.start} of it; name "
-                    "its encoding (--encoding latin-1), choose --errors replace, or save it as UTF-8"
+                    f"is not {self.encoding.name}: byte 0x{data[offset]:02x} at offset {offset} of it; {self._fix}"
                 ) from None
-        text = data.decode(self._codec, errors="replace")
-        self.num_replaced += text.count(_REPLACEMENT) - self._count_own(data)
+        text = data.decode(self._codec, errors="replace").removeprefix(_BYTE_ORDER_MARK)
+        # Without what is replaced, only the U+FFFD of the text itself are left.
+        own = data.decode(self._codec, errors="ignore").count(_REPLACEMENT)
+        self.num_replaced += text.count(_REPLACEMENT) - own
         return text
 
-    def _count_own(self, data: bytes) -> int:
-        """How many U+FFFD the text has by itself."""
-        try:
-            return data.count(_REPLACEMENT.encode(self.encoding.name))
-        except UnicodeEncodeError:
-            return 0
+    def replace_surrogates(self, text: str) -> str:
+        """Replace lone surrogates as the function of this name does, and count them."""
+        replaced = replace_surrogates(text)
+        if replaced is not text:
+            self.num_replaced += replaced.count(_REPLACEMENT) - text.count(_REPLACEMENT)
+        return replaced
+
+    def check_mark(self, data: bytes) -> None:
+        """Check that the data does not begin with the byte order mark of another encoding.
+
+        Raises:
+            UndecodableError: If it does: many encodings would decode the bytes, to nonsense.
+        """
+        mark = next((mark for mark in _MARKS if data.startswith(mark)), None)
+        if mark is not None and not self.encoding.codec.startswith(_MARKS[mark]):
+            raise UndecodableError(
+                f"is not {self.encoding.name}: it begins with the byte order mark of {_MARKS[mark]}; {self._fix}"
+            )
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON can contain and no tokenizer accepts, by U+FFFD; a pair is one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

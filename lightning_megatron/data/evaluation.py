@@ -6,7 +6,7 @@ Source of both: Megatron-LM core_r0.16, tasks/zeroshot_gpt/datasets.py.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeAlias
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
 from lightning_megatron.errors import DataError
@@ -60,30 +59,35 @@ class EvaluationTexts:
         return {"text": torch.from_numpy(text), "loss_mask": torch.from_numpy(loss_mask)}
 
 
-def read_evaluation_texts(
-    path: str, tokenizer: str, seq_length: int, task: EvaluationTask, stride: int, strict: bool, json_key: str
+def tokenize_evaluation_texts(
+    path: str,
+    texts: Iterable[tuple[str, str]],
+    tokenizer: str,
+    seq_length: int,
+    task: EvaluationTask,
+    stride: int,
+    strict: bool,
 ) -> EvaluationTexts:
-    """Read and tokenize texts; rows are in the order of the texts.
+    """Tokenize texts; rows are in the order of the texts.
 
     Args:
-        path: A file, a directory or a pattern, as for ``preprocess``.
+        path: Where the texts are from, for messages.
+        texts: Texts after their locations, as of ``read_texts``.
         tokenizer: Directory of a transformers tokenizer.
         seq_length: Maximum number of tokens that the model reads in one row.
         task: Which targets count.
         stride: Perplexity: tokens between the beginnings of consecutive rows.
         strict: Last word: whether all of its tokens must be right, or only the last token of the text counts.
-        json_key: Key or column of the text in .jsonl and .parquet files.
 
     Raises:
-        DataError: With file and line, if a text is malformed or has no last word; if files or tokenizer are missing, or
-            there is no text.
+        DataError: With file and line, if a text has no last word; if the tokenizer is missing, or there is no text.
     """
     loaded = load_tokenizer(tokenizer)
     encode, prefix = batch_encoder(loaded), _prefix_tokens(loaded)
-    texts = read_texts(path, json_key)
+    located = iter(texts)
     tokens, bounds = array("i"), array("q")
     num_truncated = 0
-    while batch := list(islice(texts, _BATCH)):
+    while batch := list(islice(located, _BATCH)):
         if task == "last_word":
             samples = _last_words(batch, encode, prefix, seq_length, strict)
         else:

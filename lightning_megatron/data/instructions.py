@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records, replace_surrogates
+from lightning_megatron.data.documents import find_files, format_of, progress_bar, read_records
+from lightning_megatron.data.encoding import replace_surrogates
 from lightning_megatron.data.samples import Rows, SavedArrays, build_once
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.data.tokenizer_files import panics_as_errors

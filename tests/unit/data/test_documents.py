@@ -108,7 +108,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("text", b'{"text": "unfinished', r"line 3 is not JSON \(.* at column 10\); correct or remove that line"),
     ("text", b'{"body": "x", "id": 1}', "line 3 has no key 'text'; choose the json key from body, id"),
     ("text", b'{"text": 5}', "line 3 has the type int under 'text', expected a string"),
-    ("text", b'"\xff', r"line 3 is not utf-8: byte 0xff at offset 1 of it; name its encoding"),
+    ("text", b'"\xff', r"line 3 is not utf-8: byte 0xff at offset 1 of it; give its encoding"),
     ("text", b"", "row 2 has the type NoneType under 'text', expected a string"),
     ("t", b"", "row 1 has no key 't'; choose the json key from text, n"),
 ]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.data.evaluation import EvaluationTexts, read_evaluation_texts
+from lightning_megatron.data.documents import read_texts
+from lightning_megatron.data.evaluation import EvaluationTexts, tokenize_evaluation_texts
 from lightning_megatron.errors import DataError
 from tests.tokenizers import make_tokenizer
 
@@ -14,7 +15,8 @@ def _read(folder: Path, *lines: str, strict: bool = True) -> EvaluationTexts:
     """Tokenize JSON lines with a tokenizer that prepends ``<s>``."""
     (folder / "texts.jsonl").write_text("\n".join(lines))
     tokenizer = make_tokenizer(folder / "tok", bos=True)
-    return read_evaluation_texts(str(folder / "texts.jsonl"), tokenizer, 8, "last_word", 8, strict, "text")
+    path = str(folder / "texts.jsonl")
+    return tokenize_evaluation_texts(path, read_texts(path), tokenizer, 8, "last_word", 8, strict)
 
 
 def test_only_the_last_word_of_a_truncated_text_counts(tmp_path: Path) -> None:

@@ -369,7 +369,47 @@ def test_no_damage_of_a_cached_index_changes_a_batch(tmp_path: Path, caplog: pyt
             caplog.clear()
             damage(cache / name)
             assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected), (name, damage)
-            assert "is damaged and is not used" in caplog.text, (name, damage)
+            assert caplog.text.count("is damaged and is not used") == 1, (name, damage)
+
+
+def test_directory_replaced_as_a_whole_is_built_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_corpus(tmp_path / "a", 30, seed=1)
+    cache = tmp_path / "cache"
+    (part,) = _parts(tmp_path)
+    expected = _rows(open_samples(GPT, [part], str(cache)))
+    (folder,) = cache.iterdir()
+    for replace in (_replace_by_link_to_a_damaged_directory, _replace_by_file):
+        caplog.clear()
+        replace(folder)
+        assert np.array_equal(_rows(open_samples(GPT, [part], str(cache))), expected)
+        assert caplog.text.count("is damaged and is not used") == 1
+        assert folder.is_dir()
+        assert not folder.is_symlink()
+
+
+def _replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+
+
+def _replace_by_link_to_a_damaged_directory(folder: Path) -> None:
+    elsewhere = folder.parent.with_name("elsewhere")
+    folder.rename(elsewhere)
+    _flip(elsewhere / "shuffle_index.npy", -1, 0)
+    folder.symlink_to(elsewhere)
+
+
+def test_header_damaged_while_a_run_goes_on_is_an_error(tmp_path: Path) -> None:
+    """A worker that starts later loads arrays that its run has verified."""
+    write_corpus(tmp_path / "a", 30, seed=1)
+    cache = tmp_path / "cache"
+    samples = pickle.dumps(open_samples(GPT, _parts(tmp_path), str(cache)))
+    (file,) = cache.glob("*/shuffle_index.npy")
+    content = file.read_bytes()
+    for header in (b"{" * 118, b"\xff" * 118, content[10:128].replace(b"(", b" "), b"[" * 118):
+        file.write_bytes(content[:10] + header + content[128:])
+        with pytest.raises(DataError, match=r"shuffle_index.npy cannot be read \(.*start the run again"):
+            pickle.loads(samples)
 
 
 def test_rewritten_dataset_gets_a_new_index(tmp_path: Path) -> None:
