@@ -134,3 +134,34 @@ def test_wrong_train_step_or_phase_is_refused(folder: Path) -> None:
     objective, split = run_ranks(_refusals, 1, str(folder))[0]
     assert "expected train_step='last_word', which counts last words, got" in objective
     assert "TextEvaluationDataModule has no train split" in split
+
+
+def _losses_of_encodings(folder: str) -> list[Any]:
+    """Loss of texts in UTF-8, of the same in Latin-1, and with their letters replaced; the refusal of the default."""
+    import warnings
+
+    from lightning_megatron import TextEvaluationDataModule
+
+    def data(name: str, **options: Any) -> Any:
+        return TextEvaluationDataModule(f"{folder}/{name}", folder, seq_length=12, micro_batch_size=1, **options)
+
+    def loss(served: Any) -> float:
+        (metrics,) = trainer_of(Case()).test(pretrained_module(folder), datamodule=served, verbose=False)
+        return float(metrics["test_loss"])
+
+    results: list[Any] = [loss(data("utf8.txt")), loss(data("latin.txt", encoding="latin-1"))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results.append(loss(data("latin.txt", errors="replace")))
+    module = pretrained_module(folder)
+    results.append(refusal(trainer_of(Case()).test, module, datamodule=data("latin.txt")))
+    return [*results, [str(each.message) for each in caught]]
+
+
+def test_encoding_of_texts_is_given_replaced_or_refused(folder: Path) -> None:
+    for name, encoding in (("utf8.txt", "utf-8"), ("latin.txt", "latin-1")):
+        (folder / name).write_bytes("is it yés? the answer is: yés".encode(encoding))
+    utf8, latin, replaced, refused, warned = run_ranks(_losses_of_encodings, 1, str(folder))[0]
+    assert utf8 == latin != replaced
+    assert "latin.txt is not utf-8: byte 0xe9 at offset 7 of it; give its encoding (encoding=latin-1" in refused
+    assert any("2 characters of" in text and "latin.txt that are not utf-8 were replaced" in text for text in warned)
