@@ -147,7 +147,6 @@ class MegatronStrategy(DDPStrategy):
     """
 
     restore_checkpoint_after_setup, lightning_restore_optimizer = True, False
-    _weights_to_reshard: Path | None = None
 
     def __init__(  # noqa: D107 (described on the class)
         self,
@@ -203,6 +202,7 @@ class MegatronStrategy(DDPStrategy):
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
+        self._weights_to_reshard: Path | None = None
         self._has_warned_of_clipping = False
         self._engine_losses: list[EngineLoss] = []
         """Of the forward and backward passes within one ``training_step``."""
