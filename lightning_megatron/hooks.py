@@ -22,9 +22,8 @@ from lightning_megatron.megatron_datamodule import MegatronDataModule
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_REPLICA_HAS_ONE_READER = (
-    "one rank reads the batch and broadcasts it to its replica's other ranks; override get_batch of the TrainStep"
-)
+_ONE_READER = "one rank reads the batch and broadcasts it to its replica's other ranks"
+_REPLICA_HAS_ONE_READER = f"{_ONE_READER}; override get_batch of the TrainStep"
 _NEVER_CALLED = {
     "backward": "Megatron's schedule runs it; override loss_func of the TrainStep",
     "transfer_batch_to_device": _REPLICA_HAS_ONE_READER,

@@ -118,13 +118,7 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
-        if not isinstance(train_step, (str, TrainStep, NoneType)):
-            raise ConfigError(
-                f"train_step={train_step!r}: expected the name or an object of a TrainStep, got a "
-                f"{type(train_step).__name__}; give e.g. train_step=MyTrainStep()"
-            )
-        name = train_step if isinstance(train_step, str) else self.model_config.architecture
-        self.train_step = train_step if isinstance(train_step, TrainStep) else train_step_named(name)
+        self.train_step = _train_step(train_step, self.model_config.architecture)
         self.train_step.bind(self.model_config)
         require_number("lr", lr)
         self.lr = lr
@@ -733,6 +727,22 @@ def _weights_directory(model: Any) -> Path:
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise ConfigError(f"pretrained=True needs a model directory with weights, and model is {given}; give its path")
     return Path(model)
+
+
+def _train_step(given: str | TrainStep | None, architecture: str) -> TrainStep:
+    """The train step of a name, the given object, or that of an architecture.
+
+    Raises:
+        ConfigError: If something else is given, or the name is unknown.
+    """
+    if isinstance(given, TrainStep):
+        return given
+    if not isinstance(given, (str, NoneType)):
+        raise ConfigError(
+            f"train_step={given!r}: expected the name or an object of a TrainStep, got a "
+            f"{type(given).__name__}; give e.g. train_step=MyTrainStep()"
+        )
+    return train_step_named(architecture if given is None else given)
 
 
 def _check_names(saved: dict[str, Any], given: Mapping[str, Any]) -> None:

@@ -360,10 +360,9 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
     """
     typed = [word for argument in arguments for word in argument.split("=", 1)]
     files = [Path(value) for name, value in pairwise(typed) if name in ("-c", "--config") and Path(value).is_file()]
-    for file in files:
-        if re.search(r"""^\s*["']?distributed_type["']?\s*:""", file.read_text(errors="replace"), flags=re.MULTILINE):
-            fix = f"convert it with lightning-megatron config --from-accelerate {file}"
-            return f"--config {file} is a configuration of Accelerate; {fix}"
+    for file in filter(_is_of_accelerate, files):
+        fix = f"convert it with lightning-megatron config --from-accelerate {file}"
+        return f"--config {file} is a configuration of Accelerate; {fix}"
     if isinstance(error, UnicodeDecodeError):
         return f"--config {', '.join(map(str, files))} is not UTF-8 text ({error.reason}); give a YAML file"
     if explanation := user_error(error):
@@ -374,10 +373,8 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         return f"{message}; give --config FILE, or model and data as options: see --help"
     if "'lightning.LightningDataModule'" in message:
         return "data: expected a class, got only options of one; give its name first, e.g. --data IndexedDataModule"
-    if message.endswith("expected one argument"):  # jsonargparse names --model if --model.lr has no value
-        for name, value in pairwise([*arguments, "--"]):
-            if name[:1] == value[:1] == "-" and "=" not in name and not any(map(_NEGATIVE.fullmatch, (name, value))):
-                return f"argument {name}: expected a value" + f"; write {name}={value}" * value[1:2].isdigit()
+    if message.endswith("expected one argument") and (explanation := _explain_missing_value(arguments)):
+        return explanation
     if path == "trainer.precision":
         got = message.rpartition(", got ")[2] if ", got " in message else "another"
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}, got {got}"
@@ -400,6 +397,23 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         hint = advice(match[1].rpartition(".")[2], typed=True) or _suggest(wrong, list(known))
     is_typed = any(word.startswith(f"--{path}") for word in typed)
     return ("" if is_typed else _locate(path, files)) + message + (hint and f"; {hint}")
+
+
+def _is_of_accelerate(file: Path) -> bool:
+    """Whether a YAML file is a configuration of Accelerate."""
+    text = file.read_text(errors="replace")
+    return re.search(r"""^\s*["']?distributed_type["']?\s*:""", text, flags=re.MULTILINE) is not None
+
+
+def _explain_missing_value(arguments: Sequence[str]) -> str:
+    """Which option has no value; jsonargparse names --model if --model.lr has none."""
+    for name, value in pairwise([*arguments, "--"]):
+        are_options = name.startswith("-") and value.startswith("-")
+        is_number = any(map(_NEGATIVE.fullmatch, (name, value)))
+        if are_options and "=" not in name and not is_number:
+            fix = f"; write {name}={value}" if value[1:2].isdigit() else ""
+            return f"argument {name}: expected a value{fix}"
+    return ""
 
 
 def _shorten(text: str) -> str:

@@ -22,9 +22,8 @@ from tests.cli.command import run_all, run_cli
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
-_LISTING = (
-    '<a href="/model/config.json">x</a><a href="/model/../../escaped.txt">x</a><a href="/model/..\\escaped.txt">x</a>'
-)
+_LISTED = ("/model/config.json", "/model/../../escaped.txt", r"/model/..\escaped.txt")
+_LISTING = "".join(f'<a href="{name}">x</a>' for name in _LISTED)
 
 
 class _Server(http.server.ThreadingHTTPServer):
