@@ -81,17 +81,37 @@ def campaign(session: nox.Session) -> None:
 def hosts(session: nox.Session) -> None:
     """Test runs on two and three nodes, simulated by network namespaces; needs root, ip and, for some tests, SLURM."""
     install(session, "test")
-    session.run("pytest", "-s", "tests/hosts/cases.py", "tests/hosts/slurm.py", *session.posargs, success_codes=[0, 5])
+    session.run(
+        "pytest",
+        "-s",
+        "tests/hosts/cases.py",
+        "tests/hosts/slurm.py",
+        *session.posargs,
+        success_codes=[0, 5],
+    )
 
 
 @nox.session
-@nox.parametrize("engine", ["megatron-core==0.16.1", "megatron-core<0.20"], ids=["oldest", "newest"])
+@nox.parametrize(
+    "engine", ["megatron-core==0.16.1", "megatron-core<0.20"], ids=["oldest", "newest"]
+)
 def engines(session: nox.Session, engine: str) -> None:
     """Run the tests that use Megatron-Core with its oldest and newest supported releases."""
     install(session, "test")
     session.install("--no-compile", TORCH, engine)
-    folders = ("parity", "checkpoint", "golden", "trainer", "families", "generate", "convert", "unit/engine")
-    session.run(*PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders]))
+    folders = (
+        "parity",
+        "checkpoint",
+        "golden",
+        "trainer",
+        "families",
+        "generate",
+        "convert",
+        "unit/engine",
+    )
+    session.run(
+        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
+    )
 
 
 @nox.session
@@ -105,7 +125,16 @@ def convert_peers(session: nox.Session) -> None:
         if not python.exists():
             session.run("python", "-m", "venv", str(folder))
         # These releases support only NumPy 1.
-        session.run(str(python), "-m", "pip", "install", TORCH, "numpy<2", f"transformers=={version}", external=True)
+        session.run(
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            TORCH,
+            "numpy<2",
+            f"transformers=={version}",
+            external=True,
+        )
         peers.append(f"{version}={python}")
     work = Path(session.create_tmp()) / "peers"
     shutil.rmtree(work, ignore_errors=True)
@@ -124,7 +153,15 @@ def docs(session: nox.Session) -> None:
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, pages)
     site = str(ROOT / "site")
-    session.run("mkdocs", "build", "--strict", "--site-dir", site, *session.posargs, env={"DOCS_DIR": str(pages)})
+    session.run(
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        site,
+        *session.posargs,
+        env={"DOCS_DIR": str(pages)},
+    )
 
 
 @nox.session
@@ -148,16 +185,34 @@ def quickstart(session: nox.Session) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     text, tokenizer = "examples/data/shakespeare.jsonl.gz", "quickstart/tokenizer"
     fit = ("lightning-megatron", "fit", "--config", "configs/gpt2_tiny_cpu.yaml", *session.posargs)
-    first, second = (f"quickstart/runs/gpt2_tiny/version_{run}/checkpoints/last.ckpt" for run in (0, 1))
+    first, second = (
+        f"quickstart/runs/gpt2_tiny/version_{run}/checkpoints/last.ckpt" for run in (0, 1)
+    )
 
     session.log(f"1/5 train a byte-level BPE with 2,048 entries on {text}")
     session.run(
-        *("lightning-megatron", "train-tokenizer", "--input", text, "--vocab-size", "2048", "--output", tokenizer)
+        *(
+            "lightning-megatron",
+            "train-tokenizer",
+            "--input",
+            text,
+            "--vocab-size",
+            "2048",
+            "--output",
+            tokenizer,
+        )
     )
 
     session.log("2/5 preprocess the text into an indexed dataset")
     session.run(
-        *("lightning-megatron", "preprocess", "--input", text, "--output-prefix", "quickstart/shakespeare"),
+        *(
+            "lightning-megatron",
+            "preprocess",
+            "--input",
+            text,
+            "--output-prefix",
+            "quickstart/shakespeare",
+        ),
         *("--tokenizer", tokenizer, "--append-eod"),
     )
 

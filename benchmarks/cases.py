@@ -26,7 +26,9 @@ class Target:
             return f"<= {self.value:g} s/step"
         if self.metric == "mfu_causal":
             return f">= {self.value:.0%} MFU"
-        return f">= {self.value:,.0f} tok/s" + ("/GPU" if self.metric == "tokens_per_s_per_gpu" else "")
+        return f">= {self.value:,.0f} tok/s" + (
+            "/GPU" if self.metric == "tokens_per_s_per_gpu" else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -186,9 +188,24 @@ T5_LARGE: Mapping[str, Any] = {
 """T5-large (Raffel et al. 2020), version 1.0, with its dropout."""
 
 _TINY: Mapping[str, Any] = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 32}
-_GPT2_TINY = {**GPT2_LARGE, "vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+_GPT2_TINY = {
+    **GPT2_LARGE,
+    "vocab_size": 300,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+}
 _BERT_TINY = {**BERT_LARGE, **_TINY, "intermediate_size": 32, "num_attention_heads": 2}
-_T5_TINY = {**T5_LARGE, "vocab_size": 300, "d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+_T5_TINY = {
+    **T5_LARGE,
+    "vocab_size": 300,
+    "d_model": 32,
+    "d_ff": 32,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+}
 _EXPERTS_TINY = {**QWEN3_30B_A3B, **_TINY, "num_attention_heads": 4, "moe_intermediate_size": 16}
 _EXPERTS_TINY |= {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
 _LLAMA_TINY = {**LLAMA_8B, **_TINY, "intermediate_size": 64, "head_dim": 8}
@@ -211,7 +228,15 @@ _BF16_CASES: tuple[Case, ...] = (
     Case("llama-8b-8layers", _LLAMA_8_LAYERS, 4096, 2, 8, target=Target("mfu_causal", 0.58)),
     Case("gpt2-large-tp2-pp2", GPT2_LARGE, 1024, 24, 2, 4, _TP2_PP2, Target("step_seconds", 0.32)),
     Case("gpt2-large-dp4", GPT2_LARGE, 1024, 12, 1, 4),
-    Case("llama-8b-lora", LLAMA_8B, 4096, 2, 4, lora={"rank": 16, "alpha": 32.0}, target=_per_gpu(14_000)),
+    Case(
+        "llama-8b-lora",
+        LLAMA_8B,
+        4096,
+        2,
+        4,
+        lora={"rank": 16, "alpha": 32.0},
+        target=_per_gpu(14_000),
+    ),
     Case("llama-8b-tp2-dp2", LLAMA_8B, 4096, 2, 4, 4, _TP2, _per_gpu(9_700)),
     Case("llama-8b-tp2", LLAMA_8B, 4096, 2, 4, 2, _TP2),
     Case("llama-8b-dp2", LLAMA_8B, 4096, 1, 8, 2),
@@ -220,7 +245,15 @@ _BF16_CASES: tuple[Case, ...] = (
     Case("llama-8b-dp4-s8192", LLAMA_8B, 8192, 1, 4, 4),
     Case("llama-8b-cp2-dp2-s8192", LLAMA_8B, 8192, 2, 4, 4, {"cp": 2}),
     *(
-        Case(f"llama-8b-cp4-s{length}", {**LLAMA_8B, "max_position_embeddings": length}, length, 1, 2, 4, layout)
+        Case(
+            f"llama-8b-cp4-s{length}",
+            {**LLAMA_8B, "max_position_embeddings": length},
+            length,
+            1,
+            2,
+            4,
+            layout,
+        )
         for length, layout in (
             (32768, {"cp": 4, "recompute": "selective"}),
             (131072, {"cp": 4, "recompute": "full"}),
@@ -302,7 +335,10 @@ def case_named(name: str) -> Case:
 
 
 def changed(
-    case: Case, layers: int | None = None, micro_batch_size: int | None = None, num_microbatches: int | None = None
+    case: Case,
+    layers: int | None = None,
+    micro_batch_size: int | None = None,
+    num_microbatches: int | None = None,
 ) -> Case:
     """Return ``case`` with a different number of layers or batch (None: unchanged); a changed case has no target."""
     names = [name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in case.model]

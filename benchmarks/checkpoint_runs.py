@@ -27,7 +27,14 @@ from typing_extensions import override
 from benchmarks.cases import Case
 from benchmarks.data import loader
 from benchmarks.peer import LAYERS, PeerModule
-from benchmarks.runs import CLIP, LR, accumulated_batches, case_fields, installed_versions, make_trainer
+from benchmarks.runs import (
+    CLIP,
+    LR,
+    accumulated_batches,
+    case_fields,
+    installed_versions,
+    make_trainer,
+)
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
 
@@ -115,7 +122,9 @@ class SaveRecorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if len(self.saves) < self.plan.saves:
-            raise RuntimeError(f"only {len(self.saves)} of {self.plan.saves} saves are complete: see the warnings")
+            raise RuntimeError(
+                f"only {len(self.saves)} of {self.plan.saves} saves are complete: see the warnings"
+            )
         if self.plan.load and self.saves:
             self.load_seconds = self._load(trainer)
         if not self.plan.keep:
@@ -145,7 +154,9 @@ class SaveRecorder(Callback):
         if trainer.is_global_zero:
             # The directory's ctime is when its last file was created or it was renamed.
             complete = max(self.plan.path.stat().st_ctime - self._save_began, self._stall)
-            self.saves.append({"stall": self._stall, "complete": complete, "steps_during": self._steps_during})
+            self.saves.append(
+                {"stall": self._stall, "complete": complete, "steps_during": self._steps_during}
+            )
             files = [file for file in self.plan.path.rglob("*") if file.is_file()]
             self.gigabytes = sum(file.stat().st_size for file in files) / 1e9
             print(f"save {len(self.saves)}: {self.gigabytes:.3f} GB, {self.saves[-1]}", flush=True)
@@ -173,7 +184,9 @@ class SaveRecorder(Callback):
 
     def _host_gib(self) -> float:
         """Peak host memory in GiB, summed over ranks. Collective over the world."""
-        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=self._device)
+        peak = torch.tensor(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, device=self._device
+        )
         if dist.is_initialized():
             dist.all_reduce(peak)
         return float(peak)
@@ -185,7 +198,9 @@ class _TimedStrategy(MegatronStrategy):
     load_seconds: float | None = None
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         self.barrier()
         start = time.perf_counter()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -196,10 +211,14 @@ class _TimedStrategy(MegatronStrategy):
 
 def run_saves(case: Case, plan: SavePlan, asynchronous: bool) -> SimpleNamespace:
     """Save with ``MegatronStrategy``, asynchronously or not, and load in the same layout."""
-    strategy = MegatronStrategy(num_microbatches=case.num_microbatches, async_save=asynchronous, **case.layout)
+    strategy = MegatronStrategy(
+        num_microbatches=case.num_microbatches, async_save=asynchronous, **case.layout
+    )
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(plan)
-    trainer = make_trainer(case, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)
+    trainer = make_trainer(
+        case, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP
+    )
     # It never saves, but as in ordinary runs its presence makes the strategy pin memory for saves early.
     trainer.callbacks.append(ModelCheckpoint(plan.folder, every_n_train_steps=sys.maxsize))  # type: ignore[attr-defined]
     data = loader(case, module.model_config, case.rows)
@@ -213,11 +232,22 @@ def run_resume(case: Case, plan: SavePlan, layout: Mapping[str, Any]) -> SimpleN
     strategy = _TimedStrategy(num_microbatches=resumed.num_microbatches, **resumed.layout)
     module = MegatronModule(model=dict(case.model), lr=LR)
     recorder = SaveRecorder(replace(plan, saves=0, warmup_steps=1, plain_steps=1))
-    trainer = make_trainer(resumed, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP)
+    trainer = make_trainer(
+        resumed, strategy, recorder, max_steps=plan.max_steps, gradient_clip_val=CLIP
+    )
     data = loader(resumed, module.model_config, resumed.rows)
     path = str(plan.path)
-    record = _fit(case, recorder, "lightning-megatron, resume", lambda: trainer.fit(module, data, ckpt_path=path))
-    record.load_seconds, record.load_layout, record.plain_step = strategy.load_seconds, _layout(resumed), None
+    record = _fit(
+        case,
+        recorder,
+        "lightning-megatron, resume",
+        lambda: trainer.fit(module, data, ckpt_path=path),
+    )
+    record.load_seconds, record.load_layout, record.plain_step = (
+        strategy.load_seconds,
+        _layout(resumed),
+        None,
+    )
     return record
 
 
@@ -232,14 +262,18 @@ def run_peer(case: Case, plan: SavePlan) -> SimpleNamespace:
         state_dict_type="sharded",
     )
     recorder = SaveRecorder(plan)
-    trainer = make_trainer(case, strategy, recorder, max_steps=plan.max_steps, accumulate_grad_batches=accumulated)
+    trainer = make_trainer(
+        case, strategy, recorder, max_steps=plan.max_steps, accumulate_grad_batches=accumulated
+    )
     data = loader(case, model_config(case.model), rows)
     record = _fit(case, recorder, "Lightning FSDP, sharded", lambda: trainer.fit(module, data))
     record.load_layout = f"{case.num_devices} ranks"
     return record
 
 
-def _fit(case: Case, recorder: SaveRecorder, label: str, fit: Callable[[], None]) -> SimpleNamespace:
+def _fit(
+    case: Case, recorder: SaveRecorder, label: str, fit: Callable[[], None]
+) -> SimpleNamespace:
     """Run ``fit`` and build the record. Memory is summed over ranks; all other measurements are rank 0's."""
     fit()
     saves, plain_step = recorder.saves, recorder.plain_step

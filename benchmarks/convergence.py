@@ -71,13 +71,17 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.losses.append(outputs["loss"].detach())
 
 
 def read_texts(folders: Sequence[Path], megabytes: float) -> list[str]:
     """Read distinct text files below ``folders``, ordered by hash of their paths, up to a total size."""
-    paths = {path for folder in folders for suffix in SUFFIXES for path in folder.rglob(f"*{suffix}")}
+    paths = {
+        path for folder in folders for suffix in SUFFIXES for path in folder.rglob(f"*{suffix}")
+    }
     texts: dict[bytes, str] = {}
     size = 0
     for path in sorted(paths, key=lambda path: hashlib.sha256(str(path).encode()).digest()):
@@ -97,7 +101,9 @@ def tokenize(texts: Sequence[str], vocab_size: int) -> np.ndarray[Any, Any]:
     tokenizer = ByteLevelBPETokenizer()
     sizes = np.cumsum([len(text) for text in texts])
     beginning = texts[: 1 + int(np.searchsorted(sizes, _TOKENIZER_TEXT))]
-    tokenizer.train_from_iterator(beginning, vocab_size, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        beginning, vocab_size, special_tokens=["<end>"], show_progress=False
+    )
     encodings = tokenizer.encode_batch(list(texts))
     return np.concatenate([np.array([*encoding.ids, 0], dtype=np.uint16) for encoding in encodings])
 
@@ -107,11 +113,15 @@ def run(case: Case, way: Way, tokens: np.ndarray[Any, Any], steps: int, lr: floa
     fp8.FAST_BACKWARD = way.fast_backward
     pl.seed_everything(way.seed, verbose=False)
     module = MegatronModule(
-        model=dict(case.model), lr=lr, lr_schedule=LRSchedule(style="cosine", warmup_fraction=0.05, min_lr=lr / 10)
+        model=dict(case.model),
+        lr=lr,
+        lr_schedule=LRSchedule(style="cosine", warmup_fraction=0.05, min_lr=lr / 10),
     )
     recorder = Losses()
     trainer = pl.Trainer(
-        strategy=MegatronStrategy(num_microbatches=case.num_microbatches, fp8=way.fp8, **case.layout),
+        strategy=MegatronStrategy(
+            num_microbatches=case.num_microbatches, fp8=way.fp8, **case.layout
+        ),
         accelerator=case.accelerator,
         devices=case.num_devices,
         precision="bf16-mixed",
@@ -125,7 +135,10 @@ def run(case: Case, way: Way, tokens: np.ndarray[Any, Any], steps: int, lr: floa
     )
     order = torch.Generator().manual_seed(way.seed)
     rows = Rows(tokens, case.seq_length)
-    trainer.fit(module, DataLoader(rows, batch_size=case.rows, shuffle=True, generator=order, drop_last=True))
+    trainer.fit(
+        module,
+        DataLoader(rows, batch_size=case.rows, shuffle=True, generator=order, drop_last=True),
+    )
     losses: list[float] = torch.stack(recorder.losses).tolist()
     del trainer, module
     gc.collect()
@@ -137,7 +150,9 @@ def table(curves: dict[str, list[float]]) -> str:
     last = {name: float(np.mean(losses[-_WINDOW:])) for name, losses in curves.items()}
     first = next(iter(last.values()))
     rows = (f"| {name} | {loss:.4f} | {loss - first:+.4f} |" for name, loss in last.items())
-    return "\n".join([f"| run | loss, mean of the last {_WINDOW} steps | difference |", "|---|---|---|", *rows])
+    return "\n".join(
+        [f"| run | loss, mean of the last {_WINDOW} steps | difference |", "|---|---|---|", *rows]
+    )
 
 
 def draw(curves: dict[str, list[float]], file: Path) -> None:
@@ -165,7 +180,9 @@ def draw(curves: dict[str, list[float]], file: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
-    case = changed(case_named(options.case), options.layers, options.micro_batch_size, options.num_microbatches)
+    case = changed(
+        case_named(options.case), options.layers, options.micro_batch_size, options.num_microbatches
+    )
     layout = {name: value for name, value in case.layout.items() if name != "fp8"}
     case = replace(
         case,
@@ -197,19 +214,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--case", choices=[case.name for case in CASES], default="llama-1b", help="model and layout")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--case", choices=[case.name for case in CASES], default="llama-1b", help="model and layout"
+    )
     parser.add_argument("--layers", type=int, help="number of layers (default: the case's)")
     parser.add_argument("--seq-length", type=int, help="(default: the case's)")
     parser.add_argument("--micro-batch-size", type=int, help="(default: the case's)")
     parser.add_argument("--num-microbatches", type=int, help="(default: the case's)")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="vocabulary size of the tokenizer")
+    parser.add_argument(
+        "--vocab-size", type=int, default=VOCAB_SIZE, help="vocabulary size of the tokenizer"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="steps per run")
-    parser.add_argument("--lr", type=float, default=3e-4, help="peak of a cosine schedule with 5 %% warm-up")
-    parser.add_argument("--way", action="append", choices=list(WAYS), help="run; may be repeated (default: all)")
-    parser.add_argument("--text", type=Path, action="append", help=f"directory with text (default: {TEXT_FOLDERS})")
+    parser.add_argument(
+        "--lr", type=float, default=3e-4, help="peak of a cosine schedule with 5 %% warm-up"
+    )
+    parser.add_argument(
+        "--way", action="append", choices=list(WAYS), help="run; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--text", type=Path, action="append", help=f"directory with text (default: {TEXT_FOLDERS})"
+    )
     parser.add_argument("--megabytes", type=float, default=60.0, help="maximum size of the text")
-    parser.add_argument("--output", type=Path, default=Path("convergence.json"), help="losses; the plot is next to it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("convergence.json"),
+        help="losses; the plot is next to it",
+    )
     return parser
 
 

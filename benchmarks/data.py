@@ -34,11 +34,17 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
 
         self._columns = {"input_ids": tokens(case.seq_length)}
         if model.architecture == "bert":
-            not_masked = torch.rand(_DISTINCT_ROWS, case.seq_length, generator=generator) >= _MASKED_SHARE
+            not_masked = (
+                torch.rand(_DISTINCT_ROWS, case.seq_length, generator=generator) >= _MASKED_SHARE
+            )
             self._columns["labels"] = tokens(case.seq_length).masked_fill(not_masked, -100)
-            self._columns["token_type_ids"] = torch.zeros(_DISTINCT_ROWS, case.seq_length, dtype=torch.long)
+            self._columns["token_type_ids"] = torch.zeros(
+                _DISTINCT_ROWS, case.seq_length, dtype=torch.long
+            )
             self._columns["token_type_ids"][:, case.seq_length // 2 :] = 1
-            self._columns["next_sentence_label"] = torch.randint(0, 2, (_DISTINCT_ROWS,), generator=generator)
+            self._columns["next_sentence_label"] = torch.randint(
+                0, 2, (_DISTINCT_ROWS,), generator=generator
+            )
         if model.architecture == "t5":
             self._columns["labels"] = tokens(case.decoder_seq_length)
 
@@ -60,13 +66,17 @@ LEAST_TOKEN = 106
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
 
 
-def write_corpus(prefix: str, vocab_size: int, num_tokens: int, document_tokens: int, in_sentences: bool) -> None:
+def write_corpus(
+    prefix: str, vocab_size: int, num_tokens: int, document_tokens: int, in_sentences: bool
+) -> None:
     """Write a dataset of random tokens, in documents of ``document_tokens`` on average."""
     random = np.random.default_rng(0)
     with dataset_writers(prefix, token_dtype(vocab_size)) as (writer,):
         for _ in range(max(1, num_tokens // document_tokens)):
             length = int(random.integers(document_tokens // 2, 3 * document_tokens // 2)) + 1
-            tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(token_dtype(vocab_size))
+            tokens = random.integers(LEAST_TOKEN, vocab_size, size=length).astype(
+                token_dtype(vocab_size)
+            )
             sentences = -(-length // SENTENCE_TOKENS) if in_sentences else 1
             lengths = [len(sentence) for sentence in np.array_split(tokens, sentences)]
             writer.add_documents(tokens.tobytes(), lengths, [sentences])
@@ -78,8 +88,12 @@ def save_tokenizer(folder: str, vocab_size: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = [*SPECIAL, *(f"<extra_id_{number}>" for number in range(100))]
-    pieces += [f"{'##' if number % 3 == 0 else ''}w{number}" for number in range(vocab_size - len(pieces))]
-    model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]")
+    pieces += [
+        f"{'##' if number % 3 == 0 else ''}w{number}" for number in range(vocab_size - len(pieces))
+    ]
+    model = models.WordPiece(
+        {piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"
+    )
     roles = zip(("pad", "unk", "cls", "sep", "mask", "eos"), SPECIAL, strict=True)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(model), **{f"{role}_token": piece for role, piece in roles}
@@ -96,7 +110,9 @@ def indexed_data(case: Case, model: ModelConfig, num_workers: int) -> IndexedDat
     folder = Path(tempfile.gettempdir(), f"lightning-megatron-{case.name}-{os.getuid()}")
     if is_first_rank() and not (folder / "corpus.idx").exists():
         save_tokenizer(str(folder / "tokenizer"), model.vocab_size)
-        write_corpus(str(folder / "corpus"), model.vocab_size, 20_000_000, 1000, model.architecture != "gpt")
+        write_corpus(
+            str(folder / "corpus"), model.vocab_size, 20_000_000, 1000, model.architecture != "gpt"
+        )
     deadline = time.monotonic() + 120
     while not (folder / "corpus.idx").exists():  # with torchrun all ranks start at the same time
         if time.monotonic() > deadline:

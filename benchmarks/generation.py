@@ -34,17 +34,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     processes = _processes(options.case, options.variant or list(VARIANTS))
     if not processes:
-        print(f"error: --variant {', '.join(options.variant)}: expected a case on one device", file=sys.stderr)
+        print(
+            f"error: --variant {', '.join(options.variant)}: expected a case on one device",
+            file=sys.stderr,
+        )
         return 2
     if options.only is None and len(processes) > 1:
-        names = [f"{', '.join(case.name for case in cases)}: {', '.join(variants)}" for cases, variants in processes]
+        names = [
+            f"{', '.join(case.name for case in cases)}: {', '.join(variants)}"
+            for cases, variants in processes
+        ]
         return run_each("benchmarks.generation", arguments, names, options.output)
     # Imported late: --list and --help must not import torch.
     from benchmarks.generation_runs import Job, run_megatron, run_peer
 
     cases, variants = processes[options.only or 0]
     run = run_peer if _is_peer(variants[0]) else run_megatron
-    return 1 if run(Job(cases=cases, variants=variants, calls=options.calls, output=options.output)) else 0
+    return (
+        1
+        if run(Job(cases=cases, variants=variants, calls=options.calls, output=options.output))
+        else 0
+    )
 
 
 def _is_peer(variant: str) -> bool:
@@ -60,21 +70,33 @@ def _processes(names: Sequence[str], variants: Sequence[str]) -> list[_Process]:
     processes = []
     for (tp, _), group in cases.items():
         for is_peer in (False, True):
-            selected = [variant for variant in VARIANTS if variant in variants and _is_peer(variant) == is_peer]
+            selected = [
+                variant
+                for variant in VARIANTS
+                if variant in variants and _is_peer(variant) == is_peer
+            ]
             if selected and not (is_peer and tp > 1):
                 processes.append((group, selected))
     return processes
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.generation", description=__doc__, allow_abbrev=False
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--list", action="store_true", help="print the cases and exit")
     names = [case.name for case in GENERATION_CASES]
     action.add_argument("--case", action="append", choices=names, help="may be repeated")
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="may be repeated (default: all)")
-    parser.add_argument("--calls", type=int, default=3, metavar="N", help="timed calls after a warm-up call")
-    parser.add_argument("--output", type=Path, help="append the measurements to this JSON lines file")
+    parser.add_argument(
+        "--variant", action="append", choices=VARIANTS, help="may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=3, metavar="N", help="timed calls after a warm-up call"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="append the measurements to this JSON lines file"
+    )
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -78,8 +78,12 @@ class _GenerationModule(MegatronModule):
         self._job = job
         self.failures = 0
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        self.failures = _measure_all(self._job, self.megatron.root_device, self._generate, self.megatron.barrier)
+    def predict_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
+        self.failures = _measure_all(
+            self._job, self.megatron.root_device, self._generate, self.megatron.barrier
+        )
         return batch["input_ids"]
 
     def _generate(self, static: bool, prompts: Tensor, new_tokens: int) -> Tensor:
@@ -119,7 +123,9 @@ def run_peer(job: Job) -> int:
     return _measure_all(job, device, generate, lambda: None)
 
 
-def _measure_all(job: Job, device: torch.device, generate: _Generate, barrier: Callable[[], None]) -> int:
+def _measure_all(
+    job: Job, device: torch.device, generate: _Generate, barrier: Callable[[], None]
+) -> int:
     failures = 0
     # Eager variants of all cases first: a failed CUDA graph capture may leave the device unusable.
     for variant in job.variants:
@@ -128,7 +134,10 @@ def _measure_all(job: Job, device: torch.device, generate: _Generate, barrier: C
                 _measure(job, case, variant, _Clock(case, device, generate, barrier))
             except Exception:
                 failures += 1
-                print(f"FAILED: {case.name}, {VARIANTS[variant]}\n{traceback.format_exc()}", flush=True)
+                print(
+                    f"FAILED: {case.name}, {VARIANTS[variant]}\n{traceback.format_exc()}",
+                    flush=True,
+                )
     return failures
 
 
@@ -136,11 +145,17 @@ class _Clock:
     """Times calls until all ranks and devices are done, with random prompts that are the same in every process."""
 
     def __init__(
-        self, case: GenerationCase, device: torch.device, generate: _Generate, barrier: Callable[[], None]
+        self,
+        case: GenerationCase,
+        device: torch.device,
+        generate: _Generate,
+        barrier: Callable[[], None],
     ) -> None:
         shape = (case.batch_size, case.prompt_length)
         generator = torch.Generator().manual_seed(0)
-        self._prompts = torch.randint(0, case.model["vocab_size"], shape, generator=generator).to(device)
+        self._prompts = torch.randint(0, case.model["vocab_size"], shape, generator=generator).to(
+            device
+        )
         self._generate, self._barrier = generate, barrier
         self.device = device
 
@@ -150,7 +165,9 @@ class _Clock:
         sequences = self._generate(is_static, self._prompts, new_tokens)
         seconds = self._now() - start
         if sequences.shape != (len(self._prompts), self._prompts.shape[1] + new_tokens):
-            raise RuntimeError(f"expected sequences with {new_tokens} new tokens, got shape {list(sequences.shape)}")
+            raise RuntimeError(
+                f"expected sequences with {new_tokens} new tokens, got shape {list(sequences.shape)}"
+            )
         return seconds
 
     def _now(self) -> float:
@@ -194,7 +211,9 @@ def _measure(job: Job, case: GenerationCase, variant: str, clock: _Clock) -> Non
         token_seconds=(median - prefill) / (case.new_tokens - 1),
         peak_allocated_gib=allocated,
         peak_reserved_gib=reserved,
-        warnings=sorted({str(w.message) for w in caught if "lightning_megatron" in str(w.filename)}),
+        warnings=sorted(
+            {str(w.message) for w in caught if "lightning_megatron" in str(w.filename)}
+        ),
         versions=installed_versions(),
     )
     report(record, job.output)

@@ -29,7 +29,9 @@ VOCAB_SIZE = 32000
 NUM_SAMPLES = 200_000
 
 
-def tokens_per_second(batches: Iterable[dict[str, torch.Tensor]], key: str, seconds: float) -> float:
+def tokens_per_second(
+    batches: Iterable[dict[str, torch.Tensor]], key: str, seconds: float
+) -> float:
     """Measure tokens of ``key`` per second; the first batches, during which workers start, do not count."""
     iterator = iter(batches)
     for _ in range(8):
@@ -68,26 +70,43 @@ def peer_batches(prefix: str, seq_length: int, rows: int, num_workers: int) -> A
     return torch.utils.data.DataLoader(dataset, batch_size=rows, num_workers=num_workers)
 
 
-def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[int], options: Any) -> None:
+def measure(
+    name: str, seq_length: int, document_tokens: int, num_workers: list[int], options: Any
+) -> None:
     """Measure and print a line for each number of workers."""
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokenizer = os.path.join(folder, "corpus"), os.path.join(folder, "tokenizer")
-        write_corpus(prefix, VOCAB_SIZE, options.tokens, document_tokens, in_sentences=name != "gpt")
+        write_corpus(
+            prefix, VOCAB_SIZE, options.tokens, document_tokens, in_sentences=name != "gpt"
+        )
         if name != "gpt":
             save_tokenizer(tokenizer, VOCAB_SIZE)
         data = IndexedDataModule(
-            prefix, "1", seq_length, objective=name, tokenizer=tokenizer, seq_length_decoder=128, seed=1
+            prefix,
+            "1",
+            seq_length,
+            objective=name,
+            tokenizer=tokenizer,
+            seq_length_decoder=128,
+            seed=1,
         )
         samples = data.open("train", NUM_SAMPLES)
         shape = BatchShape(
-            micro_batch_size=options.rows, num_microbatches=1, data_parallel_size=1, data_parallel_rank=0
+            micro_batch_size=options.rows,
+            num_microbatches=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
         )
         for workers in num_workers:
             ours, peer = [], []
             for _ in range(3):
                 order = PassOrder(len(samples), 1, "later passes")
                 loader = TrainLoader(samples, order, shape, 10**9, workers)
-                ours.append(tokens_per_second(loader, "text" if name == "gpt" else "input_ids", options.seconds))
+                ours.append(
+                    tokens_per_second(
+                        loader, "text" if name == "gpt" else "input_ids", options.seconds
+                    )
+                )
                 if name == "gpt":
                     batches = peer_batches(prefix, seq_length, options.rows, workers)
                     peer.append(tokens_per_second(batches, "tokens", options.seconds))
@@ -101,19 +120,29 @@ def measure(name: str, seq_length: int, document_tokens: int, num_workers: list[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--objective", nargs="+", choices=("gpt", "bert", "t5"), default=["gpt", "bert", "t5"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--objective", nargs="+", choices=("gpt", "bert", "t5"), default=["gpt", "bert", "t5"]
+    )
     parser.add_argument("--num-workers", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--document-tokens", nargs="+", type=int, default=[50, 500, 5000])
     parser.add_argument("--rows", type=int, default=16, help="rows per batch")
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each of three measurements")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="duration of each of three measurements"
+    )
     parser.add_argument("--tokens", type=int, default=20_000_000, help="tokens of the corpus")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # the peer warns that it caches no index on disk
+    logging.getLogger("megatron").setLevel(
+        logging.ERROR
+    )  # the peer warns that it caches no index on disk
     for name in options.objective:
         for document_tokens in options.document_tokens if name == "gpt" else [2000]:
-            measure(name, 4096 if name == "gpt" else 512, document_tokens, options.num_workers, options)
+            measure(
+                name, 4096 if name == "gpt" else 512, document_tokens, options.num_workers, options
+            )
 
 
 if __name__ == "__main__":

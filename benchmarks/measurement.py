@@ -42,7 +42,9 @@ def _verdict(m: Any) -> str:
     case = next((case for case in CASES if (case.name, str(case)) == (m.case, m.description)), None)
     if case is None or case.target is None or m.device != "NVIDIA H200":
         return "-"
-    return f"{case.target} {'met' if case.target.is_met(getattr(m, case.target.metric)) else 'MISSED'}"
+    return (
+        f"{case.target} {'met' if case.target.is_met(getattr(m, case.target.metric)) else 'MISSED'}"
+    )
 
 
 _Columns = Mapping[str, Callable[[Any], str]]
@@ -63,7 +65,9 @@ TABLES: Mapping[str, _Columns] = {
         "s/step (p10-p90)": _spread,
         "tok/s": lambda m: f"{m.tokens_per_s:,.0f}",
         "tok/s/GPU": lambda m: f"{m.tokens_per_s_per_gpu:,.0f}",
-        "MFU causal / full": lambda m: f"{_format(m.mfu_causal, '.1%')} / {_format(m.mfu_full, '.1%')}",
+        "MFU causal / full": lambda m: (
+            f"{_format(m.mfu_causal, '.1%')} / {_format(m.mfu_full, '.1%')}"
+        ),
         **_MEMORY,
         "bare s/step": lambda m: f"{_format(m.bare_step_seconds, '.4f')} (n={len(m.bare_steps)})",
         "Trainer overhead": lambda m: _format(m.trainer_overhead, "+.2%"),
@@ -79,10 +83,14 @@ TABLES: Mapping[str, _Columns] = {
         "stall s": lambda m: _format_all(save["stall"] for save in m.saves),
         "complete s": lambda m: _format_all(save["complete"] for save in m.saves),
         "GB/s": lambda m: _format_all(m.gigabytes / save["complete"] for save in m.saves),
-        "s/step alone / beside a save": lambda m: f"{_format(m.plain_step)} / {_format(m.step_during)}",
+        "s/step alone / beside a save": lambda m: (
+            f"{_format(m.plain_step)} / {_format(m.step_during)}"
+        ),
         "training lost s/save": lambda m: _format(m.lost_per_save),
         "load s": lambda m: _format(m.load_seconds) + f" ({m.load_layout})",
-        "host GiB before / peak": lambda m: f"{_format(m.host_gib_before)} / {_format(m.host_gib_peak)}",
+        "host GiB before / peak": lambda m: (
+            f"{_format(m.host_gib_before)} / {_format(m.host_gib_peak)}"
+        ),
         "GPU peak GiB": lambda m: _format(m.gpu_gib_peak),
         **_LOSSES,
     },
@@ -111,7 +119,11 @@ def tables(records: Iterable[SimpleNamespace]) -> str:
         for m in rows if field == "call_seconds" else ():
             peer = peers.get(_work(m))
             m.of_peer = peer and m.tokens_per_s / peer
-        cells = [list(columns), ["---"] * len(columns), *([cell(m) for cell in columns.values()] for m in rows)]
+        cells = [
+            list(columns),
+            ["---"] * len(columns),
+            *([cell(m) for cell in columns.values()] for m in rows),
+        ]
         formatted += ["\n".join(f"| {' | '.join(line)} |" for line in cells)] if rows else []
     return "\n\n".join(formatted)
 
@@ -144,13 +156,18 @@ def report(record: SimpleNamespace, output: Path | None) -> None:
             opened.write(line + "\n")
 
 
-def run_each(module: str, arguments: Sequence[str], names: Sequence[str], output: Path | None) -> int:
+def run_each(
+    module: str, arguments: Sequence[str], names: Sequence[str], output: Path | None
+) -> int:
     """Run ``module`` in a separate process for each of ``names``, with ``--only INDEX``, and print their tables.
 
     Continues after a failure. Returns the exit code, 1 if a process failed.
     """
     if "LOCAL_RANK" in os.environ:
-        print(f"error: {', '.join(names)} under torchrun; start torchrun once for each", file=sys.stderr)
+        print(
+            f"error: {', '.join(names)} under torchrun; start torchrun once for each",
+            file=sys.stderr,
+        )
         return 2
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +175,16 @@ def run_each(module: str, arguments: Sequence[str], names: Sequence[str], output
         num_earlier = len(read(file))
         for index, name in enumerate(names):
             print(f"== {name}", flush=True)
-            command = [sys.executable, "-m", module, *arguments, "--output", str(file), "--only", str(index)]
+            command = [
+                sys.executable,
+                "-m",
+                module,
+                *arguments,
+                "--output",
+                str(file),
+                "--only",
+                str(index),
+            ]
             if subprocess.run(command, check=False).returncode != 0:
                 failed.append(name)
         print(f"== all\n{tables(read(file)[num_earlier:])}", flush=True)

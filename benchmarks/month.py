@@ -84,7 +84,9 @@ class Month:
 def by_formula(month: Month) -> float:
     """Effective fraction of the time by the closed form in the module's docstring."""
     every, mtbf = max(month.save_every_seconds, month.save_seconds), 3600 * month.mtbf_hours
-    detection = (1 - month.hangs) * month.detection_seconds + month.hangs * month.hang_detection_seconds
+    detection = (
+        1 - month.hangs
+    ) * month.detection_seconds + month.hangs * month.hang_detection_seconds
     restart = detection + month.restart_seconds + month.load_seconds
     return (1 - month.overhead) * (mtbf - month.save_seconds - every / 2) / (mtbf + restart)
 
@@ -121,18 +123,27 @@ def row(month: Month, seed: int, months: int) -> str:
     shares = [share for share, _ in results]
     failures = statistics.fmean(count for _, count in results)
     spread = statistics.stdev(shares) if months > 1 else 0.0
-    return f"{by_formula(month):.2%} | {statistics.fmean(shares):.2%} +- {spread:.2%} | {failures:.0f}"
+    return (
+        f"{by_formula(month):.2%} | {statistics.fmean(shares):.2%} +- {spread:.2%} | {failures:.0f}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the simulation from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in fields(Month):
         kind = int if isinstance(field.default, int) else float
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=f"(default: {field.default})"
+            f"--{field.name.replace('_', '-')}",
+            type=kind,
+            default=field.default,
+            help=f"(default: {field.default})",
         )
-    parser.add_argument("--months", type=int, default=200, help="number of simulated months (default: 200)")
+    parser.add_argument(
+        "--months", type=int, default=200, help="number of simulated months (default: 200)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args(arguments))
     months, seed = options.pop("months"), options.pop("seed")

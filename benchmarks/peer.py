@@ -63,7 +63,9 @@ class PeerModule(pl.LightningModule):
             self.model = self._model_class.from_config(self._config, dtype=torch.float32)
         if self._compiled:
             layer_class = LAYERS[self._config.model_type]
-            for layer in (module for module in self.model.modules() if isinstance(module, layer_class)):
+            for layer in (
+                module for module in self.model.modules() if isinstance(module, layer_class)
+            ):
                 layer.compile()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -90,7 +92,9 @@ def peer_strategy(case: Case) -> tuple[Any, str]:
     count = total_parameters(model)
     if count > _LARGEST_REPLICA_PARAMETERS:
         layers = {LAYERS[case.model["model_type"]]}
-        return FSDPStrategy(auto_wrap_policy=layers, sharding_strategy="FULL_SHARD", use_orig_params=True), "FSDP"
+        return FSDPStrategy(
+            auto_wrap_policy=layers, sharding_strategy="FULL_SHARD", use_orig_params=True
+        ), "FSDP"
     if case.num_devices == 1:
         return "auto", "single device"
     return DDPStrategy(gradient_as_bucket_view=True), "DDP"

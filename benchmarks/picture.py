@@ -17,7 +17,9 @@ def peers(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     """
     section = text.split(f"\n{HEADING}", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    (_, *names), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    (_, *names), _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines
+    )
     return names, {case: [_number(cell) for cell in cells] for case, *cells in rows}
 
 
@@ -38,7 +40,12 @@ def draw(names: list[str], figures: dict[str, list[float | None]], file: Path) -
             [value for _, value in measured],
             color=[f"C{index}" if index < len(names) - 1 else "lightgrey" for index, _ in measured],
         )
-        axes.bar_label(bars, [f"{value:,.0f} {names[index]}" for index, value in measured], padding=3, fontsize=8)
+        axes.bar_label(
+            bars,
+            [f"{value:,.0f} {names[index]}" for index, value in measured],
+            padding=3,
+            fontsize=8,
+        )
         axes.set(xlim=(0, 1.6 * max(value for _, value in measured)), xticks=[], yticks=[])
         axes.set_ylabel(case.replace(", ", "\n"), rotation=0, ha="right", va="center", fontsize=8)
         axes.invert_yaxis()

@@ -34,11 +34,28 @@ CASES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".jsonl, sentences")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocess", description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=20, help="size of the text (default: 20)")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="(1 first; default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each measurement (default: 5)")
-    parser.add_argument("--input", nargs="+", help="text files or directories (default: the Python standard library)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.preprocess", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=20, help="size of the text (default: 20)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="(1 first; default: 1 2)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="repetitions of each measurement (default: 5)"
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        help="text files or directories (default: the Python standard library)",
+    )
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES, help="(default: all)")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -50,8 +67,13 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
     texts = list(_texts(options.input or [sysconfig.get_path("stdlib")], options.megabytes * 1e6))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     _write_inputs(folder, texts)
-    print(f"{len(texts):,} documents, {megabytes:.1f} MB of text, {os.cpu_count()} cores, {options.rounds} rounds")
-    peers, runs = defaultdict[int, list[Measured]](list), defaultdict[tuple[int, str], list[Measured]](list)
+    print(
+        f"{len(texts):,} documents, {megabytes:.1f} MB of text, {os.cpu_count()} cores, {options.rounds} rounds"
+    )
+    peers, runs = (
+        defaultdict[int, list[Measured]](list),
+        defaultdict[tuple[int, str], list[Measured]](list),
+    )
     for _ in range(options.rounds):
         for case in options.case:
             for workers in options.workers:
@@ -59,10 +81,15 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
                 runs[workers, case].append(_run_in_processes(1, _preprocess, folder, case, workers))
     peer, peer_cpu, _ = _medians(peers[min(peers)])
     print(f"peer, one thread: {megabytes / peer:.2f} MB/s, CPU time {peer_cpu:.2f} s\n")
-    print("| input | workers | MB/s | of N x peer | of N peers at once | by CPU time | target 0.9 | memory |")
+    print(
+        "| input | workers | MB/s | of N x peer | of N peers at once | by CPU time | target 0.9 | memory |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (workers, case), measured in sorted(runs.items(), key=lambda item: item[0][0]):
-        (seconds, cpu, _), (peers_at_once, cpu_at_once, _) = _medians(measured), _medians(peers[workers])
+        (seconds, cpu, _), (peers_at_once, cpu_at_once, _) = (
+            _medians(measured),
+            _medians(peers[workers]),
+        )
         share, largest = peer / seconds / workers, max(mebibytes for _, _, mebibytes in measured)
         print(
             f"| {case} | {workers} | {megabytes / seconds:.2f} | {share:.2f} | {peers_at_once / seconds / workers:.2f}"
@@ -99,9 +126,13 @@ def _write_inputs(folder: Path, texts: list[str]) -> None:
     (folder / "x.jsonl").write_bytes(data)
     (folder / "x.jsonl.gz").write_bytes(gzip.compress(data, 6))
     (folder / "x.jsonl.zst").write_bytes(zstandard.compress(data))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "x.parquet")  # one row group
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), folder / "x.parquet"
+    )  # one row group
     train_tokenizer(
-        TokenizerTrainingOptions(input=[folder / "x.jsonl"], vocab_size=VOCAB_SIZE, output=folder / "tokenizer")
+        TokenizerTrainingOptions(
+            input=[folder / "x.jsonl"], vocab_size=VOCAB_SIZE, output=folder / "tokenizer"
+        )
     )
 
 
@@ -116,11 +147,15 @@ def _medians(measured: list[Measured]) -> Measured:
     return seconds, cpu, mebibytes
 
 
-def _run_in_processes(number: int, measure: Callable[..., tuple[float, float]], *arguments: object) -> Measured:
+def _run_in_processes(
+    number: int, measure: Callable[..., tuple[float, float]], *arguments: object
+) -> Measured:
     """Average of ``number`` concurrent measurements in new processes, without warm caches and with separate memory."""
     with ProcessPoolExecutor(number, get_context("spawn")) as pool:
         futures = [pool.submit(_measure_memory, measure, *arguments) for _ in range(number)]
-        seconds, cpu, mebibytes = map(statistics.mean, zip(*(future.result() for future in futures), strict=True))
+        seconds, cpu, mebibytes = map(
+            statistics.mean, zip(*(future.result() for future in futures), strict=True)
+        )
     return seconds, cpu, mebibytes
 
 

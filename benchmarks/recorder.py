@@ -74,7 +74,9 @@ def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Calla
     from lightning_megatron.strategy import MegatronStrategy
 
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
-    assert isinstance(strategy, MegatronStrategy), "only this package's engine runs without the Trainer"
+    assert isinstance(strategy, MegatronStrategy), (
+        "only this package's engine runs without the Trainer"
+    )
     schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
@@ -117,9 +119,16 @@ class HostWaitCounter:
 
 def attribute(stack: Iterable[traceback.FrameSummary]) -> tuple[bool, str]:
     """Whether this package or Megatron-Core is in the stack, and its innermost line of code, else Lightning's."""
-    frames = [(_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}") for frame in stack]
+    frames = [
+        (_package(frame.filename), f"{Path(frame.filename).name}:{frame.lineno} {frame.name}")
+        for frame in stack
+    ]
     # The strategy's launcher is below every frame of the Trainer, and does not count as this package.
-    frames = [frame for frame in frames if not (frame[1].startswith("strategy.py:") and frame[1].endswith(" launch"))]
+    frames = [
+        frame
+        for frame in frames
+        if not (frame[1].startswith("strategy.py:") and frame[1].endswith(" launch"))
+    ]
     for is_ours, packages in ((True, _OURS), (False, _LIGHTNING)):
         lines = [f"{package}/{line}" for package, line in frames if package in packages]
         if lines:
@@ -208,8 +217,12 @@ class StepRecorder(Callback):
         elif self._done == plan.warmup_steps - 1:
             self._waits.stop()
             lines = self._waits.lines
-            self.host_wait_places = {line: n / COUNTED_STEPS for (_, line), n in lines.most_common()}
-            self.host_waits_ours = sum(n for (is_ours, _), n in lines.items() if is_ours) / COUNTED_STEPS
+            self.host_wait_places = {
+                line: n / COUNTED_STEPS for (_, line), n in lines.most_common()
+            }
+            self.host_waits_ours = (
+                sum(n for (is_ours, _), n in lines.items() if is_ours) / COUNTED_STEPS
+            )
             self.host_waits_trainer = sum(self.host_wait_places.values()) - self.host_waits_ours
 
     def _run_bare(self, trainer: Trainer, module: LightningModule, batch: Batch) -> None:
@@ -231,7 +244,9 @@ class StepRecorder(Callback):
     def _start_profile(self) -> None:
         on_gpu = torch.cuda.is_available()
         activity = torch.profiler.ProfilerActivity
-        self._profiler = torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU])
+        self._profiler = torch.profiler.profile(
+            activities=[activity.CUDA if on_gpu else activity.CPU]
+        )
         self._profiler.start()
 
 
@@ -251,11 +266,17 @@ def _profile_text(profiler: Any, device: torch.device) -> str:
     """Format the kernels that took the most time, and the share of time in which any kernel ran."""
     on_gpu = device.type == "cuda"
     table: str = profiler.key_averages().table(
-        sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total", row_limit=25, max_name_column_width=90
+        sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total",
+        row_limit=25,
+        max_name_column_width=90,
     )
     if not on_gpu:
         return table
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in profiler.events()
+        if e.device_type.name == "CUDA"
+    )
     return f"{table}\n{busy_line(spans, PROFILED_STEPS)}"
 
 

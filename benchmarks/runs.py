@@ -21,10 +21,20 @@ from lightning_megatron.convert.registry import model_config
 
 CLIP = 1.0
 LR = 1e-4
-_PACKAGES = ("torch", "lightning", "megatron-core", "liger-kernel", "transformer-engine", "transformers", "triton")
+_PACKAGES = (
+    "torch",
+    "lightning",
+    "megatron-core",
+    "liger-kernel",
+    "transformer-engine",
+    "transformers",
+    "triton",
+)
 
 
-def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> tuple[SimpleNamespace, str]:
+def run_megatron(
+    case: Case, plan: Plan, indexed_workers: int | None = None
+) -> tuple[SimpleNamespace, str]:
     """Measure ``MegatronStrategy``; returns the record and the profile, empty if ``plan`` has none.
 
     Args:
@@ -33,9 +43,13 @@ def run_megatron(case: Case, plan: Plan, indexed_workers: int | None = None) -> 
         indexed_workers: Train on an indexed dataset with this number of DataLoader workers; None: on rows in memory.
     """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
-    module = MegatronModule(model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora))
+    module = MegatronModule(
+        model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora)
+    )
     recorder = StepRecorder(plan)
-    trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP)
+    trainer = make_trainer(
+        case, strategy, recorder, max_steps=plan.trainer_steps, gradient_clip_val=CLIP
+    )
     if indexed_workers is None:
         trainer.fit(module, loader(case, module.model_config, case.rows))
         return _measurement(case, "lightning-megatron", recorder), recorder.profile_text
@@ -55,7 +69,9 @@ def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[SimpleNamespace, s
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
     recorder = StepRecorder(plan)
     strategy, name = peer_strategy(case)
-    trainer = make_trainer(case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated)
+    trainer = make_trainer(
+        case, strategy, recorder, max_steps=plan.trainer_steps, accumulate_grad_batches=accumulated
+    )
     trainer.fit(module, loader(case, model_config(case.model), rows))
     label = f"Lightning {name} + transformers{' + torch.compile' if compiled else ''}"
     return _measurement(case, label, recorder), recorder.profile_text
@@ -127,14 +143,22 @@ def _flops_per_s(case: Case, step_seconds: float, attention: AttentionCount) -> 
     if case.lora is not None:
         model = with_adapters(model, LoRA(**case.lora))
     padded = model.padded_vocab_size(case.layout.get("tp", 1))
-    lengths = (case.seq_length, case.decoder_seq_length) if case.decoder_seq_length else (case.seq_length,)
+    lengths = (
+        (case.seq_length, case.decoder_seq_length)
+        if case.decoder_seq_length
+        else (case.seq_length,)
+    )
     per_row = model_flops(model, lengths, padded, attention)
     return case.rows * case.data_parallel_size * per_row / step_seconds / case.num_devices
 
 
 def device_name(case: Case) -> str:
     """Vendor's name of the device that the case ran on."""
-    return torch.cuda.get_device_name() if case.accelerator == "gpu" else platform.processor() or platform.machine()
+    return (
+        torch.cuda.get_device_name()
+        if case.accelerator == "gpu"
+        else platform.processor() or platform.machine()
+    )
 
 
 def installed_versions() -> dict[str, str]:

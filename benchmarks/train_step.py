@@ -59,29 +59,48 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--list", action="store_true", help="print the cases and exit")
-    action.add_argument("--case", action="append", choices=[c.name for c in CASES], help="may be repeated")
+    action.add_argument(
+        "--case", action="append", choices=[c.name for c in CASES], help="may be repeated"
+    )
     parser.add_argument(
         "--implementation",
         choices=("megatron", "peer", "peer-compiled"),
         default="megatron",
         help="this package, or Lightning's FSDP or DDP on the Hugging Face model, compiled layer by layer or not",
     )
-    parser.add_argument("--warmup-steps", type=int, default=10, help="steps before the first timed one")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=10, help="steps before the first timed one"
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of the Trainer")
-    parser.add_argument("--bare-steps", type=int, default=20, help="timed steps without the Trainer; 0 for none")
+    parser.add_argument(
+        "--bare-steps", type=int, default=20, help="timed steps without the Trainer; 0 for none"
+    )
     parser.add_argument("--micro-batch-size", type=int, help="(default: the case's)")
     parser.add_argument("--num-microbatches", type=int, help="(default: the case's)")
     parser.add_argument("--layers", type=int, help="number of layers (default: the case's)")
-    parser.add_argument("--no-host-waits", action="store_true", help="do not count host synchronizations")
-    parser.add_argument("--profile", action="store_true", help="print the top 25 kernels of 3 more steps")
-    parser.add_argument("--expandable-segments", action="store_true", help="let torch's allocator grow its segments")
     parser.add_argument(
-        "--indexed-workers", type=int, metavar="N", help="train on an indexed dataset with N DataLoader workers"
+        "--no-host-waits", action="store_true", help="do not count host synchronizations"
     )
-    parser.add_argument("--output", type=Path, help="append the measurement to this JSON lines file")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the top 25 kernels of 3 more steps"
+    )
+    parser.add_argument(
+        "--expandable-segments", action="store_true", help="let torch's allocator grow its segments"
+    )
+    parser.add_argument(
+        "--indexed-workers",
+        type=int,
+        metavar="N",
+        help="train on an indexed dataset with N DataLoader workers",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="append the measurement to this JSON lines file"
+    )
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -25,7 +25,11 @@ def labelled_lines(source: str) -> Iterator[tuple[str, int]]:
     """Yield lines without comment and quotation marks, and their class: 1 for comments and docstrings, 0 for code."""
     prose: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             prose.update(range(node.lineno, node.end_lineno + 1))
     for number, line in enumerate(source.splitlines(), start=1):
         text = line.strip(" \t#\"'")
@@ -37,10 +41,19 @@ class LabelledLines(LightningDataModule):
     """Lines of the .py files of a directory, as many of code as of prose."""
 
     def __init__(
-        self, tokenizer: str, text: str | None = None, seq_length: int = 32, batch_size: int = 16, max_files: int = 40
+        self,
+        tokenizer: str,
+        text: str | None = None,
+        seq_length: int = 32,
+        batch_size: int = 16,
+        max_files: int = 40,
     ) -> None:
         super().__init__()
-        self.path, self.text, self.max_files = tokenizer, text or sysconfig.get_path("stdlib"), max_files
+        self.path, self.text, self.max_files = (
+            tokenizer,
+            text or sysconfig.get_path("stdlib"),
+            max_files,
+        )
         self.seq_length, self.batch_size = seq_length, batch_size
 
     def encode(self, text: str, label: int) -> dict[str, torch.Tensor]:
@@ -59,7 +72,11 @@ class LabelledLines(LightningDataModule):
         for file in sorted(Path(self.text).glob("*.py"))[: self.max_files]:
             for text, label in labelled_lines(file.read_text(encoding="utf-8")):
                 lines[label].append(text)
-        rows = [self.encode(text, label) for pair in zip(*lines, strict=False) for label, text in enumerate(pair)]
+        rows = [
+            self.encode(text, label)
+            for pair in zip(*lines, strict=False)
+            for label, text in enumerate(pair)
+        ]
         generator = torch.Generator().manual_seed(0)
         self.train_rows, self.val_rows = random_split(rows, [0.95, 0.05], generator)
 
@@ -71,16 +88,26 @@ class LabelledLines(LightningDataModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face directory of a Megatron-BERT with its tokenizer")
-    parser.add_argument("--text", help="directory with .py files (default: Python's standard library)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="Hugging Face directory of a Megatron-BERT with its tokenizer",
+    )
+    parser.add_argument(
+        "--text", help="directory with .py files (default: Python's standard library)"
+    )
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--output", default="runs/classify_bert", help="directory for the log")
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
     # The classification head is new; all other weights are loaded. Validation logs val_accuracy and val_f1.
-    model = MegatronModule(model=arguments.model, pretrained=True, task="sequence_classification", lr=1e-3)
+    model = MegatronModule(
+        model=arguments.model, pretrained=True, task="sequence_classification", lr=1e-3
+    )
     trainer = Trainer(
         devices=2,
         strategy=MegatronStrategy(tp=2),

@@ -49,10 +49,16 @@ class KeyTokenTrainStep(GPTTrainStep):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-path", required=True, help="indexed dataset, without .bin")
-    parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer")
-    parser.add_argument("--key-tokens", type=int, nargs="+", required=True, help="token ids with a larger weight")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer"
+    )
+    parser.add_argument(
+        "--key-tokens", type=int, nargs="+", required=True, help="token ids with a larger weight"
+    )
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--output", default="runs/custom_train_step", help="directory for the log")
     arguments = parser.parse_args()
@@ -64,7 +70,9 @@ def main() -> None:
         train_step=KeyTokenTrainStep(arguments.key_tokens),
         lr=3e-3,
     )
-    data = IndexedDataModule(data_path=arguments.data_path, split="90,10,0", seq_length=64, micro_batch_size=4)
+    data = IndexedDataModule(
+        data_path=arguments.data_path, split="90,10,0", seq_length=64, micro_batch_size=4
+    )
     strategy = MegatronStrategy(tp=2, num_microbatches=2)
     logger = CSVLogger(arguments.output)
     Trainer(

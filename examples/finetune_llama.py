@@ -17,15 +17,21 @@ from lightning_megatron import InstructionDataModule, MegatronModule, MegatronSt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face directory of a Llama with its tokenizer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face directory of a Llama with its tokenizer"
+    )
     parser.add_argument(
         "--data-path",
         default=str(Path(__file__).with_name("instructions.jsonl")),
         help="JSON lines with prompt and completion, or with messages for the tokenizer's chat template",
     )
     parser.add_argument("--max-steps", type=int, default=30)
-    parser.add_argument("--output", default="runs/finetune_llama", help="directory for the log and the model")
+    parser.add_argument(
+        "--output", default="runs/finetune_llama", help="directory for the log and the model"
+    )
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)

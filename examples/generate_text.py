@@ -22,15 +22,25 @@ class SeveralMethods(MegatronModule):
 
     methods: dict[str, dict[str, Any]]
 
-    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def predict_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
         prompts, mask = batch["input_ids"], batch.get("attention_mask")
-        return {name: self.generate(prompts, mask, **options) for name, options in self.methods.items()}
+        return {
+            name: self.generate(prompts, mask, **options) for name, options in self.methods.items()
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face directory of a GPT with its tokenizer")
-    parser.add_argument("--prompts", nargs="+", default=["Are you human?", "The purpose of life is"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face directory of a GPT with its tokenizer"
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", default=["Are you human?", "The purpose of life is"]
+    )
     parser.add_argument("--max-new-tokens", type=int, default=40)
     arguments = parser.parse_args()
 
@@ -44,7 +54,9 @@ def main() -> None:
         "top-k, after the first token of texts": {
             "top_k": 50,
             "temperature": 0.9,
-            "bos_token_id": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id,
+            "bos_token_id": tokenizer.bos_token_id
+            if tokenizer.bos_token_id is not None
+            else tokenizer.eos_token_id,
             **length,
         },
         "20 beams": {"num_beams": 20, "length_penalty": 1.5, **length},
@@ -54,7 +66,9 @@ def main() -> None:
         {"input_ids": tokens, "attention_mask": mask}
         for tokens, mask in zip(rows.input_ids, rows.attention_mask, strict=True)
     ]
-    trainer = Trainer(devices=4, strategy=MegatronStrategy(tp=2, pp=2), logger=False, enable_checkpointing=False)
+    trainer = Trainer(
+        devices=4, strategy=MegatronStrategy(tp=2, pp=2), logger=False, enable_checkpointing=False
+    )
     (sequences,) = trainer.predict(module, DataLoader(prompts, batch_size=len(prompts)))
     if trainer.is_global_zero:
         for name, tokens in sequences.items():

@@ -19,11 +19,17 @@ from lightning_megatron import IndexedDataModule, MegatronModule, MegatronStrate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True, help="indexed dataset from preprocess, without .bin")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-path", required=True, help="indexed dataset from preprocess, without .bin"
+    )
     parser.add_argument("--tokenizer", required=True, help="directory from train-tokenizer")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/pretrain_bert", help="directory for the log and the model")
+    parser.add_argument(
+        "--output", default="runs/pretrain_bert", help="directory for the log and the model"
+    )
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
@@ -43,7 +49,11 @@ def main() -> None:
         lr=3e-3,
     )
     data = IndexedDataModule(
-        arguments.data_path, split="95,5,0", seq_length=64, micro_batch_size=4, tokenizer=arguments.tokenizer
+        arguments.data_path,
+        split="95,5,0",
+        seq_length=64,
+        micro_batch_size=4,
+        tokenizer=arguments.tokenizer,
     )
     trainer = Trainer(
         devices=4,

@@ -42,7 +42,9 @@ class TextBlocks(DatasetDataModule):
         validation_share: float = 0.05,
         micro_batch_size: int = 4,
     ) -> None:
-        super().__init__(train=f"{folder}/train", valid=f"{folder}/test", micro_batch_size=micro_batch_size)
+        super().__init__(
+            train=f"{folder}/train", valid=f"{folder}/test", micro_batch_size=micro_batch_size
+        )
         self.dataset, self.tokenizer, self.folder = dataset, tokenizer, Path(folder)
         self.seq_length, self.validation_share = seq_length, validation_share
 
@@ -50,12 +52,19 @@ class TextBlocks(DatasetDataModule):
         """Tokenize the dataset; Lightning calls this hook on one process per node, before any process reads."""
         if (self.folder / "dataset_dict.json").exists():
             return
-        if Path(self.dataset).suffix in (".txt", ".json", ".jsonl") and not Path(self.dataset).exists():
+        if (
+            Path(self.dataset).suffix in (".txt", ".json", ".jsonl")
+            and not Path(self.dataset).exists()
+        ):
             raise ConfigError(
                 f"dataset={self.dataset} does not exist; give a text or JSON file, or a dataset of the hub"
             )
         if Path(self.dataset).exists():
-            texts = load_dataset("json" if ".json" in self.dataset else "text", data_files=self.dataset, split="train")
+            texts = load_dataset(
+                "json" if ".json" in self.dataset else "text",
+                data_files=self.dataset,
+                split="train",
+            )
         else:
             texts = load_dataset(self.dataset, split="train")
         tokenizer, size = AutoTokenizer.from_pretrained(self.tokenizer), self.seq_length
@@ -65,7 +74,9 @@ class TextBlocks(DatasetDataModule):
 
         def split(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
             tokens = list(chain.from_iterable(rows["input_ids"]))
-            blocks = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+            blocks = [
+                tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)
+            ]
             return {"input_ids": blocks, "labels": blocks}
 
         columns = texts.column_names
@@ -92,16 +103,26 @@ class RunningTraining(pl.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", required=True, help="text file, .jsonl, or the name of a dataset on the hub")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset", required=True, help="text file, .jsonl, or the name of a dataset on the hub"
+    )
     parser.add_argument("--tokenizer", required=True, help="directory or name")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
     parser.add_argument("--report-to", default="tensorboard", choices=LOGGERS)
-    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
-    parser.add_argument("--output", default="runs/pretrain_clm", help="directory for data, logs, checkpoints and model")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the last checkpoint in --output"
+    )
+    parser.add_argument(
+        "--output",
+        default="runs/pretrain_clm",
+        help="directory for data, logs, checkpoints and model",
+    )
     arguments = parser.parse_args()
 
     pl.seed_everything(1234, workers=True)
@@ -120,7 +141,9 @@ def main() -> None:
             logger = LOGGERS[arguments.report_to](save_dir=arguments.output, name="log")
         except ModuleNotFoundError:
             package = arguments.report_to
-            parser.error(f"--report-to {package}: expected its package, got none; pip install {package}")
+            parser.error(
+                f"--report-to {package}: expected its package, got none; pip install {package}"
+            )
     trainer = pl.Trainer(
         accelerator=arguments.accelerator,
         devices=4,
@@ -131,10 +154,16 @@ def main() -> None:
         log_every_n_steps=5,
         default_root_dir=arguments.output,
         logger=logger,
-        callbacks=[PerplexityReport(), RunningTraining(), ModelCheckpoint(arguments.output, save_last=True)],
+        callbacks=[
+            PerplexityReport(),
+            RunningTraining(),
+            ModelCheckpoint(arguments.output, save_last=True),
+        ],
     )
     trainer.fit(model, datamodule=data, ckpt_path="last" if arguments.resume else None)
-    model.save_pretrained(f"{arguments.output}/model")  # AutoModelForCausalLM.from_pretrained loads it
+    model.save_pretrained(
+        f"{arguments.output}/model"
+    )  # AutoModelForCausalLM.from_pretrained loads it
     if trainer.is_global_zero:
         tokenizer.save_pretrained(f"{arguments.output}/model")
 

@@ -12,16 +12,28 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_megatron import IndexedDataModule, LRSchedule, MegatronModule, MegatronStrategy, ThroughputMonitor
+from lightning_megatron import (
+    IndexedDataModule,
+    LRSchedule,
+    MegatronModule,
+    MegatronStrategy,
+    ThroughputMonitor,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-path", required=True, help="indexed dataset, without .bin")
-    parser.add_argument("--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="vocabulary size of the tokenizer"
+    )
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
-    parser.add_argument("--output", default="runs/pretrain_gpt", help="directory for logs and checkpoints")
+    parser.add_argument(
+        "--output", default="runs/pretrain_gpt", help="directory for logs and checkpoints"
+    )
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
@@ -37,7 +49,9 @@ def main() -> None:
         lr=3e-3,
         lr_schedule=LRSchedule(style="cosine", warmup_fraction=0.1, min_lr=3e-4),
     )
-    data = IndexedDataModule(data_path=arguments.data_path, split="90,10,0", seq_length=64, micro_batch_size=4)
+    data = IndexedDataModule(
+        data_path=arguments.data_path, split="90,10,0", seq_length=64, micro_batch_size=4
+    )
     trainer = Trainer(
         accelerator=arguments.accelerator,
         devices=4,

@@ -18,17 +18,32 @@ from lightning_megatron import IndexedDataModule, MaskingOptions, MegatronModule
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True, help="indexed dataset from preprocess, without .bin")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-path", required=True, help="indexed dataset from preprocess, without .bin"
+    )
     parser.add_argument("--tokenizer", required=True, help="directory from train-tokenizer")
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output", default="runs/pretrain_t5", help="directory for the log and the model")
+    parser.add_argument(
+        "--output", default="runs/pretrain_t5", help="directory for the log and the model"
+    )
     arguments = parser.parse_args()
 
     seed_everything(1234, workers=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "feed_forward_proj": "gated-gelu"}
-    model = MegatronModule(model={"model_type": "t5", "vocab_size": len(tokenizer), **shape}, lr=3e-3)
+    shape = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_heads": 4,
+        "num_layers": 2,
+        "feed_forward_proj": "gated-gelu",
+    }
+    model = MegatronModule(
+        model={"model_type": "t5", "vocab_size": len(tokenizer), **shape}, lr=3e-3
+    )
     data = IndexedDataModule(
         arguments.data_path,
         split="95,5,0",
@@ -40,7 +55,9 @@ def main() -> None:
     )
     trainer = Trainer(
         devices=4,
-        strategy=MegatronStrategy(tp=2, pp=2, num_microbatches=2),  # encoder and decoder form one pipeline
+        strategy=MegatronStrategy(
+            tp=2, pp=2, num_microbatches=2
+        ),  # encoder and decoder form one pipeline
         max_steps=arguments.max_steps,
         gradient_clip_val=1.0,
         log_every_n_steps=5,

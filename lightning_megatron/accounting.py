@@ -33,23 +33,34 @@ Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 
 def total_parameters(model: ModelConfig) -> int:
     """Number of parameters of the whole model, without vocabulary padding or copies of tied embeddings."""
-    return _chunk(model, (model.num_layers + model.num_decoder_layers,), 0, tp=1, vocab_size=model.vocab_size)
+    return _chunk(
+        model, (model.num_layers + model.num_decoder_layers,), 0, tp=1, vocab_size=model.vocab_size
+    )
 
 
 def active_parameters(model: ModelConfig) -> int:
     """Number of parameters used for one token: only ``topk`` experts of each layer."""
     inactive = 0 if model.experts is None else 1 - model.experts.topk / model.experts.num_experts
-    return total_parameters(model) - round(inactive * sum(expert_parameters(model, i) for i in range(model.num_layers)))
+    return total_parameters(model) - round(
+        inactive * sum(expert_parameters(model, i) for i in range(model.num_layers))
+    )
 
 
 def expert_parameters(model: ModelConfig, layer: int) -> int:
     """Number of parameters of all routed experts of a layer (counted from 0); 0 if it has none."""
     if model.experts is None or not model.has_experts(layer):
         return 0
-    return model.experts.num_experts * _mlp_matrices(model) * model.hidden_size * model.experts.ffn_hidden_size
+    return (
+        model.experts.num_experts
+        * _mlp_matrices(model)
+        * model.hidden_size
+        * model.experts.ffn_hidden_size
+    )
 
 
-def rank_parameters(model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int, ep: int = 1) -> int:
+def rank_parameters(
+    model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int, ep: int = 1
+) -> int:
     """Number of parameters of all model chunks on one (tensor, pipeline) rank, the same for every tensor-parallel rank.
 
     Vocabulary padding and copies of tied embeddings are included.
@@ -78,14 +89,24 @@ def adapter_parameters(model: ModelConfig) -> int:
         out_sizes = out_sizes if len(parts) > 1 else (sum(out_sizes),)
         is_decoder = model.architecture == "t5" and name.startswith("decoder.")
         layers = model.num_decoder_layers if is_decoder else model.num_layers
-        count += layers * r * sum(in_size + out for out, adapted in zip(out_sizes, parts, strict=True) if adapted)
+        count += (
+            layers
+            * r
+            * sum(in_size + out for out, adapted in zip(out_sizes, parts, strict=True) if adapted)
+        )
     return count
 
 
-def chunk_layout(model: ModelConfig, parallel: ParallelConfig, override: object = None) -> tuple[int, ...]:
+def chunk_layout(
+    model: ModelConfig, parallel: ParallelConfig, override: object = None
+) -> tuple[int, ...]:
     """Number of layers of each chunk in pipeline order; ``override`` may set that of a T5."""
     is_t5 = model.architecture == "t5"
-    return t5_layout(model, parallel, override) if is_t5 else parallel.layers_per_chunk(model.num_layers)
+    return (
+        t5_layout(model, parallel, override)
+        if is_t5
+        else parallel.layers_per_chunk(model.num_layers)
+    )
 
 
 def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
@@ -98,7 +119,9 @@ def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         f"Number of parameters of the model: {total_parameters(model)}",
     ]
     if model.experts is not None:
-        lines.append(f"Number of active parameters (used for one token): {active_parameters(model)}")
+        lines.append(
+            f"Number of active parameters (used for one token): {active_parameters(model)}"
+        )
     layout = chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
     if model.architecture == "t5" and len(layout) > 1:
         lines.append(
@@ -106,35 +129,55 @@ def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
             f"(the first {model.num_layers} are the encoder's)"
         )
     for pp_rank in range(pp):
-        count = rank_parameters(model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep)
-        lines += [f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}" for t in range(tp)]
+        count = rank_parameters(
+            model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep
+        )
+        lines += [
+            f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}"
+            for t in range(tp)
+        ]
     if model.lora is not None:
         trained = adapter_parameters(model)
-        lines.append(f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen")
+        lines.append(
+            f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen"
+        )
     slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
     linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
-    return [*lines, f"Engine slots: {'; '.join(f'{slot}: {filler}' for slot, filler, _ in slots)}{linears}"]
+    return [
+        *lines,
+        f"Engine slots: {'; '.join(f'{slot}: {filler}' for slot, filler, _ in slots)}{linears}",
+    ]
 
 
-def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1) -> int:
+def _chunk(
+    model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1
+) -> int:
     start, end = sum(layout[:chunk]), sum(layout[: chunk + 1])
     is_first, is_last = chunk == 0, chunk == len(layout) - 1
     embedding = vocab_size // tp * model.hidden_size
     count = sum(_layer(model, layer, tp, ep) for layer in range(start, end))
-    if model.position_embedding_type == "relative":  # a table for encoder and decoder each, if in this chunk
+    if (
+        model.position_embedding_type == "relative"
+    ):  # a table for encoder and decoder each, if in this chunk
         buckets = model.relative_attention_num_buckets * model.num_attention_heads // tp
         count += ((start < model.num_layers) + (end > model.num_layers)) * buckets
     if model.architecture == "t5" and start < model.num_layers <= end:
         count += _norm(model)
     if is_first:
-        count += embedding + model.num_tokentypes * model.hidden_size + model.embedding_layernorm * _norm(model)
+        count += (
+            embedding
+            + model.num_tokentypes * model.hidden_size
+            + model.embedding_layernorm * _norm(model)
+        )
         if model.position_embedding_type == "learned_absolute":
             count += (model.max_position_embeddings + model.position_offset) * model.hidden_size
     if is_last:
         count += _norm(model)
         if model.architecture == "bert":  # the weight of the output layer is counted below
             rows = vocab_size // tp if model.has_output_layer else 0
-            count += sum((in_size + 1) * out_size for in_size, out_size, _ in _bert_head(model, rows))
+            count += sum(
+                (in_size + 1) * out_size for in_size, out_size, _ in _bert_head(model, rows)
+            )
             count += model.has_output_layer * 2 * model.hidden_size - rows * model.hidden_size
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
         if model.has_output_layer and not (model.share_embeddings_and_output_weights and is_first):
@@ -145,7 +188,10 @@ def _chunk(model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vo
 def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Input size of each linear of a layer, and the output sizes of the matrices fused in it."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
-    q, kv = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    q, kv = (
+        model.num_attention_heads * model.kv_channels,
+        model.num_query_groups * model.kv_channels,
+    )
     return {
         "linear_qkv": (h, (q, kv, kv)),
         "linear_q": (h, (q,)),
@@ -161,17 +207,27 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
 
     Linears are split over tp; norms, routers and biases of row-parallel linears are replicated.
     """
-    h, linears, num_attentions = model.hidden_size, _linears(model), 2 if layer >= model.num_layers else 1
+    h, linears, num_attentions = (
+        model.hidden_size,
+        _linears(model),
+        2 if layer >= model.num_layers else 1,
+    )
     qkv, up = (sum(linears[name][1]) for name in ("linear_qkv", "linear_fc1"))
     experts = model.experts if model.has_experts(layer) else None
     width = model.ffn_hidden_size if experts is None else experts.shared_ffn_hidden_size
     # Key/value heads are split even if there are fewer than ranks: each rank keeps some of their rows.
     split = num_attentions * _attention_weights(model) + _mlp_matrices(model) * h * width
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
-    replicated = norms * _norm(model) + (model.has_attention_output_bias + model.add_bias_linear) * h
+    replicated = (
+        norms * _norm(model) + (model.has_attention_output_bias + model.add_bias_linear) * h
+    )
     split += model.add_qkv_bias * qkv + model.add_bias_linear * up
     if model.qk_layernorm:
-        heads = model.num_attention_heads + model.num_query_groups if model.qk_layernorm_of_all_heads else 2
+        heads = (
+            model.num_attention_heads + model.num_query_groups
+            if model.qk_layernorm_of_all_heads
+            else 2
+        )
         replicated += heads * _norm(model, model.kv_channels)
     if experts is not None:  # the router, and the gate of the shared MLP
         replicated += experts.num_experts * h + (h if width else 0)
@@ -180,7 +236,12 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
 
 def _attention_weights(model: ModelConfig) -> int:
     """Number of weights of one attention."""
-    return 2 * model.hidden_size * (model.num_attention_heads + model.num_query_groups) * model.kv_channels
+    return (
+        2
+        * model.hidden_size
+        * (model.num_attention_heads + model.num_query_groups)
+        * model.kv_channels
+    )
 
 
 def _mlp_matrices(model: ModelConfig) -> int:
@@ -189,10 +250,14 @@ def _mlp_matrices(model: ModelConfig) -> int:
 
 
 def _norm(model: ModelConfig, width: int | None = None) -> int:
-    return (width or model.hidden_size) * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
+    return (width or model.hidden_size) * (
+        2 if model.normalization == "LayerNorm" and model.norm_bias else 1
+    )
 
 
-def _bert_head(model: ModelConfig, vocab_rows: int, seq_length: int = 1) -> list[tuple[int, int, int]]:
+def _bert_head(
+    model: ModelConfig, vocab_rows: int, seq_length: int = 1
+) -> list[tuple[int, int, int]]:
     """Input size, output size and tokens of a row for each linear after the final norm."""
     h = model.hidden_size
     linears = [(h, h, 1)] if model.has_pooler else []
@@ -214,7 +279,9 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     count = total_parameters(model)
     parallel = settings.parallel
     experts = sum(expert_parameters(model, layer) for layer in range(model.num_layers))
-    per_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (parallel.ep * parallel.pp)
+    per_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (
+        parallel.ep * parallel.pp
+    )
     needed = per_rank * ranks * settings.params_dtype.itemsize
     if needed > (memory := host_memory()):
         raise ConfigError(
@@ -228,7 +295,10 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
 
 
 def forward_flops(
-    model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int, attention: AttentionCount = "causal"
+    model: ModelConfig,
+    lengths: Sequence[int],
+    padded_vocab_size: int,
+    attention: AttentionCount = "causal",
 ) -> float:
     """FLOPs of the forward pass for one row, over all ranks.
 
@@ -273,7 +343,9 @@ def layer_flops(
     else:
         keys = s / 2 if is_decoder and attention == "causal" else s
     products, scores = s * (_attention_weights(model) + mlp), 2 * s * q * keys
-    if is_decoder:  # cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens
+    if (
+        is_decoder
+    ):  # cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens
         products += (s + lengths[0]) * 2 * h * q
         scores += 2 * s * q * lengths[0]
     return 2.0 * products, 2.0 * scores
@@ -282,12 +354,17 @@ def layer_flops(
 def head_flops(model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int) -> float:
     """FLOPs of the head (all after the last layer) in the forward pass for one row."""
     if model.architecture == "bert":
-        return 2.0 * sum(math.prod(linear) for linear in _bert_head(model, padded_vocab_size, lengths[0]))
+        return 2.0 * sum(
+            math.prod(linear) for linear in _bert_head(model, padded_vocab_size, lengths[0])
+        )
     return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
 
 
 def model_flops(
-    model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int, attention: AttentionCount = "causal"
+    model: ModelConfig,
+    lengths: Sequence[int],
+    padded_vocab_size: int,
+    attention: AttentionCount = "causal",
 ) -> float:
     """FLOPs of training (forward and backward pass) for one row, over all ranks; arguments as for ``forward_flops``.
 
@@ -303,9 +380,15 @@ def model_flops(
     return flops - frozen + 6.0 * adapter_parameters(model) * lengths[-1]
 
 
-def _keys_per_query(model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount) -> float:
+def _keys_per_query(
+    model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount
+) -> float:
     """Mean number of keys per query that one layer attends to."""
-    window = min(seq_length, model.sliding_window or seq_length) if model.has_window(layer) else seq_length
+    window = (
+        min(seq_length, model.sliding_window or seq_length)
+        if model.has_window(layer)
+        else seq_length
+    )
     if attention == "full" or model.architecture == "bert":
         return window
     # The first ``window`` queries see a growing number of keys, later ones ``window`` keys.
@@ -318,13 +401,20 @@ DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | 
     # Blackwell architecture technical brief, HGX B200; its tf32 and fp32 figures vary by edition.
     "NVIDIA B200": (2250.0, 2250.0, None, None),
     # Datasheets of H200 and H100, sparse figures halved.
-    **dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H800"), (989.0, 989.0, 494.0, 67.0)),
+    **dict.fromkeys(
+        ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H800"), (989.0, 989.0, 494.0, 67.0)
+    ),
     **dict.fromkeys(("NVIDIA H200 NVL", "NVIDIA H100 NVL"), (835.0, 835.0, 417.0, 60.0)),
     "NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
     # Datasheet of the A100.
     **dict.fromkeys(
         (
-            *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+            *(
+                "NVIDIA A100-SXM4-40GB",
+                "NVIDIA A100-SXM4-80GB",
+                "NVIDIA A100-PCIE-40GB",
+                "NVIDIA A100 80GB PCIe",
+            ),
             "NVIDIA A800-SXM4-80GB",
         ),
         (312.0, 312.0, 156.0, 19.5),

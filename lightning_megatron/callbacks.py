@@ -25,7 +25,12 @@ from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_choice, require_number
 from lightning_megatron.files import open_to_append, save_figure
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.generate.inputs import build_request, decode_completions, encode_prompts, prepend_token
+from lightning_megatron.generate.inputs import (
+    build_request,
+    decode_completions,
+    encode_prompts,
+    prepend_token,
+)
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, make_run, plan
@@ -106,7 +111,9 @@ class ThroughputMonitor(Callback):
             ConfigError: If the Trainer's strategy is not Megatron's.
         """
         if stage == "fit" and not hasattr(trainer.strategy, "step_shape"):
-            raise ConfigError(f"ThroughputMonitor needs MegatronStrategy, got {type(trainer.strategy).__name__}")
+            raise ConfigError(
+                f"ThroughputMonitor needs MegatronStrategy, got {type(trainer.strategy).__name__}"
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,7 +126,9 @@ class ThroughputMonitor(Callback):
         self._steps_seen += 1
         strategy: Any = trainer.strategy
         shape: StepShape | None = strategy.step_shape
-        if self._steps_seen < self.warmup_steps or shape is None:  # None: no step has run, there is nothing to count
+        if (
+            self._steps_seen < self.warmup_steps or shape is None
+        ):  # None: no step has run, there is nothing to count
             return
         known, flops = _model_and_lengths(pl_module, shape), 0.0
         if known is not None:
@@ -131,7 +140,9 @@ class ThroughputMonitor(Callback):
         if strategy.root_device.type == "cuda" and known is not None:
             metrics |= _estimates(strategy, *known, world_size=trainer.world_size)
         for name, value in metrics.items():
-            pl_module.log(name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False)
+            pl_module.log(
+                name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False
+            )
 
     def interrupt(self, *_: Any) -> None:
         """Leave out the current step, which does more than train."""
@@ -157,9 +168,13 @@ class ThroughputMonitor(Callback):
         if device.type == "cuda":
             # Not reset: user code may read the same counter.
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            tf32: Precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+            tf32: Precision = (
+                "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+            )
             dtypes: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
-            peak = peak_flops_per_s(torch.cuda.get_device_name(device), dtypes[str(trainer.precision).split("-")[0]])
+            peak = peak_flops_per_s(
+                torch.cuda.get_device_name(device), dtypes[str(trainer.precision).split("-")[0]]
+            )
             if flops_per_s > 0 and peak is not None:
                 metrics["mfu"] = flops_per_s / peak
         return metrics
@@ -203,7 +218,9 @@ class StepClock:
         return seconds, sum(tokens for *_, tokens, _ in steps), sum(flops for *_, flops in steps)
 
 
-def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[ModelConfig, tuple[int, ...]] | None:
+def _model_and_lengths(
+    pl_module: LightningModule, shape: StepShape
+) -> tuple[ModelConfig, tuple[int, ...]] | None:
     """Model config and sequence lengths of a row, or None if they are not known.
 
     They are not known for a module without ``model_config``, and for a T5 with a user's objective, which has only the
@@ -216,15 +233,23 @@ def _model_and_lengths(pl_module: LightningModule, shape: StepShape) -> tuple[Mo
     return (model, lengths) if lengths else None
 
 
-def _estimates(strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int) -> dict[str, float]:
+def _estimates(
+    strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int
+) -> dict[str, float]:
     """The planner's estimates for this run; empty for GPUs that it does not know, and for fp8."""
     name = torch.cuda.get_device_name(strategy.root_device)
     device = next((each for each in DEVICES.values() if each.name == name), None)
     if device is None or strategy.fp8 is not None:
         return {}
     rows = strategy.step_shape.micro_batch_size
-    expected = plan(make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size), device)
-    return {"step_seconds_expected": expected.time.total, "peak_memory_gib_expected": expected.memory.total / GIB}
+    expected = plan(
+        make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size),
+        device,
+    )
+    return {
+        "step_seconds_expected": expected.time.total,
+        "peak_memory_gib_expected": expected.memory.total / GIB,
+    }
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -263,7 +288,9 @@ class LossCurve(_LogDirCallback):
 
         _check_interval(every_n_steps)
         require_number("max_points", max_points, at_least=2)
-        require_choice("filename", Path(filename).suffix[1:].lower() or "png", FigureCanvasBase.filetypes)
+        require_choice(
+            "filename", Path(filename).suffix[1:].lower() or "png", FigureCanvasBase.filetypes
+        )
         self.filename, self.every_n_steps, self.log_scale = filename, every_n_steps, log_scale
         self.train_name, self.val_name = monitor
         self.train, self.validation = Curve(max_points), Curve(max_points)
@@ -318,18 +345,33 @@ class LossCurve(_LogDirCallback):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
-        axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
+        axes = figure.add_subplot(
+            xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss"
+        )
         # The NaN of a step that on_nan="skip" skipped would spread over whole windows of the smoothed line.
         finite = [point for point in self.train.points if math.isfinite(point[1])]
         steps, losses = zip(*finite or self.train.points, strict=True)
         width = len(losses) // 25 | 1  # odd: the middle of a window is a step
-        axes.plot(steps, losses, "C0", alpha=0.3 if width > 1 else 1.0, label=None if width > 1 else "training")
+        axes.plot(
+            steps,
+            losses,
+            "C0",
+            alpha=0.3 if width > 1 else 1.0,
+            label=None if width > 1 else "training",
+        )
         if width > 1:  # a trailing window would lag behind a falling loss
             means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
             axes.plot(steps[width // 2 : -(width // 2)], means, "C0", label="training (smoothed)")
         if self.validation.points:
             steps, losses = zip(*self.validation.points, strict=True)
-            axes.plot(steps, losses, "C1", marker="o", markersize=4, label=f"validation (last {losses[-1]:.3f})")
+            axes.plot(
+                steps,
+                losses,
+                "C1",
+                marker="o",
+                markersize=4,
+                label=f"validation (last {losses[-1]:.3f})",
+            )
         for index, step in enumerate(self.resumed_at):
             # One legend entry for all lines: matplotlib leaves out labels that begin with an underscore.
             label = "_resumed" if index else "resumed from a checkpoint"
@@ -399,7 +441,12 @@ class PerplexityReport(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._state: dict[str, Any] = {"before": None, "before_is_partial": False, "after": None, "after_step": 0}
+        self._state: dict[str, Any] = {
+            "before": None,
+            "before_is_partial": False,
+            "after": None,
+            "after_step": 0,
+        }
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -414,7 +461,10 @@ class PerplexityReport(Callback):
         if loss is None:
             return
         if trainer.sanity_checking or trainer.global_step == 0:
-            self._state |= {"before": float(loss), "before_is_partial": _is_partial_validation(trainer)}
+            self._state |= {
+                "before": float(loss),
+                "before_is_partial": _is_partial_validation(trainer),
+            }
         else:
             self._state |= {"after": float(loss), "after_step": trainer.global_step}
 
@@ -434,7 +484,9 @@ class PerplexityReport(Callback):
             part = " (on the first batches only)" if self._state["before_is_partial"] else ""
             initial = f"{_perplexity(before)} before{part}"
         if after is None:
-            return f"validation perplexity: {initial}, unknown after, because no validation ran since"
+            return (
+                f"validation perplexity: {initial}, unknown after, because no validation ran since"
+            )
         return f"validation perplexity: {initial}, {_perplexity(after)} after {self._state['after_step']} steps"
 
     @override
@@ -487,9 +539,13 @@ class SampleText(_LogDirCallback):
         """
         _check_interval(every_n_steps)
         if not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "get_vocab"):
-            raise ConfigError(f"tokenizer={tokenizer!r}: expected a directory, a name or a tokenizer of transformers")
+            raise ConfigError(
+                f"tokenizer={tokenizer!r}: expected a directory, a name or a tokenizer of transformers"
+            )
         if not prompts or isinstance(prompts, str):
-            raise ConfigError(f"prompts={prompts!r}: expected a list of texts to continue; give at least one")
+            raise ConfigError(
+                f"prompts={prompts!r}: expected a list of texts to continue; give at least one"
+            )
         self.tokenizer, self.prompts = tokenizer, list(prompts)
         self.every_n_steps, self.generation = every_n_steps, generation
 
@@ -505,15 +561,23 @@ class SampleText(_LogDirCallback):
             return
         model = getattr(pl_module, "model_config", None)
         if model is None or model.architecture not in ("gpt", "t5"):
-            raise ConfigError(f"SampleText: expected a GPT or T5, got {type(pl_module).__name__}; remove the callback")
+            raise ConfigError(
+                f"SampleText: expected a GPT or T5, got {type(pl_module).__name__}; remove the callback"
+            )
         is_folder = isinstance(self.tokenizer, (str, Path))
         self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
-        check_vocabulary(self._tokenizer, getattr(self.tokenizer, "name_or_path", self.tokenizer), model.vocab_size)
+        check_vocabulary(
+            self._tokenizer,
+            getattr(self.tokenizer, "name_or_path", self.tokenizer),
+            model.vocab_size,
+        )
         self._is_t5 = model.architecture == "t5"
         module_options: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or module_options
         ids, mask = encode_prompts(self.prompts, self._tokenizer)
-        if self._options.bos_token_id is not None:  # here, so that the columns match those of generate's output
+        if (
+            self._options.bos_token_id is not None
+        ):  # here, so that the columns match those of generate's output
             ids, mask = prepend_token(ids, mask, self._options.bos_token_id)
         self._rows = {"input_ids": ids, "attention_mask": mask}
         build_request(self._rows, vars(self._options), model)
@@ -531,7 +595,10 @@ class SampleText(_LogDirCallback):
         if trainer.is_global_zero:
             texts = decode_completions(self._tokenizer, sequences, **self._rows, is_t5=self._is_t5)
             per_prompt = self._options.num_return_sequences
-            self._write(trainer, [(self.prompts[index // per_prompt], text) for index, text in enumerate(texts)])
+            self._write(
+                trainer,
+                [(self.prompts[index // per_prompt], text) for index, text in enumerate(texts)],
+            )
 
     def _write(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
         without_add_text: list[Logger] = []
@@ -542,8 +609,14 @@ class SampleText(_LogDirCallback):
                 continue
             for index, (prompt, completion) in enumerate(texts):
                 # An indented code block of Markdown shows texts verbatim.
-                prompt, completion = ("    " + text.replace("\n", "\n    ") for text in (prompt, completion))
-                add_text(f"samples/{index}", f"prompt\n\n{prompt}\n\ncontinued\n\n{completion}\n", trainer.global_step)
+                prompt, completion = (
+                    "    " + text.replace("\n", "\n    ") for text in (prompt, completion)
+                )
+                add_text(
+                    f"samples/{index}",
+                    f"prompt\n\n{prompt}\n\ncontinued\n\n{completion}\n",
+                    trainer.global_step,
+                )
         assert self._log_dir is not None
         for folder in {Path(logger.log_dir or self._log_dir) for logger in without_add_text}:
             folder.mkdir(parents=True, exist_ok=True)
@@ -596,7 +669,9 @@ class ProgressLine(ProgressBar):
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Show the step, the first one at once, to tell that training has started."""
-        if trainer.global_step < trainer.estimated_stepping_batches:  # the last step is shown after its validation
+        if (
+            trainer.global_step < trainer.estimated_stepping_batches
+        ):  # the last step is shown after its validation
             self._show(lambda: self._line(trainer), now=trainer.global_step == self._first_step + 1)
 
     @override

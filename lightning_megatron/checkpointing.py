@@ -91,7 +91,11 @@ class Checkpointing:
     """
 
     def __init__(
-        self, strategy: MegatronStrategy, *, load_from: LoadFrom | str | Path | None, async_save: bool
+        self,
+        strategy: MegatronStrategy,
+        *,
+        load_from: LoadFrom | str | Path | None,
+        async_save: bool,
     ) -> None:
         """Create the checkpointing of a strategy, before any run.
 
@@ -103,7 +107,9 @@ class Checkpointing:
         self._strategy = strategy
         if isinstance(load_from, (str, Path)):
             load_from = LoadFrom(path=str(load_from))
-        self._load_from = None if load_from is None else as_options(LoadFrom, load_from, "load_from")
+        self._load_from = (
+            None if load_from is None else as_options(LoadFrom, load_from, "load_from")
+        )
         self._asynchronous = async_save
         self.is_preempted = False
         self._start_checkpoint: str | None = None
@@ -137,7 +143,9 @@ class Checkpointing:
         self._steps: dict[Path, int] = {}
         """Steps of this run's checkpoints with optimizer state, including the one that it resumed from."""
 
-    def begin(self, trainer: pl.Trainer, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
+    def begin(
+        self, trainer: pl.Trainer, environment: ClusterEnvironment, group: dist.ProcessGroup
+    ) -> None:
         """Reset for a new run; checkpoints of the previous run stay. Every rank must call.
 
         Args:
@@ -259,14 +267,18 @@ class Checkpointing:
             if is_final:
                 raise
             self._failure = error
-            rank_zero_warn(f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual")
+            rank_zero_warn(
+                f"{error}. The run goes on, older checkpoints stay, and the next save is tried as usual"
+            )
 
     def _abandon(self) -> None:
         """Abandon the save in progress, which other ranks may never join to complete. Does not communicate."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.abandon()
-            rank_zero_warn(f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it")
+            rank_zero_warn(
+                f"checkpoint {saving.path} is not written: the run failed before all ranks had finished it"
+            )
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint that a newer one replaces; later, if a save is in progress or the last one failed."""
@@ -290,7 +302,9 @@ class Checkpointing:
             remove(path)
         elif path.is_symlink() or path.exists():
             where = " or ".join(map(str, folders))
-            rank_zero_warn(f"{path} stays: it is no complete checkpoint within {where}; remove it by hand")
+            rank_zero_warn(
+                f"{path} stays: it is no complete checkpoint within {where}; remove it by hand"
+            )
 
     @property
     def _checkpoint_folders(self) -> list[Path]:
@@ -326,18 +340,26 @@ class Checkpointing:
         """Record the first step, warn of callbacks that would not save, and preallocate memory for async saves."""
         trainer, batches = self._trainer, self._trainer.num_val_batches
         self._first_step = trainer.global_step
-        savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        savers = [
+            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
+        ]
         for saver in savers:
             self._tolerate_failed_lookups(saver)
-        for monitor in (saver.monitor for saver in savers if (saver.monitor or "").startswith("val_")):
-            if not (sum(batches) if isinstance(batches, list) else batches):  # Lightning then silently saves nothing
+        for monitor in (
+            saver.monitor for saver in savers if (saver.monitor or "").startswith("val_")
+        ):
+            if not (
+                sum(batches) if isinstance(batches, list) else batches
+            ):  # Lightning then silently saves nothing
                 rank_zero_warn(
                     f"ModelCheckpoint(monitor={monitor!r}): expected validation, got a run without; it saves nothing, "
                     "or with save_last at the end only; leave monitor out and set every_n_train_steps"
                 )
         names = {(saver.dirpath, saver.filename) for saver in savers}
         if self._asynchronous and len(names) < len(savers):
-            self._asynchronous = False  # Lightning picks another name only if it finds the first one's file
+            self._asynchronous = (
+                False  # Lightning picks another name only if it finds the first one's file
+            )
             rank_zero_warn(
                 "async_save=True: expected a filename or dirpath of its own for each ModelCheckpoint, got the same for "
                 "two, which would overwrite each other's checkpoints; training waits for saves until each has one"
@@ -372,14 +394,20 @@ class Checkpointing:
         path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
         if path is not None:
             trainer.save_checkpoint(path)
-        saved = "with nothing to save" if path is None else f"its checkpoint is {path}, resume with ckpt_path='last'"
+        saved = (
+            "with nothing to save"
+            if path is None
+            else f"its checkpoint is {path}, resume with ckpt_path='last'"
+        )
         rank_zero_info(f"{end}; {saved}")
         exception.code = TERMINATED
         self.is_preempted = True
 
     # ---- start of a run ---------------------------------------------------------------------------------------------
 
-    def resolve_ckpt_path(self, trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
+    def resolve_ckpt_path(
+        self, trainer: pl.Trainer, ckpt_path: str | Path | None
+    ) -> str | Path | None:
         """Find the checkpoint that a run starts from; the launcher calls this before it starts other processes.
 
         Args:
@@ -389,15 +417,25 @@ class Checkpointing:
         Raises:
             CheckpointError: If the checkpoint is missing or not complete, or the object store for new ones refuses.
         """
-        savers = trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
-        folders = [as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir) for callback in savers]
+        savers = (
+            trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
+        )
+        folders = [
+            as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+            for callback in savers
+        ]
         # Before Lightning's callbacks look there. Ranks that have been started already list these directories at this
         # moment, so nothing is written before they can wait for each other, in setup.
         files.check_reachable(each for each in folders if is_remote(each))
         with store_failures_as_errors("the checkpoint to start from cannot be looked up"):
             found = find_checkpoint(trainer, ckpt_path)
-        self._start_checkpoint = None if found is None or found == "last" else str(found)  # "last": there is none
-        is_new = self._start_checkpoint is None and self._strategy.lightning_module not in modules_with_weights
+        self._start_checkpoint = (
+            None if found is None or found == "last" else str(found)
+        )  # "last": there is none
+        is_new = (
+            self._start_checkpoint is None
+            and self._strategy.lightning_module not in modules_with_weights
+        )
         if self.initial_weights is not None and is_new:
             self.initial_weights.resolve()
         return found
@@ -412,7 +450,10 @@ class Checkpointing:
                 could not save its own.
         """
         self._run = run
-        module, rank_0_checkpoint = self._trainer.lightning_module, self._strategy.broadcast(self._start_checkpoint)
+        module, rank_0_checkpoint = (
+            self._trainer.lightning_module,
+            self._strategy.broadcast(self._start_checkpoint),
+        )
         with raise_on_all_ranks():
             if self._start_checkpoint != rank_0_checkpoint:
                 raise CheckpointError(
@@ -428,7 +469,9 @@ class Checkpointing:
         checkpoint = None if self._start_checkpoint is None else as_path(self._start_checkpoint)
         keeps_weights = checkpoint is None and module in modules_with_weights
         if source is not None and checkpoint is None and not keeps_weights:
-            checkpoint = load_initial_weights(run if fitting else replace(run, optimizer=None), source)
+            checkpoint = load_initial_weights(
+                run if fitting else replace(run, optimizer=None), source
+            )
         directory = getattr(module, "pretrained_path", None)
         adapter = getattr(getattr(module, "adaptation", None), "source", None)
         origin = WeightOrigin(checkpoint=checkpoint, model=directory, adapter=adapter)
@@ -451,7 +494,9 @@ class Checkpointing:
             return files.RunPosition.new()
         root = as_path(self._trainer.default_root_dir)
         requeued = [each for each in files.list_checkpoints(root) if each.match(_REQUEUED)]
-        return files.continued(resumed, beside=dict.fromkeys([*_paths_of_last(self._trainer), *requeued]))
+        return files.continued(
+            resumed, beside=dict.fromkeys([*_paths_of_last(self._trainer), *requeued])
+        )
 
     @property
     def initial_weights(self) -> LoadFrom | None:
@@ -481,18 +526,27 @@ class Checkpointing:
             _close_finished_epoch(loaded)
         _check_data_position(loaded, datamodule, path)
         if 0 <= trainer.max_steps <= loaded["global_step"]:
-            hint = f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
+            hint = (
+                f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
+            )
             rank_zero_info(f"checkpoint {path} is of step {loaded['global_step']}, and {hint}")
-        with raise_on_all_ranks(), store_failures_as_errors("this run's earlier checkpoints cannot be looked up"):
+        with (
+            raise_on_all_ranks(),
+            store_failures_as_errors("this run's earlier checkpoints cannot be looked up"),
+        ):
             if self._strategy.is_global_zero:
                 self._position = self._position_after(path)
         self._steps[path] = loaded["global_step"]
-        for optimizer, state in zip(self._strategy.optimizers, loaded["optimizer_states"], strict=False):
+        for optimizer, state in zip(
+            self._strategy.optimizers, loaded["optimizer_states"], strict=False
+        ):
             optimizer.load_state_dict(state)
         # Lightning resumes the training data only in the middle of what it counts as an epoch.
         loader_state, loader = _loader_state(loaded), trainer.train_dataloader
         if loader_state is not None and isinstance(loader, ResumableLoader):
-            loader.load_state_dict(loader_state)  # created early, as for trainer.estimated_stepping_batches
+            loader.load_state_dict(
+                loader_state
+            )  # created early, as for trainer.estimated_stepping_batches
         else:
             self._loader_state = loader_state
         return loaded
@@ -512,7 +566,9 @@ class Checkpointing:
         self.finish()
         newest_first = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
         # Only rank 0 looks at the files: Lightning may have removed some.
-        found = (str(path) for path, step in newest_first if step < before and files.is_complete(path))
+        found = (
+            str(path) for path, step in newest_first if step < before and files.is_complete(path)
+        )
         with raise_on_all_ranks(), failures_as_errors("an earlier checkpoint cannot be looked up"):
             newest = next(found, None) if self._strategy.is_global_zero else None
         path = self._strategy.broadcast(newest)
@@ -540,7 +596,11 @@ class DeferredSignals:
             group: Process group of all ranks over gloo, which does not wait for a GPU.
         """
         self._signums: tuple[int, ...] = (signal.SIGTERM,)
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+        if (
+            isinstance(environment, SLURMEnvironment)
+            and environment.auto_requeue
+            and environment.requeue_signal
+        ):
             self._signums += (environment.requeue_signal,)
         self._group = group
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -567,9 +627,14 @@ class DeferredSignals:
             work, flags = self._pending
             work.wait()
             any_not_done, *received = flags.tolist()
-        flags = torch.tensor([not done, *(signum in self._received for signum in self._signums)], dtype=torch.uint8)
+        flags = torch.tensor(
+            [not done, *(signum in self._received for signum in self._signums)], dtype=torch.uint8
+        )
         self._received.clear()
-        self._pending = (dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags)
+        self._pending = (
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True),
+            flags,
+        )
         self.is_delivering = True
         try:
             for signum, is_received in zip(self._signums, received, strict=True):
@@ -611,19 +676,30 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
         CheckpointError: If the requested checkpoint is missing, was never finished, or is another program's.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
-    saves_on_failure = any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks)
+    saves_on_failure = any(
+        isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks
+    )
     if ckpt_path is None and fitting and saves_on_failure:
         ckpt_path = "last"
-    if fitting and FIRST_START in os.environ and (own := find_last(trainer)) is not None and is_of_this_run(own.time):
+    if (
+        fitting
+        and FIRST_START in os.environ
+        and (own := find_last(trainer)) is not None
+        and is_of_this_run(own.time)
+    ):
         return str(own.path)
     in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
     requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
     if ckpt_path == "":
-        raise CheckpointError("ckpt_path must not be empty; give the path of a *.ckpt, or leave it out")
+        raise CheckpointError(
+            "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out"
+        )
     if ckpt_path in (None, "hpc"):
         return ckpt_path if requeued is None else str(requeued.path)
     if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
-        has_best = any(getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
+        has_best = any(
+            getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks
+        )
         if ckpt_path == "best" and not has_best and not getattr(trainer, "fast_dev_run", False):
             raise CheckpointError(
                 "ckpt_path=best: expected a ModelCheckpoint of this Trainer that has saved, got none; give the path of "
@@ -631,16 +707,28 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
             )
         return ckpt_path
     is_last = ckpt_path == "last"
-    found = find_last(trainer) if is_last else files.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
+    found = (
+        find_last(trainer)
+        if is_last
+        else files.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
+    )
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if requeued is not None and was_requeued and (not is_last or found is None or not _is_newer(found, requeued)):
-        rank_zero_info(f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}")
+    if (
+        requeued is not None
+        and was_requeued
+        and (not is_last or found is None or not _is_newer(found, requeued))
+    ):
+        rank_zero_info(
+            f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}"
+        )
         return str(requeued.path)
     if found is not None:
         return str(found.path)
     if is_last and any(is_remote(path) for path in _paths_of_last(trainer)):
         # Lightning would take a last.ckpt that was never finished.
-        rank_zero_warn("ckpt_path='last': there is no finished checkpoint yet; the run starts from the beginning")
+        rank_zero_warn(
+            "ckpt_path='last': there is no finished checkpoint yet; the run starts from the beginning"
+        )
         return None
     return ckpt_path
 
@@ -664,10 +752,14 @@ def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
     damaged = [path for path in incomplete if path not in unfinished]
     if unfinished:
         names = ", ".join(map(str, unfinished))
-        rank_zero_warn(f"{names}: expected a finished checkpoint, got one whose run was ended meanwhile; it is ignored")
+        rank_zero_warn(
+            f"{names}: expected a finished checkpoint, got one whose run was ended meanwhile; it is ignored"
+        )
     if damaged:
         names = ", ".join(map(str, damaged))
-        raise CheckpointError(f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it")
+        raise CheckpointError(
+            f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it"
+        )
     return None
 
 
@@ -676,7 +768,9 @@ def _paths_of_last(trainer: pl.Trainer) -> list[Path]:
     callbacks = trainer.checkpoint_callbacks
     savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
     paths = [as_path(trainer.default_root_dir) / LAST]  # saved on SIGTERM
-    paths += [as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    paths += [
+        as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)
+    ]
     for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
         paths += files.list_checkpoints(folder)
     return paths
@@ -698,7 +792,11 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
         # The log directory of this run alone, where the next run will not look.
         return as_path(trainer.default_root_dir).absolute() / LAST
     # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
-    last = folder / _PREEMPTED if saver.save_last == "link" else as_path(saver.last_model_path or folder / LAST)
+    last = (
+        folder / _PREEMPTED
+        if saver.save_last == "link"
+        else as_path(saver.last_model_path or folder / LAST)
+    )
     try:
         with failures_as_errors(f"{last} cannot be looked up"):
             is_own = files.is_checkpoint_within(last, [folder])
@@ -712,7 +810,9 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 
 def _is_of_this_job(path: Path) -> bool:
     """Whether the checkpoint was saved on SLURM's requeue signal, or by an earlier start of a restarted run."""
-    return path.match(_REQUEUED) or (FIRST_START in os.environ and is_of_this_run(files.find_newest(path).time))
+    return path.match(_REQUEUED) or (
+        FIRST_START in os.environ and is_of_this_run(files.find_newest(path).time)
+    )
 
 
 def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
@@ -725,7 +825,10 @@ def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
     if not trainer.loggers:
         return [as_path(trainer.default_root_dir) / "checkpoints"]
     logger = trainer.loggers[0]
-    runs, version = as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name), logger.version
+    runs, version = (
+        as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name),
+        logger.version,
+    )
     if isinstance(version, str) and not re.fullmatch(r"version_\d+", version):
         return [runs / version / "checkpoints"]
     return sorted(runs.glob("version_*/checkpoints"))
@@ -733,7 +836,9 @@ def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
 
 def _needs_optimizer(trainer: pl.Trainer) -> bool:
     """Whether the run loads the optimizer state of a checkpoint, too."""
-    return trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.strategy, "load_weights_only", False)
+    return trainer.state.fn == TrainerFn.FITTING and not getattr(
+        trainer.strategy, "load_weights_only", False
+    )
 
 
 def _is_newer(one: files.CheckpointInfo, requeued: files.CheckpointInfo) -> bool:
@@ -743,7 +848,9 @@ def _is_newer(one: files.CheckpointInfo, requeued: files.CheckpointInfo) -> bool
 
 
 def _find_requeued(root: Path) -> files.CheckpointInfo | None:
-    found, _ = files.find_complete(each for each in files.list_checkpoints(root) if each.match(_REQUEUED))
+    found, _ = files.find_complete(
+        each for each in files.list_checkpoints(root) if each.match(_REQUEUED)
+    )
     if found:
         have_counters = all(each.position is not None for each in found)
         return files.last_saved(found) if have_counters else files.newest(found)
@@ -759,7 +866,9 @@ def _find_requeued(root: Path) -> files.CheckpointInfo | None:
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
 
 
-def _without_training_state(lightning_state: Mapping[str, Any], datamodule: object) -> dict[str, Any]:
+def _without_training_state(
+    lightning_state: Mapping[str, Any], datamodule: object
+) -> dict[str, Any]:
     """Lightning's dict as before a run: without steps, callbacks, schedules and position in the training data.
 
     Args:
@@ -797,7 +906,9 @@ def _forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path
             )
             state[key] = ""
         if isinstance(kept := state.get("best_k_models"), dict):
-            state["best_k_models"] = {path: score for path, score in kept.items() if not is_foreign(path)}
+            state["best_k_models"] = {
+                path: score for path, score in kept.items() if not is_foreign(path)
+            }
 
 
 def _loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -824,8 +935,12 @@ def _check_data_position(lightning_state: dict[str, Any], datamodule: object, pa
             f"data of checkpoint {path}: expected {expected}, got {' or '.join(saved)}; resume with the same kind, or "
             "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
         )
-    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
-    rank_zero_warn(f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew")
+    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(
+        "combined_loader", None
+    )
+    rank_zero_warn(
+        f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew"
+    )
 
 
 def _close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:

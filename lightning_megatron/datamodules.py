@@ -17,7 +17,11 @@ from typing_extensions import override
 
 from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.encoding import Decoder, TextEncoding
-from lightning_megatron.data.evaluation import EvaluationTask, EvaluationTexts, tokenize_evaluation_texts
+from lightning_megatron.data.evaluation import (
+    EvaluationTask,
+    EvaluationTexts,
+    tokenize_evaluation_texts,
+)
 from lightning_megatron.data.indexed import check_dataset
 from lightning_megatron.data.instructions import (
     Answers,
@@ -126,12 +130,17 @@ class IndexedDataModule(MegatronDataModule):
         rampup_batch_size: list[int] | None = None,
     ) -> None:
         super().__init__(
-            micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed, rampup_batch_size=rampup_batch_size
+            micro_batch_size=micro_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            rampup_batch_size=rampup_batch_size,
         )
         require_number("seq_length", seq_length, at_least=1)
         require_number("seq_length_decoder", seq_length_decoder, at_least=1)
         if seed >= 2**32:
-            raise ConfigError(f"seed={seed} must be less than {2**32}, as NumPy's shuffles need it; correct seed")
+            raise ConfigError(
+                f"seed={seed} must be less than {2**32}, as NumPy's shuffles need it; correct seed"
+            )
         self.seq_length = seq_length
         self.seq_length_decoder = seq_length_decoder
         self.objective_name = objective
@@ -141,19 +150,29 @@ class IndexedDataModule(MegatronDataModule):
         self.sentence_order = sentence_order
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence
         self.index_cache = index_cache
-        paths = _split_sources(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
-        self._sources = {name: (parse_blend(path), weights) for name, (path, weights) in paths.items()}
+        paths = _split_sources(
+            data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path
+        )
+        self._sources = {
+            name: (parse_blend(path), weights) for name, (path, weights) in paths.items()
+        }
 
     @override
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        decoder = {"seq_length_decoder": self.seq_length_decoder} if self._objective_name(model) == "t5" else {}
+        decoder = (
+            {"seq_length_decoder": self.seq_length_decoder}
+            if self._objective_name(model) == "t5"
+            else {}
+        )
         return {"seq_length": self.seq_length, **decoder}
 
     @override
     def check(self, run: Run) -> None:
         name = self._objective_name(run.model)
         if run.model is not None and run.model.architecture != name:
-            raise ConfigError(f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}")
+            raise ConfigError(
+                f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}"
+            )
         objective = self._objective(run.model)
         parts = [part for split in self._sources for part in self._parts(split, None)]
         for prefix in dict.fromkeys(part.prefix for part in parts):
@@ -168,7 +187,9 @@ class IndexedDataModule(MegatronDataModule):
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
-        return open_samples(self._objective(self.model()), self._parts(name, num_samples), self.index_cache)
+        return open_samples(
+            self._objective(self.model()), self._parts(name, num_samples), self.index_cache
+        )
 
     def _parts(self, name: SplitName, num_samples: int | None) -> list[Part]:
         blend, split = self._sources[name]
@@ -181,7 +202,9 @@ class IndexedDataModule(MegatronDataModule):
     @cached_property
     def _tokenizer_facts(self) -> TokenizerFacts:
         if self.tokenizer is None:
-            raise ConfigError("tokenizer=None: expected the directory of the dataset's tokenizer for a BERT or T5")
+            raise ConfigError(
+                "tokenizer=None: expected the directory of the dataset's tokenizer for a BERT or T5"
+            )
         return TokenizerFacts.of(load_tokenizer(self.tokenizer), self.tokenizer)
 
     def _objective(self, model: ModelConfig | None) -> Objective:
@@ -190,9 +213,15 @@ class IndexedDataModule(MegatronDataModule):
         if name == "gpt":
             drop_last = self.drop_last_partial_validation_sequence
             return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)
-        common: Any = {"seq_length": length, "tokenizer": self._tokenizer_facts, "masking": self.masking}
+        common: Any = {
+            "seq_length": length,
+            "tokenizer": self._tokenizer_facts,
+            "masking": self.masking,
+        }
         if name == "t5":
-            return T5Objective(seq_length_decoder=self.seq_length_decoder, format=self.t5_format, **common)
+            return T5Objective(
+                seq_length_decoder=self.seq_length_decoder, format=self.t5_format, **common
+            )
         in_order = self.sentence_order
         if in_order is None:
             in_order = model is None or model.task == "pretraining"
@@ -258,10 +287,19 @@ class InstructionDataModule(MegatronDataModule):
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
         if pad_to_multiple_of is not None:
             if packing:
-                raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} is not for packing=True; leave one out")
+                raise ConfigError(
+                    f"pad_to_multiple_of={pad_to_multiple_of} is not for packing=True; leave one out"
+                )
             require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
-        paths = _split_sources(data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path)
-        options = {"tokenizer": tokenizer, "seq_length": seq_length, "answers": answers, "separator": separator}
+        paths = _split_sources(
+            data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path
+        )
+        options = {
+            "tokenizer": tokenizer,
+            "seq_length": seq_length,
+            "answers": answers,
+            "separator": separator,
+        }
         self._sources = {
             name: (InstructionOptions(path=path, **options), weights)  # type: ignore[arg-type]
             for name, (path, weights) in paths.items()
@@ -285,12 +323,18 @@ class InstructionDataModule(MegatronDataModule):
         instructions = self._instructions[options]
         part = split_ranges(split, len(instructions))[name]
         if not part:
-            raise DataError(f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}")
+            raise DataError(
+                f"split={split!r} gives {name} none of the {len(instructions)} samples of {options.path}"
+            )
         packing_seed = self.seed if self.packing else None
-        samples = InstructionSamples(instructions.part(part), self.seq_length, packing_seed, self.pad_to_multiple_of)
+        samples = InstructionSamples(
+            instructions.part(part), self.seq_length, packing_seed, self.pad_to_multiple_of
+        )
         if self.packing:
             share = samples.instructions.lengths.sum() / (len(samples) * self.seq_length)
-            rank_zero_info(f"Packing: {len(samples):,} {name} rows, {share:.1%} of their tokens are not padding")
+            rank_zero_info(
+                f"Packing: {len(samples):,} {name} rows, {share:.1%} of their tokens are not padding"
+            )
         return samples
 
 
@@ -328,12 +372,17 @@ class DatasetDataModule(MegatronDataModule):
         rampup_batch_size: list[int] | None = None,
     ) -> None:
         super().__init__(
-            micro_batch_size=micro_batch_size, num_workers=num_workers, seed=seed, rampup_batch_size=rampup_batch_size
+            micro_batch_size=micro_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            rampup_batch_size=rampup_batch_size,
         )
         datasets: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
         self._sources = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         if not self._sources:
-            raise ConfigError("train=None, valid=None and test=None leave nothing to read; give at least one dataset")
+            raise ConfigError(
+                "train=None, valid=None and test=None leave nothing to read; give at least one dataset"
+            )
         self._collate = collate
         self.shuffling = "every pass" if shuffle else "never"
 
@@ -368,7 +417,11 @@ class DatasetSamples:
         self._dataset = dataset
         self._collate = collate
         # A Hugging Face dataset returns arrays twenty times as fast as lists.
-        kind: Any = getattr(dataset, "format", None) if collate is None and hasattr(dataset, "with_format") else None
+        kind: Any = (
+            getattr(dataset, "format", None)
+            if collate is None and hasattr(dataset, "with_format")
+            else None
+        )
         is_lists = kind and kind["type"] is None
         self._items = dataset.with_format("numpy", columns=kind["columns"]) if is_lists else dataset
 
@@ -389,11 +442,17 @@ class DatasetSamples:
             DataError: If items are not dicts, or cannot be stacked.
         """
         get_many = getattr(self._items, "__getitems__", None)
-        items = get_many(list(indices)) if get_many is not None else [self._items[index] for index in indices]
+        items = (
+            get_many(list(indices))
+            if get_many is not None
+            else [self._items[index] for index in indices]
+        )
         if self._collate is not None:
             batch = check_batch(self._collate(items))
             if (rows := len(next(iter(batch.values())))) != len(indices):
-                raise DataError(f"collate gave {rows} rows for {len(indices)} items; return one row per item")
+                raise DataError(
+                    f"collate gave {rows} rows for {len(indices)} items; return one row per item"
+                )
             return batch
         for index, item in zip(indices, items, strict=True):
             if not isinstance(item, Mapping) or item.keys() != items[0].keys():
@@ -409,11 +468,19 @@ def _load_dataset(folder: str) -> Any:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ConfigError(f"{folder} is read by the library datasets; pip install datasets") from error
+        raise ConfigError(
+            f"{folder} is read by the library datasets; pip install datasets"
+        ) from error
     try:
         return load_from_disk(folder)
-    except (OSError, ValueError, IndexError) as error:  # the library raises IndexError if there are no rows
-        raise DataError(f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})") from error
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+    ) as error:  # the library raises IndexError if there are no rows
+        raise DataError(
+            f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
@@ -483,8 +550,15 @@ class TextEvaluationDataModule(MegatronDataModule):
         require_choice("task", task, get_args(EvaluationTask))
         require_number("seq_length", seq_length, at_least=1)
         if stride is not None and (task != "perplexity" or not 1 <= stride <= seq_length):
-            raise ConfigError(f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}")
-        self.data_path, self.tokenizer, self.task, self.seq_length = data_path, tokenizer, task, seq_length
+            raise ConfigError(
+                f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}"
+            )
+        self.data_path, self.tokenizer, self.task, self.seq_length = (
+            data_path,
+            tokenizer,
+            task,
+            seq_length,
+        )
         self._stride = stride or seq_length
         self._strict = strict
         self._json_key = json_key
@@ -496,7 +570,9 @@ class TextEvaluationDataModule(MegatronDataModule):
         _check_gpt(run.model, f"{type(self).__name__} evaluates GPTs")
         evaluates = self._trainer().state.fn in (TrainerFn.TESTING, TrainerFn.VALIDATING)
         if self.task == "last_word" and evaluates and type(run.train_step) is GPTTrainStep:
-            raise ConfigError("task=last_word: expected train_step='last_word', which counts last words, got 'gpt'")
+            raise ConfigError(
+                "task=last_word: expected train_step='last_word', which counts last words, got 'gpt'"
+            )
         _check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
 
     @override
@@ -519,7 +595,13 @@ class TextEvaluationDataModule(MegatronDataModule):
         decoder = Decoder(self._encoding)
         texts = read_texts(self.data_path, self._json_key, decoder)
         tokenized = tokenize_evaluation_texts(
-            self.data_path, texts, self.tokenizer, self.seq_length, self.task, self._stride, self._strict
+            self.data_path,
+            texts,
+            self.tokenizer,
+            self.seq_length,
+            self.task,
+            self._stride,
+            self._strict,
         )
         if decoder.num_replaced:
             rank_zero_warn(
@@ -529,7 +611,9 @@ class TextEvaluationDataModule(MegatronDataModule):
         return tokenized
 
 
-def _split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitName, tuple[Any, str]]:
+def _split_sources(
+    data_path: Any, split: str, **own_paths: Any
+) -> dict[SplitName, tuple[Any, str]]:
     """Path of each split that has data, and the weights by which the splits of this path divide it.
 
     Args:
@@ -542,8 +626,13 @@ def _split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitNa
     """
     alone: dict[Any, Any] = {name: path for name, path in own_paths.items() if path is not None}
     if (data_path is None) != bool(alone):
-        given = ", ".join(f"{name}_data_path={path}" for name, path in alone.items()) or "no path of a single split"
-        raise ConfigError(f"data_path={data_path} with {given}: expected data_path and split, or only paths of splits")
+        given = (
+            ", ".join(f"{name}_data_path={path}" for name, path in alone.items())
+            or "no path of a single split"
+        )
+        raise ConfigError(
+            f"data_path={data_path} with {given}: expected data_path and split, or only paths of splits"
+        )
     if data_path is None:
         weights_alone = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
         return {name: (path, weights_alone[name]) for name, path in alone.items()}
@@ -559,4 +648,6 @@ def _check_gpt(model: ModelConfig | None, what: str) -> None:
 def _check_token(largest: int, model: ModelConfig | None, source: str) -> None:
     """Refuse a token outside of the model's vocabulary, which would end the run inside a CUDA kernel."""
     if model is not None and largest >= model.vocab_size:
-        raise DataError(f"{source}: expected tokens below the model's vocab_size={model.vocab_size}, got {largest}")
+        raise DataError(
+            f"{source}: expected tokens below the model's vocab_size={model.vocab_size}, got {largest}"
+        )

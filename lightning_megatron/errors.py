@@ -46,7 +46,9 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "float": (Real, "a number"),
     "str": (str, "a string"),
     "timedelta": (timedelta, "a datetime.timedelta"),
-    **dict.fromkeys(("dict", "Mapping"), ((Mapping, list, tuple), "a dict")),  # pairs make a dict, too
+    **dict.fromkeys(
+        ("dict", "Mapping"), ((Mapping, list, tuple), "a dict")
+    ),  # pairs make a dict, too
     "list": ((list, tuple), "a list"),
 }
 
@@ -80,11 +82,15 @@ def require_kind(name: str, value: object, annotation: str) -> None:
         ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
     """
     plain = annotation.removesuffix(" | None")
-    kind, noun = (object, "") if " | " in plain else _KINDS.get(plain.partition("[")[0], (object, ""))
+    kind, noun = (
+        (object, "") if " | " in plain else _KINDS.get(plain.partition("[")[0], (object, ""))
+    )
     if value is None and plain != annotation:
         return
     if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("int", "float")):
-        raise ConfigError(f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}")
+        raise ConfigError(
+            f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}"
+        )
     if isinstance(value, Integral):
         if abs(int(value)) >= 2**_INTEGER_BITS:
             raise ConfigError(f"{name}={value} must fit into {_INTEGER_BITS} bits; correct {name}")
@@ -92,7 +98,9 @@ def require_kind(name: str, value: object, annotation: str) -> None:
         raise ConfigError(f"{name}={value} must be a finite number; correct {name}")
 
 
-def require_number(name: str, value: object, at_least: float = 0, at_most: float | None = None) -> None:
+def require_number(
+    name: str, value: object, at_least: float = 0, at_most: float | None = None
+) -> None:
     """Check that an option is a finite number from ``at_least`` to ``at_most``.
 
     Args:
@@ -140,12 +148,16 @@ def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: st
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r}: expected {options_object(kind)}, got {type(value).__name__}")
+        raise ConfigError(
+            f"{name}={value!r}: expected {options_object(kind)}, got {type(value).__name__}"
+        )
     try:
         return kind(**value)
     except TypeError:
         fields = ", ".join(inspect.signature(kind).parameters)
-        raise ConfigError(f"{name}={value!r} must be {kind.__name__}(...) with fields from {fields}") from None
+        raise ConfigError(
+            f"{name}={value!r} must be {kind.__name__}(...) with fields from {fields}"
+        ) from None
 
 
 def options_object(kind: type) -> str:
@@ -178,7 +190,9 @@ def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividen
     if divisor < 1 or dividend % divisor != 0:
         message = f"{divisor_name}={divisor} does not divide {dividend_name}={dividend}"
         if dividend > LARGEST_COUNT:  # whose divisors would take minutes to find
-            raise ConfigError(f"{message}, which must be at most {LARGEST_COUNT}; correct {dividend_name}")
+            raise ConfigError(
+                f"{message}, which must be at most {LARGEST_COUNT}; correct {dividend_name}"
+            )
         choices = ", ".join(str(d) for d in divisors(dividend))
         raise ConfigError(f"{message}; choose {divisor_name} from {choices}")
 
@@ -211,7 +225,9 @@ def user_error(error: BaseException) -> str | None:
             return one_line(str(cause))
     # By name, because --help does not import Lightning; EarlyStopping raises RuntimeError for a missing metric.
     names = {cls.__name__ for cls in type(error).__mro__}
-    if "MisconfigurationException" in names or str(error).startswith("Early stopping conditioned on metric"):
+    if "MisconfigurationException" in names or str(error).startswith(
+        "Early stopping conditioned on metric"
+    ):
         return one_line(str(error))
     return None
 
@@ -228,7 +244,9 @@ def printable(text: str) -> str:
     Args:
         text: One line.
     """
-    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text)
+    return re.sub(
+        "[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text
+    )
 
 
 def with_cli_flags(message: str, parser: argparse.ArgumentParser) -> str:
@@ -242,7 +260,10 @@ def with_cli_flags(message: str, parser: argparse.ArgumentParser) -> str:
     """
     start = r"(?<![\w./=-])"  # not within a path or another name
     for action in parser._actions:
-        name, flag = action.dest, next((flag for flag in action.option_strings if flag.startswith("--")), "--help")
+        name, flag = (
+            action.dest,
+            next((flag for flag in action.option_strings if flag.startswith("--")), "--help"),
+        )
         if flag != "--help":
             if action.nargs == 0:
                 message = re.sub(rf"{start}{name}=True\b", flag, message)
@@ -280,7 +301,9 @@ def is_broken_pipe(output: TextIO) -> bool:
     try:
         output.flush()  # unwritten output is still buffered
     except BrokenPipeError:
-        with open(os.devnull, "w") as devnull:  # otherwise the interpreter flushes again at exit, and reports an error
+        with open(
+            os.devnull, "w"
+        ) as devnull:  # otherwise the interpreter flushes again at exit, and reports an error
             os.dup2(devnull.fileno(), output.fileno())
         return True
     return False

@@ -21,7 +21,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_megatron.errors import one_line
 
-_LOST_CONNECTION = re.compile(r"connection (closed|reset)|broken pipe|socket|nccl|gloo", re.IGNORECASE)
+_LOST_CONNECTION = re.compile(
+    r"connection (closed|reset)|broken pipe|socket|nccl|gloo", re.IGNORECASE
+)
 _LIBRARIES = f"{os.sep}site-packages{os.sep}"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torchrun: the file whose exception its agent prints after all ranks have ended."""
@@ -38,7 +40,11 @@ class FailureReport:
 
     def announce(self, error: BaseException) -> None:
         """Announce that this rank fails with ``error``, or have it reported as one line if another one was first."""
-        if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, Exception):
+        if (
+            not dist.is_initialized()
+            or dist.get_world_size() == 1
+            or not isinstance(error, Exception)
+        ):
             return
         rank = dist.get_rank()
         text = describe(error)
@@ -62,7 +68,11 @@ class FailureReport:
 def describe(error: Exception) -> str:
     """Type, message and place of an exception, in one line; the place is the innermost one outside of libraries."""
     text = one_line(f"{type(error).__name__}: {error}")
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _LIBRARIES not in each.filename]
+    frames = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if _LIBRARIES not in each.filename
+    ]
     if not frames:
         return text
     place = frames[-1]

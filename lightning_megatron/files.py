@@ -146,7 +146,11 @@ def file_sizes(folder: Path) -> dict[str, int]:
     if not is_remote(folder):
         return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     entries = cast(Any, folder).fs.ls(cast(Any, folder).path, detail=True)
-    return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["type"] == "file"}
+    return {
+        entry["name"].rpartition("/")[2]: entry["size"]
+        for entry in entries
+        if entry["type"] == "file"
+    }
 
 
 def download(address: str) -> Path:
@@ -165,12 +169,17 @@ def download(address: str) -> Path:
         listed = source.fs.find(source.path, detail=True)
         if not listed:
             raise FileNotFoundError(f"there is no file below {source.path}")
-        names = {remote: _listed_name(remote, entry["type"], source.path) for remote, entry in listed.items()}
+        names = {
+            remote: _listed_name(remote, entry["type"], source.path)
+            for remote, entry in listed.items()
+        }
         source.fs.get(list(names), [str(target / name) for name in names.values()])
     except ConfigError:
         raise
     except Exception as error:  # clients of stores have types of their own
-        raise ConfigError(f"{address} cannot be read ({error}); correct the address, or its permissions") from error
+        raise ConfigError(
+            f"{address} cannot be read ({error}); correct the address, or its permissions"
+        ) from error
     return target
 
 
@@ -249,7 +258,9 @@ class FolderLock:
         """Release the lock."""
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a forked worker may have inherited the descriptor
+                fcntl.flock(
+                    self.descriptor, fcntl.LOCK_UN
+                )  # a forked worker may have inherited the descriptor
             os.close(self.descriptor)
             self.descriptor = None
 
@@ -398,7 +409,11 @@ def recover(path: Path) -> Path:
     """``path``, or the complete replaced or staged directory beside it if a crash interrupted a ``publish``."""
     if is_remote(path):
         partial = path.with_name(path.name + PARTIAL)
-        return partial if not (path / COMPLETE_MARKER).is_file() and (partial / COMPLETE_MARKER).is_file() else path
+        return (
+            partial
+            if not (path / COMPLETE_MARKER).is_file() and (partial / COMPLETE_MARKER).is_file()
+            else path
+        )
     replaced = path.with_name(path.name + _REPLACED)
     return replaced if not path.exists() and replaced.is_dir() else path
 
@@ -436,7 +451,9 @@ def _remove_if_abandoned(partial: Path) -> None:
     if not partial.is_symlink() and partial.is_dir() and any(partial.iterdir()):
         with contextlib.suppress(ConfigError):
             lock = FolderLock(partial)
-            is_own = lock.descriptor is not None and _is_this_user(os.fstat(lock.descriptor).st_uid, partial.parent)
+            is_own = lock.descriptor is not None and _is_this_user(
+                os.fstat(lock.descriptor).st_uid, partial.parent
+            )
             if is_own:
                 shutil.rmtree(partial, ignore_errors=True)
             lock.release()
@@ -471,7 +488,9 @@ def _delete(path: Path) -> None:
     _delete_now(removed)
     path.rename(removed)
     sync(path.parent)
-    _deletions.append(_deleter.submit(shutil.rmtree, removed, ignore_errors=True))  # exit waits for it
+    _deletions.append(
+        _deleter.submit(shutil.rmtree, removed, ignore_errors=True)
+    )  # exit waits for it
 
 
 def _delete_now(path: Path) -> None:
@@ -559,11 +578,17 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
             )
-    work = [(name, index) for name, checksums in files.items() for index in range(len(checksums.segments))]
+    work = [
+        (name, index)
+        for name, checksums in files.items()
+        for index in range(len(checksums.segments))
+    ]
     rank, world = share
     own = work[len(work) * rank // world : len(work) * (rank + 1) // world]
     with ThreadPoolExecutor(_THREADS) as pool:
-        checksums_read = pool.map(lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), own)
+        checksums_read = pool.map(
+            lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), own
+        )
         for (name, index), crc in zip(own, checksums_read, strict=True):
             if crc != files[name].segments[index]:
                 raise CheckpointError(
@@ -578,8 +603,15 @@ def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
         table = content["files"]
         is_known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
         files = {name: FileChecksums(**each) for name, each in table.items()}
-        sizes = [type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT) for each in files.values()]
-        if not is_known or not all(sizes) or content["checksum_of_files"] != _checksum_of_table(table):
+        sizes = [
+            type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT)
+            for each in files.values()
+        ]
+        if (
+            not is_known
+            or not all(sizes)
+            or content["checksum_of_files"] != _checksum_of_table(table)
+        ):
             raise ValueError("its content has changed since it was written")
         return files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -597,7 +629,9 @@ def _crc32(file: Path, start: int, size: int) -> int:
     crc, end = 0, min(start + SEGMENT, size)
     with file.open("rb") as stream:
         stream.seek(start)
-        for begin in range(start, end, _READ_SIZE):  # if the file was truncated, the checksum differs
+        for begin in range(
+            start, end, _READ_SIZE
+        ):  # if the file was truncated, the checksum differs
             crc = zlib.crc32(stream.read(min(_READ_SIZE, end - begin)), crc)
     return crc
 
@@ -666,19 +700,29 @@ def store_failures_as_errors(refusal: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ConfigError) or not _is_from_store(error):
             raise
-        raise CheckpointError(f"{refusal}: {_reason(error)}; correct the address, or its permissions") from error
+        raise CheckpointError(
+            f"{refusal}: {_reason(error)}; correct the address, or its permissions"
+        ) from error
 
 
 def pickle_refusal(error: pickle.UnpicklingError) -> str:
     """Why torch refused to unpickle a file; torch's own message advises to load it anyway."""
     match = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return f"it holds more than data ({match.group(1)})" if match else "it holds more than data, or is damaged"
+    return (
+        f"it holds more than data ({match.group(1)})"
+        if match
+        else "it holds more than data, or is damaged"
+    )
 
 
 def is_caused_by_files(error: BaseException) -> bool:
     """Whether files, a disk or an object store have caused ``error``; other errors are bugs."""
     names = {base.__name__ for base in type(error).__mro__}
-    return isinstance(error, _FILE_ERRORS) or not names.isdisjoint(_FILE_ERROR_NAMES) or _is_from_store(error)
+    return (
+        isinstance(error, _FILE_ERRORS)
+        or not names.isdisjoint(_FILE_ERROR_NAMES)
+        or _is_from_store(error)
+    )
 
 
 def _is_from_store(error: BaseException) -> bool:
@@ -690,7 +734,9 @@ def _is_from_store(error: BaseException) -> bool:
         return False
     for frame, _ in traceback.walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        bases = {base.__module__.partition(".")[0] for base in type(frame.f_locals.get("self")).__mro__}
+        bases = {
+            base.__module__.partition(".")[0] for base in type(frame.f_locals.get("self")).__mro__
+        }
         if package in _STORE_PACKAGES or not bases.isdisjoint(_STORE_PACKAGES):
             return True
     return False
@@ -707,7 +753,9 @@ def _reason(error: BaseException) -> str:
     if len(text) > _MAX_REASON_LENGTH:  # torch lists all tensors if one is missing
         text = text[:_MAX_REASON_LENGTH] + "..."
     # Torch's archive writer does not give the reason of a failed write (inline_container.cc).
-    return f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text
+    return (
+        f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text
+    )
 
 
 def readable_size(num_bytes: float) -> str:

@@ -79,10 +79,15 @@ class ForeignName(NamedTuple):
 def foreign_names() -> tuple[ForeignName, ...]:
     """All rows of the table."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-        return tuple(ForeignName(**row) for row in csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE))
+        return tuple(
+            ForeignName(**row)
+            for row in csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE)
+        )
 
 
-def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False, tool: str = "") -> str:
+def advice(
+    name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False, tool: str = ""
+) -> str:
     """Suggest a replacement for an unknown option.
 
     Args:
@@ -102,7 +107,9 @@ def advice(name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: b
     rows = in_command or elsewhere or rows
     row = next((row for row in rows if row.option in spellings), rows[0] if rows else None)
     if row is None or plain in spellings:
-        for match in [plain] if plain in spellings else difflib.get_close_matches(plain, spellings, 1):
+        for match in (
+            [plain] if plain in spellings else difflib.get_close_matches(plain, spellings, 1)
+        ):
             return f"did you mean {spellings[match]}?"
         return f"choose from {', '.join(spellings.values())}" if spellings else ""
     if not row.ours:
@@ -115,14 +122,20 @@ def explains_options(cls: _Class) -> _Class:
     """Class decorator: raise ``ConfigError`` for options that the constructor does not have, or of a wrong type."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = list(inspect.signature(construct).parameters)[1:]
-    annotations = {name: str(inspect.signature(construct).parameters[name].annotation) for name in names}
+    annotations = {
+        name: str(inspect.signature(construct).parameters[name].annotation) for name in names
+    }
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in annotations:
-                raise ConfigError(f"{type(self).__name__} has no option {name!r}; {advice(name, names)}")
-        positional = dict(zip(names, args, strict=False))  # too many are a TypeError of the constructor
+                raise ConfigError(
+                    f"{type(self).__name__} has no option {name!r}; {advice(name, names)}"
+                )
+        positional = dict(
+            zip(names, args, strict=False)
+        )  # too many are a TypeError of the constructor
         for name, value in {**positional, **options}.items():
             require_kind(name, value, annotations[name])
             _require_options_object(name, value, annotations[name], construct.__globals__)
@@ -132,7 +145,9 @@ def explains_options(cls: _Class) -> _Class:
     return cls
 
 
-def _require_options_object(name: str, value: object, annotation: str, scope: Mapping[str, Any]) -> None:
+def _require_options_object(
+    name: str, value: object, annotation: str, scope: Mapping[str, Any]
+) -> None:
     """Check an option whose annotation names a class of options, such as ``Heartbeat`` or ``LoRA | str | None``.
 
     Args:

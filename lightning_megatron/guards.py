@@ -86,8 +86,14 @@ class SpikeGuard(Callback):
             self.rollbacks = 0
             self._losses.clear()
         if not hasattr(trainer.strategy, "checkpointing"):
-            raise ConfigError("SpikeGuard needs checkpoints of MegatronStrategy; use it, or remove the callback")
-        savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+            raise ConfigError(
+                "SpikeGuard needs checkpoints of MegatronStrategy; use it, or remove the callback"
+            )
+        savers = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
         if all(saver.save_weights_only for saver in savers):
             raise ConfigError(
                 "SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint(every_n_train_steps=1000)"
@@ -104,7 +110,9 @@ class SpikeGuard(Callback):
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         last, self._last = self._last, (trainer.global_step, HostCopy(loss))
-        if last is not None and math.isfinite(value := last[1].read()):  # others are handled by the strategy's on_nan
+        if last is not None and math.isfinite(
+            value := last[1].read()
+        ):  # others are handled by the strategy's on_nan
             is_full = len(self._losses) == self.window
             if not (is_full and value > self._limit() and self._roll_back(trainer, last[0], value)):
                 self._losses.append(value)
@@ -114,7 +122,9 @@ class SpikeGuard(Callback):
     def _limit(self) -> float:
         median = statistics.median(self._losses)
         distance = statistics.median(abs(loss - median) for loss in self._losses)
-        return median + self.threshold * max(_DEVIATIONS_PER_MAD * distance, _SMALLEST_DEVIATION * abs(median))
+        return median + self.threshold * max(
+            _DEVIATIONS_PER_MAD * distance, _SMALLEST_DEVIATION * abs(median)
+        )
 
     def _roll_back(self, trainer: Trainer, step: int, loss: float) -> bool:
         """Load the newest checkpoint from before ``step``; False if there is none. Collective over the world."""
@@ -126,7 +136,9 @@ class SpikeGuard(Callback):
         strategy: Any = trainer.strategy
         loaded = strategy.checkpointing.roll_back(before=step)
         if loaded is None:
-            rank_zero_warn(f"{spike}; this run has no earlier checkpoint, so training continues without a rollback")
+            rank_zero_warn(
+                f"{spike}; this run has no earlier checkpoint, so training continues without a rollback"
+            )
             return False
         # A checkpoint saved without this callback has no losses.
         state = {"losses": (), "last": None, **loaded["callbacks"].get(self.state_key, {})}
@@ -204,7 +216,9 @@ class ReplicaCheck(Callback):
             self._state_before = _checksums(strategy, is_unchanging=True)
 
     @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any
+    ) -> None:
         """Compare the copies after the backward pass of a step with a check.
 
         Raises:
@@ -230,7 +244,9 @@ class ReplicaCheck(Callback):
         strategy: Any = trainer.strategy
         with strategy.engine():
             own = _checksums(strategy)
-        changed = [name for (name, shape), checksum in before.items() if own[name, shape] != checksum]
+        changed = [
+            name for (name, shape), checksum in before.items() if own[name, shape] != checksum
+        ]
         gathered: list[tuple[_Checksums, list[str]]] = [({}, [])] * trainer.world_size
         dist.all_gather_object(gathered, (own, changed), group=strategy._host_group)
         _check_copies([checksums for checksums, _ in gathered], trainer.global_step)
@@ -260,8 +276,13 @@ def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
     else:
         parts += _sharded_tensors(weights)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [p.data.contiguous().view(integers[p.data.element_size()]).sum(dtype=torch.int64) for p in parts]
-    names = [(f"{part.key} at {tuple(part.global_offset)}", tuple(part.data.shape)) for part in parts]
+    sums = [
+        p.data.contiguous().view(integers[p.data.element_size()]).sum(dtype=torch.int64)
+        for p in parts
+    ]
+    names = [
+        (f"{part.key} at {tuple(part.global_offset)}", tuple(part.data.shape)) for part in parts
+    ]
     return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
@@ -271,15 +292,23 @@ def _sharded_tensors(state: dict[str, Any]) -> list[Any]:
 
 def _check_copies(checksums: list[_Checksums], step: int) -> None:
     """Raise if ranks hold different copies of a tensor; the rarest copy is named first."""
-    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank, sums in enumerate(checksums):
         for tensor, checksum in sums.items():
             copies[tensor][checksum].append(rank)
-    wrong = {name: sorted(ranks.values(), key=len) for (name, _), ranks in copies.items() if len(ranks) > 1}
+    wrong = {
+        name: sorted(ranks.values(), key=len)
+        for (name, _), ranks in copies.items()
+        if len(ranks) > 1
+    }
     if wrong:
         name, holders = next(iter(wrong.items()))
         others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-        differing = " and another on ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in holders)
+        differing = " and another on ".join(
+            f"ranks {', '.join(map(str, ranks))}" for ranks in holders
+        )
         raise NumericsError(
             f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, got one on {differing}; "
             "suspect memory or arithmetic of the device with the odd copy, and resume without it from before"

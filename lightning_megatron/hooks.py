@@ -50,7 +50,11 @@ class EngineLoss:
 
     def is_same(self, returned: object) -> bool:
         """Whether ``returned`` is this loss, or an alias such as ``loss.detach()``. Does not wait for a GPU."""
-        if not isinstance(returned, torch.Tensor) or returned.requires_grad or returned.numel() != 1:
+        if (
+            not isinstance(returned, torch.Tensor)
+            or returned.requires_grad
+            or returned.numel() != 1
+        ):
             return False
         is_alias = returned.data_ptr() == self.tensor.data_ptr()
         return is_alias and returned._version == self.version
@@ -75,7 +79,9 @@ def check_hooks(
         ConfigError: For the first such hook.
     """
     if not model.automatic_optimization:
-        raise ConfigError("automatic_optimization=False does not work here; leave it True, and override loss_func")
+        raise ConfigError(
+            "automatic_optimization=False does not work here; leave it True, and override loss_func"
+        )
     if model._compiler_ctx is not None:
         raise ConfigError("torch.compile(module) does not work here; pass the module itself")
     parts = [part for part in (model, datamodule) if part is not None]

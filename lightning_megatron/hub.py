@@ -140,17 +140,27 @@ def _find_cached(repo: str, revision: str | None, needed: Needed) -> Path | None
 
     try:
         patterns = list(_PATTERNS[needed])
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=patterns, local_files_only=True
+            )
+        )
     except (OSError, ValueError) as error:  # not or only partly cached, or an invalid name
         # Offline, a partial snapshot may do: it may lack optional files only.
-        return Path(error.snapshot_path) if constants.HF_HUB_OFFLINE and hasattr(error, "snapshot_path") else None
+        return (
+            Path(error.snapshot_path)
+            if constants.HF_HUB_OFFLINE and hasattr(error, "snapshot_path")
+            else None
+        )
 
 
 def _download(repo: str, revision: str | None, needed: Needed) -> Path:
     """Download a snapshot, with progress bars; called under the lock."""
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed])))
+    folder = Path(
+        snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed]))
+    )
     if needed == "model" and _missing_file(folder, needed) == "model.safetensors":
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PICKLES)))
     return folder
@@ -161,7 +171,11 @@ def _missing_file(folder: Path | None, needed: Needed) -> str | None:
     names = set() if folder is None else {file.name for file in folder.iterdir() if file.is_file()}
     if needed == "tokenizer":
         vocabularies = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-        return None if any(fnmatchcase(name, glob) for name in names for glob in vocabularies) else "tokenizer.json"
+        return (
+            None
+            if any(fnmatchcase(name, glob) for name in names for glob in vocabularies)
+            else "tokenizer.json"
+        )
     if folder is None or "config.json" not in names or needed == "config":
         return None if "config.json" in names else "config.json"
     for single, index in WEIGHT_FILES:

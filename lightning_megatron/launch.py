@@ -55,7 +55,10 @@ _TORCHRUN_VARIABLES = {_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE"}
 _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
     callbacks.GradientAccumulationScheduler: "does not work with MegatronStrategy, whose batches are whole optimizer "
     "steps; use MegatronStrategy(num_microbatches=...) and a larger batch_size",
-    (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging): "copies the module before its weights exist, and "
+    (
+        callbacks.StochasticWeightAveraging,
+        callbacks.WeightAveraging,
+    ): "copies the module before its weights exist, and "
     "would average nothing; remove it, and average checkpoints with lightning-megatron average",
     callbacks.ModelPruning: "masks whole weights, of which each rank has a shard, under names of its own; remove it",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
@@ -78,14 +81,23 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"accumulate_grad_batches={steps}: expected 1, since a batch is a whole optimizer step; use "
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size {steps} times as large"
         )
-    for name, unit in (("val_check_interval", "steps or a share of an epoch"), ("check_val_every_n_epoch", "epochs")):
+    for name, unit in (
+        ("val_check_interval", "steps or a share of an epoch"),
+        ("check_val_every_n_epoch", "epochs"),
+    ):
         # Missing if the interval is a time, which each rank would measure by its own clock.
         if (value := getattr(trainer, name, "a time")) in (0, "a time"):
-            raise ConfigError(f"{name}={value}: expected {unit}; use limit_val_batches=0 for no validation")
+            raise ConfigError(
+                f"{name}={value}: expected {unit}; use limit_val_batches=0 for no validation"
+            )
     for name in ("max_steps", "max_epochs", "min_steps", "min_epochs", "log_every_n_steps"):
         value = getattr(trainer, name, None)
-        require_number(name, 0 if value is None else value, at_least=0 if name == "log_every_n_steps" else -1)
-    if trainer._detect_anomaly:  # it would inspect uninitialized placeholders of gradients, and report their NaN
+        require_number(
+            name, 0 if value is None else value, at_least=0 if name == "log_every_n_steps" else -1
+        )
+    if (
+        trainer._detect_anomaly
+    ):  # it would inspect uninitialized placeholders of gradients, and report their NaN
         raise ConfigError(
             "detect_anomaly=True: expected False, since gradients go to Megatron's buffers and not through autograd; "
             "use MegatronStrategy(on_nan='raise'), which names microbatch and rank"
@@ -93,7 +105,10 @@ def check_trainer(trainer: pl.Trainer) -> None:
     check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind) and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)():
+            if (
+                isinstance(callback, kind)
+                and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)()
+            ):
                 raise ConfigError(f"{type(callback).__name__} {reason}")
 
 
@@ -119,7 +134,9 @@ def check_loaders(arguments: Mapping[str, Any]) -> None:
             loaders = list(value)[:1]  # the first item of a dataset is enough
         for loader in loaders:
             if loader is not None and not _yields_batches(loader):
-                what = f"a {type(value).__name__}" + f" of {type(loader).__name__}" * (value is not loader)
+                what = f"a {type(value).__name__}" + f" of {type(loader).__name__}" * (
+                    value is not loader
+                )
                 fix = "give DataLoader(dataset, batch_size=...), or datamodule=DatasetDataModule(train=dataset)"
                 raise ConfigError(f"{name}: expected a DataLoader, got {what}; {fix}")
 
@@ -142,9 +159,13 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             ranks but is interactive, without a script that they could run.
     """
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    has_script = not is_interactive and (sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0]))
+    has_script = not is_interactive and (
+        sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])
+    )
     if num_processes > MOST_PROCESSES and not environment.creates_processes_externally:
-        raise ConfigError(f"devices={num_processes} must be at most {MOST_PROCESSES}; correct devices")
+        raise ConfigError(
+            f"devices={num_processes} must be at most {MOST_PROCESSES}; correct devices"
+        )
     if num_processes > 1 and not has_script and not environment.creates_processes_externally:
         raise ConfigError(
             f"devices={num_processes} needs a script that each process runs, and this program has none (a notebook, "
@@ -155,7 +176,10 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             f"process group of this process: expected {num_processes * num_nodes} ranks for the run, got "
             f"{dist.get_world_size()}; start the run in a new process"
         )
-    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+    if (
+        isinstance(environment, LightningEnvironment)
+        or not environment.creates_processes_externally
+    ):
         return
     started = environment.world_size()
     if started != num_processes * num_nodes:
@@ -217,7 +241,11 @@ def _end_with(launcher: psutil.Process) -> None:
     while not _has_ended(launcher):
         time.sleep(_LAUNCHER_POLL_SECONDS)
     text = f"the launcher (process {launcher.pid}) has ended, so this rank ends, too"
-    print(f"error: rank {os.environ.get('RANK', os.environ.get('LOCAL_RANK', 0))}: {text}", file=sys.stderr, flush=True)
+    print(
+        f"error: rank {os.environ.get('RANK', os.environ.get('LOCAL_RANK', 0))}: {text}",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(1)
 
 
@@ -242,7 +270,9 @@ def elastic_layout(
     started, rest = divmod(environment.world_size(), num_processes)
     if not environment.creates_processes_externally or rest or not 0 < started < num_nodes:
         return parallel, num_nodes
-    dp, new_dp = (parallel.data_parallel_size(nodes * num_processes) for nodes in (num_nodes, started))
+    dp, new_dp = (
+        parallel.data_parallel_size(nodes * num_processes) for nodes in (num_nodes, started)
+    )
     change = f"{started} of num_nodes={num_nodes} were started, so dp={new_dp} instead of {dp}"
     num_microbatches, rest = divmod(parallel.num_microbatches * dp, new_dp)
     if rest:
@@ -257,7 +287,11 @@ def elastic_layout(
 
 
 def connect_ranks(
-    environment: ClusterEnvironment, num_nodes: int, device: torch.device, timeout: timedelta, pg_timeout: timedelta
+    environment: ClusterEnvironment,
+    num_nodes: int,
+    device: torch.device,
+    timeout: timedelta,
+    pg_timeout: timedelta,
 ) -> None:
     """Initialize the default process group; log what is awaited if the user starts the other nodes by hand.
 
@@ -274,8 +308,12 @@ def connect_ranks(
     backend = fabric._get_default_process_group_backend_for_device(device)
     device_id = device if device.type == "cuda" else None
     try:
-        store = None if dist.is_initialized() else _rendezvous_store(environment, num_nodes, timeout)
-        fabric._init_dist_connection(environment, backend, timeout=pg_timeout, device_id=device_id, store=store)
+        store = (
+            None if dist.is_initialized() else _rendezvous_store(environment, num_nodes, timeout)
+        )
+        fabric._init_dist_connection(
+            environment, backend, timeout=pg_timeout, device_id=device_id, store=store
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         others = ""
         if num_nodes > 1:
@@ -297,7 +335,10 @@ def connect_ranks(
 def _rendezvous_store(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Store:
     """Key-value store of this start alone, once all of its ranks have joined; also sets gloo's network interface."""
     rank, world_size = environment.global_rank(), environment.world_size()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+        environment.main_address,
+        str(environment.main_port),
+    )
     store = _local_store(environment, timeout) if rank == 0 and num_nodes == 1 else None
     if store is None:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
@@ -354,7 +395,9 @@ def _local_store(environment: ClusterEnvironment, timeout: timedelta) -> Store |
     )
 
 
-def _admit_ranks(store: Store, world_size: int, address: str, timeout: timedelta) -> tuple[str, str]:
+def _admit_ranks(
+    store: Store, world_size: int, address: str, timeout: timedelta
+) -> tuple[str, str]:
     """On rank 0, answer every rank that announces itself, until all other ranks have received this start's prefix.
 
     Announcements left by ranks of an earlier start are answered, too; nobody reads those answers.
@@ -365,7 +408,11 @@ def _admit_ranks(store: Store, world_size: int, address: str, timeout: timedelta
     Raises:
         DistStoreError: If ranks are missing after ``timeout``.
     """
-    prefix, deadline, answered = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds(), set[bytes]()
+    prefix, deadline, answered = (
+        uuid.uuid4().hex,
+        time.monotonic() + timeout.total_seconds(),
+        set[bytes](),
+    )
     keys = [f"rank/{rank}" for rank in range(1, world_size)]
     while (joined := store.add(prefix, 0)) < len(keys):
         announced = store.multi_get(keys)  # waits until every rank has announced itself once

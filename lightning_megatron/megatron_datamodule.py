@@ -12,7 +12,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.loader import BatchRampup, BatchShape, PassLoader, PassOrder, Shuffling, TrainLoader
+from lightning_megatron.data.loader import (
+    BatchRampup,
+    BatchShape,
+    PassLoader,
+    PassOrder,
+    Shuffling,
+    TrainLoader,
+)
 from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.errors import (
@@ -28,7 +35,12 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
 
-_SPLIT_OF_STAGE: dict[str, SplitName] = {"fit": "train", "validate": "valid", "test": "test", "predict": "test"}
+_SPLIT_OF_STAGE: dict[str, SplitName] = {
+    "fit": "train",
+    "validate": "valid",
+    "test": "test",
+    "predict": "test",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +77,12 @@ class MegatronDataModule(LightningDataModule, ABC):
     """Whether the samples depend on their number in a run of ``max_steps``."""
 
     def __init__(
-        self, *, micro_batch_size: int, num_workers: int, seed: int, rampup_batch_size: Sequence[int] | None = None
+        self,
+        *,
+        micro_batch_size: int,
+        num_workers: int,
+        seed: int,
+        rampup_batch_size: Sequence[int] | None = None,
     ) -> None:
         """Check and store the options of every data module.
 
@@ -86,10 +103,19 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.num_workers = num_workers
         self.seed = seed
         if rampup_batch_size is not None and len(rampup_batch_size) != 3:
-            raise ConfigError(f"rampup_batch_size={list(rampup_batch_size)}: expected [start, increment, samples]")
-        for part, value in zip(("start", "increment", "samples"), rampup_batch_size or (), strict=False):
+            raise ConfigError(
+                f"rampup_batch_size={list(rampup_batch_size)}: expected [start, increment, samples]"
+            )
+        for part, value in zip(
+            ("start", "increment", "samples"), rampup_batch_size or (), strict=False
+        ):
             require_kind(f"rampup_batch_size: {part}", value, "int")
-            require_number(f"rampup_batch_size: {part}", value, at_least=part != "samples", at_most=LARGEST_SEED)
+            require_number(
+                f"rampup_batch_size: {part}",
+                value,
+                at_least=part != "samples",
+                at_most=LARGEST_SEED,
+            )
         self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
         self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None
@@ -149,7 +175,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         """Loader of the training split, from the restored position on. Collective over the world."""
         trainer, shape = self._trainer(), self._shape()
         # ``max_epochs`` is -1 if only ``max_steps`` was given.
-        counts_epochs = trainer.max_steps < 0 or (trainer.max_epochs is not None and trainer.max_epochs >= 0)
+        counts_epochs = trainer.max_steps < 0 or (
+            trainer.max_epochs is not None and trainer.max_epochs >= 0
+        )
         num_samples = None
         if self.lays_out_whole_run and not counts_epochs:
             num_samples = max(1, shape.position_after(0, trainer.max_steps))
@@ -157,7 +185,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         restored, self._restored = self._restored or self.state_dict(), {}
         # The order may depend on the number of samples: a resumed run keeps the order it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
-        loader = TrainLoader(samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers)
+        loader = TrainLoader(
+            samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers
+        )
         self._train_loader, loader.state_dict = loader, self.state_dict
         if is_reloaded:
             loader.seek(restored["train"])
@@ -207,7 +237,9 @@ class MegatronDataModule(LightningDataModule, ABC):
     def run(self) -> Run:
         """Settings of the Trainer's current function, known before any process is launched."""
         trainer = self._trainer()
-        stage = trainer.state.fn or TrainerFn.FITTING  # the command line checks before the Trainer starts
+        stage = (
+            trainer.state.fn or TrainerFn.FITTING
+        )  # the command line checks before the Trainer starts
         validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
         return Run(
             shape=self._shape(data_parallel_rank=0),
@@ -234,7 +266,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         for name, length in self.lengths(run.model).items():
             strategy.parallel.check_sequence(length, limit, name=name)
         environment = strategy.cluster_environment
-        makes_data = type(self).prepare_data is not LightningDataModule.prepare_data  # called by Lightning later
+        makes_data = (
+            type(self).prepare_data is not LightningDataModule.prepare_data
+        )  # called by Lightning later
         # If a launcher has created all processes, setup() checks on rank 0 instead, and broadcasts the error.
         if not makes_data and (environment is None or not environment.creates_processes_externally):
             self.check(run)
@@ -261,7 +295,11 @@ class MegatronDataModule(LightningDataModule, ABC):
         """Refuse epochs of different lengths: Lightning reads the length once, unless it reloads the loader."""
         trainer = self._trainer()
         is_last = 0 <= (trainer.max_epochs or -1) <= loader.position.epoch + 1
-        if is_last or trainer.reload_dataloaders_every_n_epochs == 1 or loader.next_epoch_has_same_length():
+        if (
+            is_last
+            or trainer.reload_dataloaders_every_n_epochs == 1
+            or loader.next_epoch_has_same_length()
+        ):
             return
         raise ConfigError(
             f"epoch {loader.position.epoch} has {len(loader)} steps and later ones differ, but Lightning uses the first"
@@ -279,7 +317,9 @@ class MegatronDataModule(LightningDataModule, ABC):
             return call_on_all_ranks(lambda: self.open(name, num_samples) if is_reader else None)
 
         samples = open_if(strategy.global_rank == 0)
-        size, fingerprint = strategy.broadcast(None if samples is None else (len(samples), samples.fingerprint))
+        size, fingerprint = strategy.broadcast(
+            None if samples is None else (len(samples), samples.fingerprint)
+        )
         own = open_if(strategy.is_data_source and strategy.global_rank != 0)
         order = PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples)
         return order, own if samples is None else samples
@@ -301,7 +341,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         trainer = self._trainer()
         interval, limit = trainer.val_check_interval, trainer.limit_train_batches
         num_steps = min(num_steps, limit) if isinstance(limit, int) else int(num_steps * limit)
-        counts_one_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        counts_one_epoch = (
+            trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        )
         if counts_one_epoch and isinstance(interval, int) and interval > num_steps > 0:
             raise ConfigError(
                 f"val_check_interval={interval} is more than the {num_steps} training steps of a Lightning epoch; lower"
@@ -315,17 +357,23 @@ class MegatronDataModule(LightningDataModule, ABC):
             micro_batch_size=self.micro_batch_size,
             num_microbatches=strategy.num_microbatches,
             data_parallel_size=strategy.data_parallel_size,
-            data_parallel_rank=strategy.data_parallel_rank if data_parallel_rank is None else data_parallel_rank,
+            data_parallel_rank=strategy.data_parallel_rank
+            if data_parallel_rank is None
+            else data_parallel_rank,
             rampup=self.rampup,
         )
 
     def _trainer(self) -> Any:
         if self.trainer is None:
-            raise RuntimeError(f"{type(self).__name__} has no Trainer yet; pass it to trainer.fit(datamodule=...)")
+            raise RuntimeError(
+                f"{type(self).__name__} has no Trainer yet; pass it to trainer.fit(datamodule=...)"
+            )
         return self.trainer
 
     def _strategy(self) -> Any:
         strategy: Any = self._trainer().strategy
         if "is_data_source" not in dir(strategy):  # its value is unknown before the run
-            raise ConfigError(f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it")
+            raise ConfigError(
+                f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it"
+            )
         return strategy

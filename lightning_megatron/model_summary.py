@@ -40,8 +40,13 @@ class MemoryEstimate(Callback):
         rows = data.micro_batch_size if hasattr(data, "seq_length") else 0
         options = data.lengths(model) if rows else {"seq_length": 1, "seq_length_decoder": 1}
         lengths = tuple(length for name, length in options.items() if name.startswith("seq_length"))
-        run = make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size)
-        expected, available = memory(run), torch.cuda.get_device_properties(strategy.root_device).total_memory
+        run = make_run(
+            model, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size
+        )
+        expected, available = (
+            memory(run),
+            torch.cuda.get_device_properties(strategy.root_device).total_memory,
+        )
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
         line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {available / GIB:.1f} GiB ({parts})"
         if expected.total > available:
@@ -70,7 +75,10 @@ class WholeModelSummary(ModelSummary):
             return
         module: MegatronModule = pl_module  # type: ignore[assignment]
         topology, model = module.megatron.topology, module.model_config
-        own = [_describe_chunk(unwrap(chunk), model, topology.parallel) for chunk in module.megatron._chunks]
+        own = [
+            _describe_chunk(unwrap(chunk), model, topology.parallel)
+            for chunk in module.megatron._chunks
+        ]
         stages: list[Any] = [None] * topology.parallel.pp
         dist.all_gather_object(stages, own, group=topology.pp_group)
         if not trainer.is_global_zero:
@@ -93,7 +101,9 @@ class WholeModelSummary(ModelSummary):
             ],
             total_parameters=_sum_within("", weights, 0),
             trainable_parameters=_sum_within("", weights, 1),
-            model_size=_sum_within("", weights, 0) * module.megatron.settings.params_dtype.itemsize * 1e-6,
+            model_size=_sum_within("", weights, 0)
+            * module.megatron.settings.params_dtype.itemsize
+            * 1e-6,
             total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
             total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
             **self._summarize_kwargs,
@@ -117,15 +127,25 @@ def _describe_chunk(
         """The name with the layer's index in the whole model."""
         return re.sub(
             r"(?<=\blayers\.)\d+",
-            lambda match: str(getattr(chunk.get_submodule(name[: match.end()]), "layer_number", int(match[0]) + 1) - 1),
+            lambda match: str(
+                getattr(chunk.get_submodule(name[: match.end()]), "layer_number", int(match[0]) + 1)
+                - 1
+            ),
             name,
             count=1,
         )
 
-    kinds = {global_name(name): (type(part).__name__, part.training) for name, part in chunk.named_modules() if name}
+    kinds = {
+        global_name(name): (type(part).__name__, part.training)
+        for name, part in chunk.named_modules()
+        if name
+    }
     weights: dict[str, tuple[int, int, int]] = {}
     for name, weight in chunk.named_parameters():
-        is_split, is_expert = getattr(weight, "tensor_model_parallel", False), not getattr(weight, "allreduce", True)
+        is_split, is_expert = (
+            getattr(weight, "tensor_model_parallel", False),
+            not getattr(weight, "allreduce", True),
+        )
         total = weight.numel() * (parallel.ep if is_expert else parallel.tp if is_split else 1)
         if is_split and re.search(r"(word_embeddings|output_layer)\.(weight|bias)$", name):
             total = total // model.padded_vocab_size(parallel.tp) * model.vocab_size
@@ -140,4 +160,8 @@ def _merge(chunks: Sequence[Any], index: int) -> dict[str, Any]:
 
 
 def _sum_within(module: str, weights: Mapping[str, Any], index: int) -> int:
-    return sum(counts[index] for name, counts in weights.items() if not module or name.startswith(f"{module}."))
+    return sum(
+        counts[index]
+        for name, counts in weights.items()
+        if not module or name.startswith(f"{module}.")
+    )

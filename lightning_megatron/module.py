@@ -21,12 +21,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.files import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
-from lightning_megatron.convert.hugging_face import load_hugging_face, open_weights, resolve_tied_output
+from lightning_megatron.convert.hugging_face import (
+    load_hugging_face,
+    open_weights,
+    resolve_tied_output,
+)
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
 from lightning_megatron.engine.fillers.fp8 import size_warning
-from lightning_megatron.engine.lr_schedule import LRSchedule, MegatronLRScheduler, scheduler_settings
+from lightning_megatron.engine.lr_schedule import (
+    LRSchedule,
+    MegatronLRScheduler,
+    scheduler_settings,
+)
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep
@@ -105,11 +113,15 @@ class MegatronModule(pl.LightningModule):
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
-        config = replace(model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by)
+        config = replace(
+            model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by
+        )
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
             config = resolve_tied_output(config, open_weights(self.pretrained_path))
-        self.model_config: ModelConfig = with_variant(config, position_embedding_type, attention_head_type)
+        self.model_config: ModelConfig = with_variant(
+            config, position_embedding_type, attention_head_type
+        )
         self.is_variant = self.model_config != config
         if pretrained and self.is_variant:
             raise ConfigError(
@@ -126,7 +138,9 @@ class MegatronModule(pl.LightningModule):
         self.lr_schedule = as_options(LRSchedule, lr_schedule, "lr_schedule")
         self.generation = as_options(GenerationOptions, generation, "generation")
         if return_logits not in (True, False, "last_stage"):
-            raise ConfigError(f"return_logits={return_logits!r} is unknown; choose from True, False and 'last_stage'")
+            raise ConfigError(
+                f"return_logits={return_logits!r} is unknown; choose from True, False and 'last_stage'"
+            )
         self.return_logits = return_logits
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
@@ -140,8 +154,13 @@ class MegatronModule(pl.LightningModule):
         None with a ``model_provider``, which may build any model."""
         self.load_from: LoadFrom | None = None
         """The checkpoint of ``load_from_checkpoint``, which holds the initial weights; None for other modules."""
-        variant = {"position_embedding_type": position_embedding_type, "attention_head_type": attention_head_type}
-        self.save_hyperparameters(self._plain_arguments({"model": fields, "train_step": train_step, **variant}))
+        variant = {
+            "position_embedding_type": position_embedding_type,
+            "attention_head_type": attention_head_type,
+        }
+        self.save_hyperparameters(
+            self._plain_arguments({"model": fields, "train_step": train_step, **variant})
+        )
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
@@ -165,11 +184,15 @@ class MegatronModule(pl.LightningModule):
         meta = load_meta(path)
         saved = meta["lightning"].get("hyper_parameters", {})
         if not isinstance(saved, Mapping) or "model" not in saved:
-            raise CheckpointError(f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH")
+            raise CheckpointError(
+                f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH"
+            )
         parameters = inspect.signature(cls).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         # The checkpoint has the weights, and the original model directory may be gone; only adapters need it.
-        arguments = {k: v for k, v in saved.items() if (takes_any or k in parameters) and k != "pretrained"}
+        arguments = {
+            k: v for k, v in saved.items() if (takes_any or k in parameters) and k != "pretrained"
+        }
         if meta.get("part") == "adapters":
             arguments |= {"model": meta["base"], "pretrained": True}
         _check_names(arguments, hyper_parameters)
@@ -197,7 +220,10 @@ class MegatronModule(pl.LightningModule):
             "lr": self.lr,
             "optimizer": asdict(self.optimizer_options),
             "lr_schedule": asdict(self.lr_schedule),
-            "generation": {**vars(self.generation), "tokenizer": _object_name(self.generation.tokenizer)},
+            "generation": {
+                **vars(self.generation),
+                "tokenizer": _object_name(self.generation.tokenizer),
+            },
             "return_logits": self.return_logits,
             "make_vocab_size_divisible_by": self.model_config.make_vocab_size_divisible_by,
             "lora": self.adaptation and asdict(self.adaptation.lora),
@@ -221,16 +247,31 @@ class MegatronModule(pl.LightningModule):
         # The steps of epochs are known once there is data: configure_optimizers checks them.
         is_fit = self.trainer.state.fn in (None, "fit")
         if is_fit and self.trainer.max_steps > 0:
-            scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
-        if is_fit and self.adaptation and not (self.pretrained_path or strategy.checkpointing.initial_weights):
-            rank_zero_warn("lora: expected weights to adapt, got random ones; set pretrained=True, or load_from")
-        if is_fit and strategy.fp8 is not None and (text := size_warning(self.model_config)) is not None:
+            scheduler_settings(
+                self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps
+            )
+        if (
+            is_fit
+            and self.adaptation
+            and not (self.pretrained_path or strategy.checkpointing.initial_weights)
+        ):
+            rank_zero_warn(
+                "lora: expected weights to adapt, got random ones; set pretrained=True, or load_from"
+            )
+        if (
+            is_fit
+            and strategy.fp8 is not None
+            and (text := size_warning(self.model_config)) is not None
+        ):
             rank_zero_warn(text)
 
     @property
     def _total_steps(self) -> int | None:
         """The Trainer's ``max_steps``, or the steps of its epochs; None if training has no end."""
-        trainer, follows_epochs = self.trainer, self.trainer.max_steps < 0 and self.lr_schedule.follows_run
+        trainer, follows_epochs = (
+            self.trainer,
+            self.trainer.max_steps < 0 and self.lr_schedule.follows_run,
+        )
         # estimated_stepping_batches creates the loader, and is infinite for a dataset without a length.
         steps = trainer.estimated_stepping_batches if follows_epochs else trainer.max_steps
         return int(steps) if math.isfinite(steps) else None
@@ -246,7 +287,9 @@ class MegatronModule(pl.LightningModule):
 
         strategy = self.trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
-            raise ConfigError(f"{type(self).__name__} runs on {type(strategy).__name__}; use MegatronStrategy(...)")
+            raise ConfigError(
+                f"{type(self).__name__} runs on {type(strategy).__name__}; use MegatronStrategy(...)"
+            )
         return strategy
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -313,11 +356,15 @@ class MegatronModule(pl.LightningModule):
         self._log_losses("train", output, on_step=True)
         return output.loss
 
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+    def validation_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor:
         """Compute the loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("val", batch, dataloader_idx)
 
-    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+    def test_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor:
         """Compute the loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch, dataloader_idx)
 
@@ -332,9 +379,14 @@ class MegatronModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-        settings = scheduler_settings(self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps)
+        settings = scheduler_settings(
+            self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps
+        )
         scheduler = MegatronLRScheduler(optimizer, **settings)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
+        }
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step the schedule as Lightning does, unless the optimizer step was skipped (see ``OptimizerReport``)."""
@@ -342,7 +394,9 @@ class MegatronModule(pl.LightningModule):
         if metric is None and optimizer is not None and optimizer.has_skipped:
             return
         if isinstance(scheduler, MegatronLRScheduler):
-            scheduler.max_lr = self.lr  # LearningRateFinder sets self.lr after the schedule was created
+            scheduler.max_lr = (
+                self.lr
+            )  # LearningRateFinder sets self.lr after the schedule was created
         super().lr_scheduler_step(scheduler, metric)
 
     def _current_lr(self) -> float:
@@ -365,9 +419,13 @@ class MegatronModule(pl.LightningModule):
 
     # ---- logging --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int) -> torch.Tensor:
+    def _evaluate(
+        self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int
+    ) -> torch.Tensor:
         def observe(microbatch: dict[str, torch.Tensor], output: Any) -> None:
-            self.train_step.update_metrics(self._metrics_of(stage, dataloader_idx), microbatch, output)
+            self.train_step.update_metrics(
+                self._metrics_of(stage, dataloader_idx), microbatch, output
+            )
 
         output = self.megatron.forward_only(batch, self.train_step, observe)
         self._log_losses(stage, output, on_step=False)
@@ -378,7 +436,9 @@ class MegatronModule(pl.LightningModule):
         key = stage, dataloader_idx
         if key not in self._metrics:
             metrics = self.train_step.metrics()
-            self._metrics[key] = {name: metric.to(self.megatron.root_device) for name, metric in metrics.items()}
+            self._metrics[key] = {
+                name: metric.to(self.megatron.root_device) for name, metric in metrics.items()
+            }
         return self._metrics[key]
 
     def _log_metrics(self, stage: str, num_loaders: int) -> None:
@@ -389,10 +449,14 @@ class MegatronModule(pl.LightningModule):
             # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
             with torch.inference_mode(False), torch.no_grad():
                 values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
-                log = partial(self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
+                log = partial(
+                    self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
+                )
                 for name, value in values.items():
                     # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
-                    exact = torch.tensor(value, dtype=torch.float64, device=self.megatron.root_device)
+                    exact = torch.tensor(
+                        value, dtype=torch.float64, device=self.megatron.root_device
+                    )
                     log(f"{stage}_{name}{suffix}", exact, batch_size=1)
                 for metric in metrics.values():
                     metric.reset()
@@ -401,12 +465,20 @@ class MegatronModule(pl.LightningModule):
         """Log the loss and each of its terms; epoch means weight every batch by its number of targets."""
         # Lightning wants the weight as a plain number; in training, without means, none is read from the GPU.
         weight: Any = 1 if on_step else output.num_targets[self.train_step.loss_terms[0]].item()
-        if weight == int(weight):  # integers are summed exactly; fractions, from partially counted targets, stay
+        if weight == int(
+            weight
+        ):  # integers are summed exactly; fractions, from partially counted targets, stay
             weight = int(weight)
         # Lightning reads values for the progress bar from the GPU at every step, even without a bar.
         has_bar = self.trainer.progress_bar_callback is not None
         # The ranks agree already; syncing once per epoch only avoids Lightning's recommendation to do so.
-        log = partial(self.log, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=weight)
+        log = partial(
+            self.log,
+            on_step=on_step,
+            on_epoch=not on_step,
+            sync_dist=not on_step,
+            batch_size=weight,
+        )
         # Sums over an epoch of millions of targets need a higher precision than those of one batch.
         values = {"loss": output.loss, **output.terms, **output.expert_metrics}
         values = values if on_step else {name: value.double() for name, value in values.items()}
@@ -473,8 +545,14 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> GenerationOutput:
         """As ``generate``, with the log-probability of each new token and the score of each sequence."""
-        model, inputs = self._live_model(generates=True), {"input_ids": input_ids, "attention_mask": attention_mask}
-        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        model, inputs = (
+            self._live_model(generates=True),
+            {"input_ids": input_ids, "attention_mask": attention_mask},
+        )
+        inputs |= {
+            "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+        }
         with self.megatron.engine():
             return model.generate(inputs, options, self._special_tokens, on_tokens)
 
@@ -509,7 +587,9 @@ class MegatronModule(pl.LightningModule):
         with self.megatron.engine():
             if self.return_logits:
                 last_stage_only = self.return_logits == "last_stage"
-                return self._live_model().logits(rows, is_shared=False, last_stage_only=last_stage_only)
+                return self._live_model().logits(
+                    rows, is_shared=False, last_stage_only=last_stage_only
+                )
             if len(rows["input_ids"]) == 0:
                 return rows["input_ids"].long()
             # torch maps negative seeds in the same way.
@@ -556,7 +636,10 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: On all ranks, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        model, inputs = self._live_model(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        model, inputs = (
+            self._live_model(),
+            {"input_ids": input_ids, "attention_mask": attention_mask},
+        )
         inputs |= {"decoder_input_ids": decoder_input_ids, "token_type_ids": token_type_ids}
         with self.megatron.engine():
             return model.logits(inputs, last_stage_only=last_stage_only)
@@ -574,7 +657,9 @@ class MegatronModule(pl.LightningModule):
         from lightning_megatron.generate.decode import LiveModel
 
         if generates and self.model_config.architecture == "bert":
-            raise ConfigError(f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT")
+            raise ConfigError(
+                f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT"
+            )
         return LiveModel(
             chunks=self._built_chunks(),
             config=self.model_config,
@@ -589,7 +674,11 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If there are no chunks yet, and no weights.
         """
-        if self.model_chunks is None and self._trainer is None and (self.load_from or self.pretrained_path):
+        if (
+            self.model_chunks is None
+            and self._trainer is None
+            and (self.load_from or self.pretrained_path)
+        ):
             from lightning_megatron.strategy import MegatronStrategy
 
             pl.Trainer(
@@ -603,7 +692,9 @@ class MegatronModule(pl.LightningModule):
                 enable_model_summary=False,
             ).predict(self, [])
         if self.model_chunks is None:
-            raise ConfigError("there is no model before Trainer.fit (or validate) has built it; call this afterwards")
+            raise ConfigError(
+                "there is no model before Trainer.fit (or validate) has built it; call this afterwards"
+            )
         return list(self.model_chunks)
 
     # ---- export ----------------------------------------------------------------------------------------------------
@@ -632,9 +723,13 @@ class MegatronModule(pl.LightningModule):
         from lightning_megatron.models.lora import merged
 
         if merge and self.adaptation is None:
-            raise ConfigError("merge=True: expected a module with lora, got one without; leave merge out")
+            raise ConfigError(
+                "merge=True: expected a module with lora, got one without; leave merge out"
+            )
         if self.model_chunks is None:
-            raise ConfigError("there is no model to save before Trainer.fit (or validate) has built it; save it then")
+            raise ConfigError(
+                "there is no model to save before Trainer.fit (or validate) has built it; save it then"
+            )
         if self.is_variant or self.model_provider is not None:
             raise ConfigError(
                 f"no Hugging Face {self.model_config.family} model computes this; use trainer.save_checkpoint"
@@ -651,9 +746,14 @@ class MegatronModule(pl.LightningModule):
             if self.adaptation is not None and not merge:
                 save_adapter(chunks, self.model_config, directory, self.adaptation.base)
                 return
-            model, companions = replace(self.model_config, lora=None), generation_config(self.pretrained_path)
+            model, companions = (
+                replace(self.model_config, lora=None),
+                generation_config(self.pretrained_path),
+            )
             with merged(chunks):
-                save_hugging_face(chunks, model, config_object(self._model), directory, max_shard_size, companions)
+                save_hugging_face(
+                    chunks, model, config_object(self._model), directory, max_shard_size, companions
+                )
 
     def push_to_hub(
         self,
@@ -694,7 +794,11 @@ class MegatronModule(pl.LightningModule):
                     api.create_branch(repo_id, branch=revision, exist_ok=True)
                 message = commit_message or "Upload model"
                 commit = api.upload_folder(
-                    repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, create_pr=create_pr
+                    repo_id=repo_id,
+                    folder_path=folder,
+                    commit_message=message,
+                    revision=revision,
+                    create_pr=create_pr,
                 )
             except Exception as error:  # of any kind: huggingface_hub's own, or its HTTP client's
                 reason = first_line(error)
@@ -703,13 +807,20 @@ class MegatronModule(pl.LightningModule):
                 ) from error
             return str(commit.pr_url or commit.commit_url)
 
-        with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as folder, ThreadPoolExecutor(1) as pool:
+        with (
+            tempfile.TemporaryDirectory(prefix="lightning_megatron_") as folder,
+            ThreadPoolExecutor(1) as pool,
+        ):
             self.save_pretrained(folder, max_shard_size)
             running = pool.submit(upload) if self.megatron.global_rank == 0 else None
             # The other ranks synchronize with rank 0 every minute: an upload may exceed a collective's timeout.
-            while not self.megatron.broadcast(running is not None and bool(wait([running], timeout=60).done)):
+            while not self.megatron.broadcast(
+                running is not None and bool(wait([running], timeout=60).done)
+            ):
                 pass
-            return self.megatron.broadcast(call_on_all_ranks(lambda: running.result() if running else ""))
+            return self.megatron.broadcast(
+                call_on_all_ranks(lambda: running.result() if running else "")
+            )
 
 
 def _cpu_scalar(number: float) -> torch.Tensor:
@@ -725,7 +836,9 @@ def _weights_directory(model: Any) -> Path:
     """
     if not isinstance(model, (str, Path)) or not Path(model).is_dir():
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
-        raise ConfigError(f"pretrained=True needs a model directory with weights, and model is {given}; give its path")
+        raise ConfigError(
+            f"pretrained=True needs a model directory with weights, and model is {given}; give its path"
+        )
     return Path(model)
 
 

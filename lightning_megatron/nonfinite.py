@@ -37,7 +37,9 @@ class WeightOrigin:
 
     def folder_of(self, key: Key) -> Path | None:
         """Checkpoint or directory with the tensor; None for one that was initialized at random."""
-        if self.checkpoint is not None and (is_adapter(key.name) or not _has_only_adapters(self.checkpoint)):
+        if self.checkpoint is not None and (
+            is_adapter(key.name) or not _has_only_adapters(self.checkpoint)
+        ):
             return self.checkpoint
         return self.adapter if is_adapter(key.name) else self.model
 
@@ -89,7 +91,11 @@ def _nonfinite(chunks: Iterable[Any]) -> list[Key]:
     if not floats:
         return []
     are_finite = torch.stack([tensor.isfinite().all() for _, tensor in floats]).tolist()
-    return list(dict.fromkeys(key for (key, _), is_finite in zip(floats, are_finite, strict=True) if not is_finite))
+    return list(
+        dict.fromkeys(
+            key for (key, _), is_finite in zip(floats, are_finite, strict=True) if not is_finite
+        )
+    )
 
 
 def _problem(key: Key, origin: WeightOrigin | None, model: ModelConfig | None) -> str:

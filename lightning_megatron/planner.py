@@ -151,9 +151,14 @@ class Run:
         count = accounting.rank_parameters(
             model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
         )
-        experts = sum(accounting.expert_parameters(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
+        experts = (
+            sum(accounting.expert_parameters(model, layer) for layer in self.layers(pp_rank))
+            // parallel.ep
+        )
         replicas = self.dp * parallel.cp
-        return Counter({replicas: count - experts}) + Counter({replicas * parallel.tp // parallel.ep: experts})
+        return Counter({replicas: count - experts}) + Counter(
+            {replicas * parallel.tp // parallel.ep: experts}
+        )
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
@@ -162,11 +167,16 @@ class Run:
 
     def optimizer_parameters(self, pp_rank: int) -> float:
         """Number of parameters whose optimizer state one rank of a stage holds."""
-        return sum(n / (ranks if self.distributed_optimizer else 1) for ranks, n in self.trained(pp_rank).items())
+        return sum(
+            n / (ranks if self.distributed_optimizer else 1)
+            for ranks, n in self.trained(pp_rank).items()
+        )
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Peak FLOP/s of one device for matrix products; None if the datasheet does not give it."""
-        return accounting.peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
+        return accounting.peak_flops_per_s(
+            device.name, "tf32" if self.precision == "32-true" else "bf16"
+        )
 
 
 class _Breakdown:
@@ -211,7 +221,9 @@ class StepTime(_Breakdown):
 
 def memory(run: Run) -> Memory:
     """Peak memory of the fullest rank, without that of CUDA and NCCL themselves."""
-    return max((_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total)
+    return max(
+        (_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total
+    )
 
 
 def _stage_memory(run: Run, pp_rank: int) -> Memory:
@@ -268,20 +280,33 @@ def _layer_bytes(run: Run, layer: int, *, recompute: bool = False) -> float:
     to, and one byte per element with dropout.
     """
     model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
-    h, f, q = model.hidden_size, model.mlp_width(layer), model.num_attention_heads * model.kv_channels
+    h, f, q = (
+        model.hidden_size,
+        model.mlp_width(layer),
+        model.num_attention_heads * model.kv_channels,
+    )
     kv, norms = 2 * model.num_query_groups * model.kv_channels, 2
     topk = model.experts.topk if model.experts is not None and model.has_experts(layer) else 0
-    size = 8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f + 2.0 * h * topk
+    size = (
+        8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f + 2.0 * h * topk
+    )
     size += 2 * q * (model.position_embedding_type == "rope")
     size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
     if is_decoder:
         norms, encoder_ratio = 3, run.lengths[0] / run.lengths[-1]
         size += 4.0 * h + 4 * q + 2 * kv * encoder_ratio + h * (model.hidden_dropout > 0)
     # Inputs of experts that were received from other ranks are not recomputed.
-    recomputed = 2.0 * f + 2.0 * h * (topk - (_ranks_per_token(run) if topk and parallel.ep > 1 else 0))
-    split, stream = size - 4.0 * norms * h - recompute * recomputed, 2.0 * norms * h * (1 if recompute else 2)
+    recomputed = 2.0 * f + 2.0 * h * (
+        topk - (_ranks_per_token(run) if topk and parallel.ep > 1 else 0)
+    )
+    split, stream = (
+        size - 4.0 * norms * h - recompute * recomputed,
+        2.0 * norms * h * (1 if recompute else 2),
+    )
     size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
-    if parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather":  # keys and values of all tokens
+    if (
+        parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather"
+    ):  # keys and values of all tokens
         size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
     return tokens * size * run.bytes_per_element / 2 / parallel.cp
@@ -308,7 +333,8 @@ def step_time(run: Run, device: Device) -> StepTime:
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
     stage_size = run.dp * parallel.cp * parallel.tp
     reduced = sum(
-        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=stage_size // ranks) for ranks, n in trained.items()
+        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=stage_size // ranks)
+        for ranks, n in trained.items()
     )
     # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
@@ -316,7 +342,8 @@ def step_time(run: Run, device: Device) -> StepTime:
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC) / bandwidth,
+        optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC)
+        / bandwidth,
         communication=m * slowest.communication + exposed,
         bubble=bubble,
         idle=_IDLE + m * slowest.idle,
@@ -385,7 +412,11 @@ def _repeated_share(run: Run) -> float:
 def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
     """Bytes that a stage moves in device memory outside of matrix products and attention."""
     model = run.model
-    traffic = _OTHER_TRAFFIC * (1 + _repeated_share(run)) * sum(_layer_bytes(run, layer) for layer in layers)
+    traffic = (
+        _OTHER_TRAFFIC
+        * (1 + _repeated_share(run))
+        * sum(_layer_bytes(run, layer) for layer in layers)
+    )
     traffic += _LOSS_TRAFFIC * _logits(run, pp_rank)
     if model.experts is not None:
         routed_rows = run.tokens_per_rank * model.experts.topk
@@ -397,7 +428,9 @@ def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
 def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> float:
     """Seconds of communication that no computation hides."""
     parallel = run.parallel
-    hidden_bytes = run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * run.model.hidden_size
+    hidden_bytes = (
+        run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * run.model.hidden_size
+    )
     message = hidden_bytes * (parallel.tp - 1) / parallel.tp
     copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
     exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
@@ -411,7 +444,9 @@ def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> f
     )
 
 
-def _dispatch_seconds(run: Run, layers: Sequence[int], hidden_bytes: float, device: Device) -> float:
+def _dispatch_seconds(
+    run: Run, layers: Sequence[int], hidden_bytes: float, device: Device
+) -> float:
     """Seconds in which experts get their rows and return them, in both passes."""
     model = run.model
     parallel = run.parallel
@@ -467,7 +502,12 @@ def _link(device: Device, ranks: int, *, stride: int) -> float:
 
 
 def make_run(
-    model: ModelConfig, settings: EngineSettings, *, rows: int, lengths: tuple[int, ...], world_size: int
+    model: ModelConfig,
+    settings: EngineSettings,
+    *,
+    rows: int,
+    lengths: tuple[int, ...],
+    world_size: int,
 ) -> Run:
     """Build a ``Run`` from the settings of a strategy.
 
@@ -489,7 +529,9 @@ def make_run(
         recompute=None if granularity == "full" and method == "block" else granularity,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         cuda_graphs=settings.cuda_graphs,
-        layout=accounting.chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
+        layout=accounting.chunk_layout(
+            model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)
+        ),
     )
 
 
@@ -566,14 +608,25 @@ def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
 def _balance(even: Plan, device: Device) -> Plan:
     """Give the stages with the embedding and the output layer fewer layers, if that is faster."""
     run, best, parallel = even.run, even, even.run.parallel
-    layers, chunks, share = run.model.num_layers, parallel.num_model_chunks, run.model.num_layers // parallel.pp
+    layers, chunks, share = (
+        run.model.num_layers,
+        parallel.num_model_chunks,
+        run.model.num_layers // parallel.pp,
+    )
     if parallel.pp == 1 or run.model.architecture == "t5":
         return even
     for last in range(max(chunks, share - _MAX_UNEVENNESS * chunks), share, chunks):
-        for first in range(last, share + _MAX_UNEVENNESS * chunks + 1, chunks) if parallel.pp > 2 else (layers - last,):
+        for first in (
+            range(last, share + _MAX_UNEVENNESS * chunks + 1, chunks)
+            if parallel.pp > 2
+            else (layers - last,)
+        ):
             ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
             uneven = replace(run, parallel=replace(parallel, **ends))
-            if _is_valid(uneven) and (other := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory:
+            if (
+                _is_valid(uneven)
+                and (other := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory
+            ):
                 best = min(best, other, key=_seconds)
     return best
 
@@ -581,10 +634,20 @@ def _balance(even: Plan, device: Device) -> Plan:
 def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
     """All layouts and microbatch sizes that are valid for the model and the batch."""
     model, lengths = run.model, run.lengths
-    max_cp, layers = max(1, min(lengths) // _MIN_TOKENS_PER_CP_RANK), model.num_layers + model.num_decoder_layers
+    max_cp, layers = (
+        max(1, min(lengths) // _MIN_TOKENS_PER_CP_RANK),
+        model.num_layers + model.num_decoder_layers,
+    )
     within_host = [size for size in divisors(run.world_size) if size <= _RANKS_PER_HOST]
-    pairs = [(tp, cp) for tp in within_host for cp in within_host if cp <= max_cp and tp * cp in within_host]
-    for (tp, cp), pp in ((pair, pp) for pair in pairs for pp in divisors(run.world_size // math.prod(pair))):
+    pairs = [
+        (tp, cp)
+        for tp in within_host
+        for cp in within_host
+        if cp <= max_cp and tp * cp in within_host
+    ]
+    for (tp, cp), pp in (
+        (pair, pp) for pair in pairs for pp in divisors(run.world_size // math.prod(pair))
+    ):
         rows, rest = divmod(global_batch_size, dp := run.world_size // (tp * cp * pp))
         eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
         for size in (n for n in divisors(rows) if n <= _MAX_MICRO_BATCH_SIZE and rest == 0):
@@ -597,7 +660,11 @@ def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
                 )  # fmt: skip
                 valid = replace(run, parallel=parallel, micro_batch_size=size)
                 if _is_valid(valid):
-                    yield from (valid, replace(valid, recompute="selective"), replace(valid, recompute="full"))
+                    yield from (
+                        valid,
+                        replace(valid, recompute="selective"),
+                        replace(valid, recompute="full"),
+                    )
 
 
 def _is_valid(run: Run) -> bool:
@@ -647,7 +714,10 @@ def timeline(run: Run, device: Device) -> list[list[Slot]]:
                 if previous >= 0 and needed not in ends:
                     break
                 free = slots[rank][-1].start + slots[rank][-1].seconds if slots[rank] else 0.0
-                start, duration = max(free, ends.get(needed, 0.0)), seconds[rank] * (1 if is_forward else 2) / 3
+                start, duration = (
+                    max(free, ends.get(needed, 0.0)),
+                    seconds[rank] * (1 if is_forward else 2) / 3,
+                )
                 slots[rank].append(Slot(chunk, microbatch, is_forward, start, duration))
                 ends[position, microbatch, is_forward] = start + duration
     return slots
@@ -657,7 +727,12 @@ def _order(parallel: ParallelConfig, pp_rank: int) -> list[tuple[int, int, bool]
     """(chunk, microbatch, is_forward) of a stage's passes in order, as in megatron-core 0.16.1's schedules.py."""
     pp, v, m = parallel.pp, parallel.num_model_chunks, parallel.num_microbatches
     warm_up = _warm_up(parallel, pp_rank)
-    forward = [(chunk, first + i) for first in range(0, m, pp) for chunk in range(v) for i in range(min(pp, m - first))]
+    forward = [
+        (chunk, first + i)
+        for first in range(0, m, pp)
+        for chunk in range(v)
+        for i in range(min(pp, m - first))
+    ]
     backward = [(v - 1 - chunk, microbatch) for chunk, microbatch in forward]
     order = [(*step, True) for step in forward[:warm_up]]
     for next_forward, next_backward in zip(forward[warm_up:], backward, strict=False):

@@ -60,7 +60,9 @@ class MegatronPrecision(Precision):
         if plugin is None or isinstance(plugin, cls):
             return plugin or cls()
         if type(plugin).__module__.split(".")[0] != "lightning":
-            raise ConfigError(f"precision plugin {type(plugin).__name__} does nothing here; use Trainer(precision=...)")
+            raise ConfigError(
+                f"precision plugin {type(plugin).__name__} does nothing here; use Trainer(precision=...)"
+            )
         return cls(plugin.precision)  # type: ignore[arg-type]
 
     @override
@@ -69,7 +71,10 @@ class MegatronPrecision(Precision):
 
     @override
     def clip_gradients(
-        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Set the maximum gradient norm; the optimizer clips by the norm over all shards, not by a local one."""
         check_clipping(clip_val, gradient_clip_algorithm)

@@ -56,18 +56,25 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
     if trainer.predict_dataloaders is None:
         raise ConfigError("this Trainer has predicted nothing yet; call trainer.predict first")
     if predictions is None:
-        raise ConfigError("predictions=None: expected the result of Trainer.predict(return_predictions=True)")
+        raise ConfigError(
+            "predictions=None: expected the result of Trainer.predict(return_predictions=True)"
+        )
     strategy: Any = trainer.strategy
     loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
     if len(loaders) > 1:
-        return [_gather(loader, part, strategy) for loader, part in zip(loaders, predictions, strict=True)]
+        return [
+            _gather(loader, part, strategy)
+            for loader, part in zip(loaders, predictions, strict=True)
+        ]
     return _gather(loaders[0], predictions, strategy)
 
 
 def _gather(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
     """All-gather the predictions of one loader, in dataset order. Collective over the world."""
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
-        raise ConfigError(f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset")
+        raise ConfigError(
+            f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset"
+        )
     # From the rank that read the batches: the other ranks' loaders were not used, and may have shuffled differently.
     indices = [list(loader.batch_indices())]
     topology = strategy.topology
@@ -85,9 +92,13 @@ def _gather(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy)
     for prediction, samples in chain.from_iterable(replicas):
         for row, sample in enumerate(samples):
             if sample in rows:
-                raise ConfigError(f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False")
+                raise ConfigError(
+                    f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False"
+                )
             if sample is not None:
-                rows[sample] = pytree.tree_map(lambda leaf, row=row: None if leaf is None else leaf[row], prediction)
+                rows[sample] = pytree.tree_map(
+                    lambda leaf, row=row: None if leaf is None else leaf[row], prediction
+                )
     return [rows[sample] for sample in sorted(rows)]
 
 
@@ -102,7 +113,9 @@ def _match_samples(
     leaves, structure = pytree.tree_flatten(prediction)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them")
+            raise ConfigError(
+                f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them"
+            )
     # Pickling a view would send its whole storage.
     leaves = [None if leaf is None else leaf.detach().cpu().clone() for leaf in leaves]
     lengths = {len(leaf) if leaf.dim() else -1 for leaf in leaves if leaf is not None}
@@ -132,7 +145,10 @@ def check_predict_size(loader: object) -> None:
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader if batches is None else batches, "sampler", None)
-    if isinstance(sampler, UnrepeatedDistributedSampler) and 0 < sampler.total_size < sampler.num_replicas:
+    if (
+        isinstance(sampler, UnrepeatedDistributedSampler)
+        and 0 < sampler.total_size < sampler.num_replicas
+    ):
         raise ConfigError(_TOO_FEW_SAMPLES)
 
 
@@ -143,7 +159,11 @@ def predict_size_error(error: AssertionError) -> ConfigError | None:
     sees the loader. None for any other error.
     """
     file = traceback.extract_tb(error.__traceback__)[-1].filename
-    return ConfigError(_TOO_FEW_SAMPLES) if file == inspect.getfile(UnrepeatedDistributedSampler) else None
+    return (
+        ConfigError(_TOO_FEW_SAMPLES)
+        if file == inspect.getfile(UnrepeatedDistributedSampler)
+        else None
+    )
 
 
 _TOO_FEW_SAMPLES = (

@@ -56,14 +56,26 @@ def supervise(command: Sequence[str], max_restarts: int) -> int:
         result = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         if result is not None and result.si_status != 0:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # before the child is reaped and its group's id can be reused
+                os.killpg(
+                    child.pid, signal.SIGKILL
+                )  # before the child is reaped and its group's id can be reused
         code = child.wait()
         if signals or code in _FINAL_CODES:
             break
-        cause = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        action = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "no restart is left"
+        cause = (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
+        action = (
+            f"restart {attempt + 1} of {max_restarts}"
+            if attempt < max_restarts
+            else "no restart is left"
+        )
         duration = timedelta(seconds=round(time.time() - start))
         now = datetime.now().astimezone().isoformat(" ", "seconds")
-        print(f"error: local rank 0 {cause} at {now}, after {duration}; {action}", file=sys.stderr, flush=True)
+        print(
+            f"error: local rank 0 {cause} at {now}, after {duration}; {action}",
+            file=sys.stderr,
+            flush=True,
+        )
         environment[FIRST_START] = str(first_start)
     return code if code >= 0 else 128 - code

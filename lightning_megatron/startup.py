@@ -32,8 +32,15 @@ def strategy_names() -> dict[str, dict[str, int]]:
     """Layout of each strategy name: ``megatron``, ``megatron_tp2``, ``megatron_pp2``, ``megatron_tp2_pp2``, ..."""
     names = {"megatron": {"tp": 1, "pp": 1}}
     for size in STRATEGY_SIZES:
-        names |= {f"megatron_tp{size}": {"tp": size, "pp": 1}, f"megatron_pp{size}": {"tp": 1, "pp": size}}
-    return names | {f"megatron_tp{tp}_pp{pp}": {"tp": tp, "pp": pp} for tp in STRATEGY_SIZES for pp in STRATEGY_SIZES}
+        names |= {
+            f"megatron_tp{size}": {"tp": size, "pp": 1},
+            f"megatron_pp{size}": {"tp": 1, "pp": size},
+        }
+    return names | {
+        f"megatron_tp{tp}_pp{pp}": {"tp": tp, "pp": pp}
+        for tp in STRATEGY_SIZES
+        for pp in STRATEGY_SIZES
+    }
 
 
 def register_strategies() -> None:
@@ -48,7 +55,9 @@ def _register_in(strategies: ModuleType) -> None:
     registry = strategies.StrategyRegistry
     for name, layout in strategy_names().items():
         if name not in registry:  # this package may have been reloaded
-            description = "Megatron-Core with tensor parallel size {tp} and pipeline parallel size {pp}"
+            description = (
+                "Megatron-Core with tensor parallel size {tp} and pipeline parallel size {pp}"
+            )
             registry.register(name, _build, description=description.format(**layout), **layout)
 
 
@@ -89,18 +98,32 @@ _IGNORED_WARNINGS = (
     # Fallbacks of the engine: the start-up lines name what is used instead. Warnings of its config checks are about
     # transformer_config_overrides, and are kept.
     ("", r"megatron\.(?!core\.(transformer\.transformer_config|model_parallel_config)$)"),
-    (r"`torch\.distributed\.\w+` is deprecated", ""),  # Megatron uses names that torch 2.13 deprecates
+    (
+        r"`torch\.distributed\.\w+` is deprecated",
+        "",
+    ),  # Megatron uses names that torch 2.13 deprecates
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", ""),  # Lightning does, too
     ("Please use DTensor instead", ""),  # ShardedTensor, used by Megatron's checkpoints
-    (r"It is recommended to use `self\.log\(", ""),  # sync_dist: losses are already equal on all ranks
-    (r"Total length of `list` across ranks is zero", ""),  # a data module without this split, by its options
-    (r"predict returned None if it was on purpose", ""),  # other ranks return None, and generated text may be streamed
+    (
+        r"It is recommended to use `self\.log\(",
+        "",
+    ),  # sync_dist: losses are already equal on all ranks
+    (
+        r"Total length of `list` across ranks is zero",
+        "",
+    ),  # a data module without this split, by its options
+    (
+        r"predict returned None if it was on purpose",
+        "",
+    ),  # other ranks return None, and generated text may be streamed
 )
 _IGNORED_RECORDS = {
     "lightning.pytorch.utilities.rank_zero": re.compile(
         "💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$"
     ),
-    "megatron.core.tensor_parallel.random": re.compile("CPU RNG state changed within GPU RNG context"),
+    "megatron.core.tensor_parallel.random": re.compile(
+        "CPU RNG state changed within GPU RNG context"
+    ),
     "megatron.core.transformer.transformer_layer": re.compile("Rewrapping ModuleSpec with module"),
 }
 """Ignored log records by logger. Lightning 2.6.6 recommends litlogger and litmodels at each start, and reports that its

@@ -38,12 +38,22 @@ from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.heartbeat import Heartbeat, Watch
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
-from lightning_megatron.engine.optimizer import MegatronOptimizer, OptimizerContext, OptimizerOptions, OptimizerReport
+from lightning_megatron.engine.optimizer import (
+    MegatronOptimizer,
+    OptimizerContext,
+    OptimizerOptions,
+    OptimizerReport,
+)
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import finish_parameter_gathers, freeze_shared_weights, to_16bit, to_ddp
+from lightning_megatron.engine.wrap import (
+    finish_parameter_gathers,
+    freeze_shared_weights,
+    to_16bit,
+    to_ddp,
+)
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,
@@ -192,9 +202,16 @@ class MegatronStrategy(DDPStrategy):
         """Layout on all ``num_nodes`` nodes; fewer may have been started."""
         self.tp, self.pp, self.vpp, self.cp, self.ep = tp, pp, vpp, cp, ep
         self.sequence_parallel, self.num_microbatches = sequence_parallel, num_microbatches
-        self._recompute = Recompute(granularity=recompute, method=recompute_method, num_layers=recompute_num_layers)
-        self.distributed_optimizer, self._overlap_communication = distributed_optimizer, overlap_communication
-        self._overrides = Overrides.of(transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides)
+        self._recompute = Recompute(
+            granularity=recompute, method=recompute_method, num_layers=recompute_num_layers
+        )
+        self.distributed_optimizer, self._overlap_communication = (
+            distributed_optimizer,
+            overlap_communication,
+        )
+        self._overrides = Overrides.of(
+            transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides
+        )
         self._watch = Watch(as_options(Heartbeat, heartbeat, "heartbeat"), timeout)
         self._failures: FailureReport | None = None
         self._topology: groups.Topology | None = None
@@ -330,7 +347,9 @@ class MegatronStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         environment = ready(self.cluster_environment, "the Trainer")
         # Here the world size is known for the first time, and no process is started yet.
-        self.parallel, self.num_nodes = elastic_layout(self._requested, environment, self.num_processes, self.num_nodes)
+        self.parallel, self.num_nodes = elastic_layout(
+            self._requested, environment, self.num_processes, self.num_nodes
+        )
         self.num_microbatches = self.parallel.num_microbatches
         check_world_size(environment, self.num_processes, self.num_nodes)
         self.parallel.data_parallel_size(self.num_nodes * self.num_processes)
@@ -346,7 +365,10 @@ class MegatronStrategy(DDPStrategy):
         self.check_run(model.trainer, model, getattr(model.trainer, "datamodule", None))
 
     def check_run(
-        self, trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None,
     ) -> None:
         """Check Trainer, module and data module, before a process group or a file exists. Does not communicate.
 
@@ -356,7 +378,9 @@ class MegatronStrategy(DDPStrategy):
         check_trainer(trainer)
         parallel = self.parallel
         is_replica_of_several = parallel.tp * parallel.pp * parallel.cp > 1
-        check_hooks(model, datamodule, trainer.state.fn, is_replica_of_several=is_replica_of_several)
+        check_hooks(
+            model, datamodule, trainer.state.fn, is_replica_of_several=is_replica_of_several
+        )
         for part in (model, datamodule):
             if (check := getattr(part, "check_run", None)) is not None:
                 check(self)
@@ -367,7 +391,9 @@ class MegatronStrategy(DDPStrategy):
         reset_seed()
         self.set_world_ranks()
         self._watch.prepare(self._module.trainer.default_root_dir, device)
-        connect_ranks(environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout)
+        connect_ranks(
+            environment, self.num_nodes, device, self._watch.timeout, self._watch.collective_timeout
+        )
         self._failures = FailureReport()
         self._watch.start()
         if self._runtime is not None:
@@ -405,7 +431,9 @@ class MegatronStrategy(DDPStrategy):
         check_trainer(trainer)
         module = self._module
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
-            raise ConfigError(f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule")
+            raise ConfigError(
+                f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule"
+            )
         fitting, settings = trainer.state.fn == TrainerFn.FITTING, self.settings
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
@@ -431,7 +459,9 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: If there is no model to train yet, or an option is invalid.
         """
-        context = OptimizerContext(settings=self.settings, engine=self.engine, may_skip=self.on_nan == "skip")
+        context = OptimizerContext(
+            settings=self.settings, engine=self.engine, may_skip=self.on_nan == "skip"
+        )
         with self.engine():
             return MegatronOptimizer(self._chunks, options, lr, context)
 
@@ -441,29 +471,45 @@ class MegatronStrategy(DDPStrategy):
         loaders.let_workers_end(dataloader)
         if not trainer.training:
             check_predict_size(dataloader)
-            return loaders.EvaluationLoader(dataloader) if loaders.is_map_style(dataloader) else dataloader
+            return (
+                loaders.EvaluationLoader(dataloader)
+                if loaders.is_map_style(dataloader)
+                else dataloader
+            )
         if isinstance(dataloader, Iterator):
             dataloader = loaders.OneShotIterator(dataloader)
-        loader = loaders.resize_batches(dataloader, self._requested.num_microbatches, self.num_microbatches)
+        loader = loaders.resize_batches(
+            dataloader, self._requested.num_microbatches, self.num_microbatches
+        )
         if loaders.is_map_style(loader):
             limit = partial(getattr, trainer, "num_training_batches")
-            loader = loaders.ResumableLoader(loader, self.topology.dp, limit, first_epoch=trainer.current_epoch)
+            loader = loaders.ResumableLoader(
+                loader, self.topology.dp, limit, first_epoch=trainer.current_epoch
+            )
             if (state := self.checkpointing.take_loader_state()) is not None:
                 loader.load_state_dict(state)
-        self._loader_marks_steps = isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader))
+        self._loader_marks_steps = isinstance(
+            loader, (loaders.ResumableLoader, loaders.TrainLoader)
+        )
         if isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
         return loader
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
         stage = self._module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
             self._common_batches -= 1
-        if (stage != RunningStage.TRAINING or not self._loader_marks_steps) and self._common_batches >= 0:
+        if (
+            stage != RunningStage.TRAINING or not self._loader_marks_steps
+        ) and self._common_batches >= 0:
             self.checkpointing.at_step_boundary()
         # Prompts are not training batches (a T5's have no labels): predict_step checks them itself.
-        step = None if stage == RunningStage.PREDICTING else getattr(self._module, "train_step", None)
+        step = (
+            None if stage == RunningStage.PREDICTING else getattr(self._module, "train_step", None)
+        )
         check, device = getattr(step, "check_batch", None), device or self.root_device
         with torch.inference_mode(False):
             return loaders.broadcast_batch(batch, self.topology, device, check)
@@ -571,7 +617,9 @@ class MegatronStrategy(DDPStrategy):
         model = getattr(self._module, "model_config", None)
         check_weights(self._chunks, step=step, origin=origin, model=model, group=self._host_group)
 
-    def forward_only(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+    def forward_only(
+        self, batch: Batch, train_step: TrainStep, observe: Observer | None = None
+    ) -> StepOutput:
         """Compute the losses of one local batch without gradients. Every rank must call; ragged batches are padded.
 
         Args:
@@ -590,7 +638,10 @@ class MegatronStrategy(DDPStrategy):
     def _run_state(self) -> RunState:
         module = self._module
         has_bias = self._overrides.transformer.get("moe_router_enable_expert_bias")
-        description = {**getattr(module, "model_description", {}), **({EXPERT_BIAS: True} if has_bias else {})}
+        description = {
+            **getattr(module, "model_description", {}),
+            **({EXPERT_BIAS: True} if has_bias else {}),
+        }
         return RunState(
             chunks=self._chunks,
             optimizer=self.megatron_optimizer,
@@ -605,7 +656,9 @@ class MegatronStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State dict of the module without Megatron's chunks (metrics, extra heads); the same on all ranks."""
         state = self._module.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith("model_chunks.")}
+        return {
+            name: value for name, value in state.items() if not name.startswith("model_chunks.")
+        }
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -625,7 +678,9 @@ class MegatronStrategy(DDPStrategy):
         self.checkpointing.save(checkpoint, filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self.checkpointing.load(checkpoint_path)
 
     @override
@@ -674,7 +729,9 @@ def ready(value: T | None, hook: str) -> T:
         RuntimeError: If it is still None.
     """
     if value is None:
-        raise RuntimeError(f"this is only known after {hook}; use it from within Trainer.fit, validate or test")
+        raise RuntimeError(
+            f"this is only known after {hook}; use it from within Trainer.fit, validate or test"
+        )
     return value
 
 
@@ -690,7 +747,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     is_interactive_compatible = True  # check_world_size refuses more than one process
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
         """Start the other ranks and call ``function``; they die with this process, which waits for them when it exits.
 
         Args:
@@ -708,7 +767,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         call.apply_defaults()
         arguments = call.arguments
         check_loaders(arguments)
-        arguments["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(trainer, arguments["ckpt_path"])
+        arguments["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(
+            trainer, arguments["ckpt_path"]
+        )
         ScriptLauncher._has_failed = True  # until it returns
         try:
             if self.cluster_environment.creates_processes_externally:
@@ -725,12 +786,19 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self.procs:
                 time.sleep(_REAP_SECONDS)
             for local_rank, process in enumerate(self.procs, 1):
-                if (code := process.poll() or 0) < 0:  # a lost connection's error does not name the rank
-                    line = f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}"
+                if (
+                    code := process.poll() or 0
+                ) < 0:  # a lost connection's error does not name the rank
+                    line = (
+                        f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}"
+                    )
                     print(line, file=sys.stderr)
                     if is_lost_connection(error):
                         report_as(error, f"{line}, and rank 0 ends with it")
-            if isinstance(error, AssertionError) and (size_error := predict_size_error(error)) is not None:
+            if (
+                isinstance(error, AssertionError)
+                and (size_error := predict_size_error(error)) is not None
+            ):
                 raise size_error from None
             if (damage := restore_error(error, arguments["ckpt_path"])) is not None:
                 raise damage from error
@@ -744,6 +812,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return  # the other ranks wait in a collective, and die with this process
         for local_rank, process in enumerate(self.procs, 1):
             if code := process.wait():
-                print(f"error: local rank {local_rank} ended with code {code}", file=sys.stderr, flush=True)
+                print(
+                    f"error: local rank {local_rank} ended with code {code}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 sys.stdout.flush()
                 os._exit(1)  # nothing else sets the exit code by now

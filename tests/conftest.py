@@ -16,7 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Inductor's pool of compile processes would outlive a worker of pytest-xdist and keep its pipe open: the run hangs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    sys.argv[0] = __file__  # a worker of pytest-xdist is `python -c`, where multi-process runs are refused
+    sys.argv[0] = (
+        __file__  # a worker of pytest-xdist is `python -c`, where multi-process runs are refused
+    )
 
 # Prefixes of variables that libraries set on import, or pytest itself; not leaks of a test.
 _SET_BY_LIBRARIES = (
@@ -34,7 +36,9 @@ _SET_BY_LIBRARIES = (
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(_SET_BY_LIBRARIES)}
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(_SET_BY_LIBRARIES)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +49,12 @@ def _no_leaks() -> Iterator[None]:
     with patch.dict(os.environ):
         yield
         after = _environment()
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    leaks = [f"os.environ[{key!r}] = {after.get(key)!r}, was {before.get(key)!r}" for key in changed]
+    changed = sorted(
+        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
+    )
+    leaks = [
+        f"os.environ[{key!r}] = {after.get(key)!r}, was {before.get(key)!r}" for key in changed
+    ]
     leaks += torch_state.leaks() + process_group_leaks()
     torch_state.restore()
     assert not leaks, "the test leaked: " + "; ".join(leaks)
@@ -76,4 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, marker in markers.items():
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if num_devices < count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA devices, {num_devices} on this machine"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"needs {count} CUDA devices, {num_devices} on this machine"
+                )
+            )

@@ -90,9 +90,16 @@ def hops() -> dict[str, set[Hop]]:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            accelerator="cpu", devices=1, max_steps=3, limit_val_batches=0, strategy=MegatronStrategy(), **QUIET
+            accelerator="cpu",
+            devices=1,
+            max_steps=3,
+            limit_val_batches=0,
+            strategy=MegatronStrategy(),
+            **QUIET,
         )
-        data = IndexedDataModule(str(_FILES / "books_text_document"), split="1,0,0", seq_length=16, index_cache=folder)
+        data = IndexedDataModule(
+            str(_FILES / "books_text_document"), split="1,0,0", seq_length=16, index_cache=folder
+        )
         module = Module(model=MODELS["gpt2"], train_step=Step())
         trainer.fit(module, datamodule=data)
 
@@ -118,6 +125,8 @@ def hops() -> dict[str, set[Hop]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for activity, pairs in hops().items():
-        print(f"{len(pairs):3} hops {activity}, through {len({file for pair in pairs for file in pair})} files")
+        print(
+            f"{len(pairs):3} hops {activity}, through {len({file for pair in pairs for file in pair})} files"
+        )
         for calling, entered in sorted(pairs) if "--list" in sys.argv else ():
             print(f"      {calling or 'outside'} -> {entered}")

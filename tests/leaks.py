@@ -36,14 +36,20 @@ class Baseline:
 
     def _changed(self) -> list[tuple[Any, str]]:
         now = _attributes()
-        return [key for key, value in self._attributes.items() if now.get(key, _MISSING) is not value]
+        return [
+            key for key, value in self._attributes.items() if now.get(key, _MISSING) is not value
+        ]
 
 
 def _attributes() -> dict[tuple[Any, str], Any]:
     """Current values of all attributes that the strategy patches in a run, and of all functions of torch.cuda."""
     torch = sys.modules.get("torch")
     table = sys.modules.get("lightning_megatron.engine.patches")
-    values = {(torch.cuda, name): each for name, each in vars(torch.cuda).items() if callable(each)} if torch else {}
+    values = (
+        {(torch.cuda, name): each for name, each in vars(torch.cuda).items() if callable(each)}
+        if torch
+        else {}
+    )
     for patch in (*table.patches("cpu"), *table.CPU) if table else ():
         if (module := sys.modules.get(patch.module)) is not None:
             *path, name = patch.attribute.split(".")
@@ -69,9 +75,13 @@ def process_group_leaks() -> list[str]:
     distributed: Any = sys.modules.get("torch.distributed")
     parallel_state: Any = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        leaks.append("megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process")
+        leaks.append(
+            "megatron.core.parallel_state is initialised; use run_ranks() instead of the pytest process"
+        )
         parallel_state.destroy_model_parallel()
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        leaks.append("torch.distributed is initialised; use run_ranks() instead of the pytest process")
+        leaks.append(
+            "torch.distributed is initialised; use run_ranks() instead of the pytest process"
+        )
         distributed.destroy_process_group()
     return leaks

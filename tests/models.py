@@ -13,7 +13,14 @@ LLAMA: dict[str, Any] = {
 # Seven layers: two or four stages are uneven, and one stage holds both encoder and decoder layers.
 T5: dict[str, Any] = {
     **{"num_layers": 3, "num_decoder_layers": 4, "d_model": 32, "d_kv": 12, "d_ff": 48},
-    **{"num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0},
+    **{
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "dropout_rate": 0.0,
+    },
 }
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+)
 """Options of a Trainer that prints nothing and writes no file."""

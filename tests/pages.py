@@ -10,7 +10,9 @@ from tests.ranks import ROOT
 
 def blocks(page: str, language: str) -> list[str]:
     """Code blocks of ``page``, a path in the repository."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def commands(page: str) -> list[list[str]]:
@@ -19,7 +21,9 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def execute(page: str, number: int, folder: str, changes: dict[str, str], **variables: Any) -> dict[str, Any]:
+def execute(
+    page: str, number: int, folder: str, changes: dict[str, str], **variables: Any
+) -> dict[str, Any]:
     """Run a Python block in ``folder`` with text replaced by ``changes``; returns ``variables`` and the block's own."""
     os.chdir(folder)
     code = blocks(page, "python")[number]

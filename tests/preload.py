@@ -17,7 +17,9 @@ for name in PRELOADED:
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 with contextlib.suppress(Exception):
-    importlib.import_module("lightning_megatron.convert.registry").known_families()  # imports each family
+    importlib.import_module(
+        "lightning_megatron.convert.registry"
+    ).known_families()  # imports each family
 # Otherwise garbage collection visits every imported object in each rank (0.3 s); saving a checkpoint collects.
 gc.freeze()
 # Forking is unsafe with other threads, which may hold locks, and with CUDA, which a forked rank could not use.

@@ -72,7 +72,9 @@ _SERVER_ENVIRONMENT = {
 class RankError(AssertionError):
     """A rank raised, died or timed out."""
 
-    def __init__(self, message: str, rank: int | None = None, error_type: str | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, error_type: str | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         """The rank that failed first; None after a timeout."""
@@ -80,7 +82,9 @@ class RankError(AssertionError):
         """Class name of the exception, e.g. ``ConfigError``; None if the process died or timed out."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0
+) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 
     Args:
@@ -113,11 +117,15 @@ class Job:
         self._ended: dict[int, dict[str, Any]] = {}
         """Results of finished ranks, in order of finishing: ``value``, or ``traceback`` and ``error_type``."""
         environment = {**os.environ, **_torchrun_environment(world_size)}
-        call = pickle.dumps((fn, args))  # as bytes: tensors in a process's arguments would be shared memory
+        call = pickle.dumps(
+            (fn, args)
+        )  # as bytes: tensors in a process's arguments would be shared memory
         for rank in range(world_size):
             receiving, sending = context.Pipe(duplex=False)
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_run_rank, args=(ranked, call, self._log(rank), sending))
+            process = context.Process(
+                target=_run_rank, args=(ranked, call, self._log(rank), sending)
+            )
             process.start()
             sending.close()
             self.processes.append(process)
@@ -128,7 +136,14 @@ class Job:
         deadline = time.monotonic() + timeout
         while (running := self._running()) and (seconds := deadline - time.monotonic()) > 0:
             had_failed = self._failed()
-            wait([each for rank in running for each in (self._pipes[rank], self.processes[rank].sentinel)], seconds)
+            wait(
+                [
+                    each
+                    for rank in running
+                    for each in (self._pipes[rank], self.processes[rank].sentinel)
+                ],
+                seconds,
+            )
             self._collect()
             if self._failed() and not had_failed:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -151,16 +166,22 @@ class Job:
     def logs(self) -> str:
         """The end of each rank's output."""
         paths = [self._log(rank) for rank in range(len(self.processes))]
-        texts = [path.read_text(errors="replace").strip() if path.exists() else "" for path in paths]
+        texts = [
+            path.read_text(errors="replace").strip() if path.exists() else "" for path in paths
+        ]
         ends = [text[-_LOG_TAIL_CHARACTERS:] for text in texts]
-        return "".join(f"---- output of rank {rank} ----\n{end}\n" for rank, end in enumerate(ends) if end)
+        return "".join(
+            f"---- output of rank {rank} ----\n{end}\n" for rank, end in enumerate(ends) if end
+        )
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"log_{rank}.txt"
 
     def _collect(self) -> None:
         for rank in self._running():
-            code = self.processes[rank].exitcode  # read before the pipe: a rank stays alive after sending its result
+            code = self.processes[
+                rank
+            ].exitcode  # read before the pipe: a rank stays alive after sending its result
             died = {"traceback": f"rank {rank} died without a result (exit code {code})\n"}
             if self._pipes[rank].poll():
                 try:
@@ -181,14 +202,18 @@ class Job:
         lines = [f"{self._fn.__name__} failed on rank {first} of {len(self.processes)}\n"]
         lines += [f"---- rank {rank} ----\n{self._ended[rank]['traceback']}" for rank in failed]
         if self._running():
-            lines.append(f"---- killed while still running: ranks {', '.join(map(str, self._running()))} ----\n")
+            lines.append(
+                f"---- killed while still running: ranks {', '.join(map(str, self._running()))} ----\n"
+            )
         message = "".join([*lines, self.logs()])
         return RankError(message, rank=first, error_type=self._ended[first].get("error_type"))
 
     def _timeout(self, seconds: float) -> str:
         for rank in self._running():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR2)  # faulthandler writes the stacks to the rank's log
+                os.kill(
+                    self.processes[rank].pid, signal.SIGUSR2
+                )  # faulthandler writes the stacks to the rank's log
         time.sleep(0.5)
         names = ", ".join(map(str, self._running()))
         return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self.logs()}"
@@ -214,7 +239,9 @@ def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Conn
     try:
         payload = pickle.dumps({"value": _call(call)})
     except BaseException as error:  # including SystemExit: a rank that exits has returned no result
-        payload = pickle.dumps({"traceback": traceback.format_exc(), "error_type": type(error).__name__})
+        payload = pickle.dumps(
+            {"traceback": traceback.format_exc(), "error_type": type(error).__name__}
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     results.send_bytes(payload)
@@ -231,7 +258,9 @@ def _call(pickled: bytes) -> Any:
     from tests.leaks import Baseline
 
     torch.set_num_threads(1)
-    rank_zero_only.rank = int(os.environ["RANK"])  # Lightning set it on import in the fork server, which has no rank
+    rank_zero_only.rank = int(
+        os.environ["RANK"]
+    )  # Lightning set it on import in the fork server, which has no rank
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

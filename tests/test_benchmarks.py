@@ -40,13 +40,26 @@ def test_peer_picture_is_drawn_from_the_results_table(tmp_path: Path) -> None:
 
 
 def test_loader_benchmark_measures_all_objectives() -> None:
-    options = ("--seconds", "0.02", "--tokens", "100000", "--document-tokens", "500", "--num-workers", "0")
-    lines = [line for line in _run_on_ranks(1, "loader", *options).splitlines() if "M tokens/s" in line]
+    options = (
+        "--seconds",
+        "0.02",
+        "--tokens",
+        "100000",
+        "--document-tokens",
+        "500",
+        "--num-workers",
+        "0",
+    )
+    lines = [
+        line for line in _run_on_ranks(1, "loader", *options).splitlines() if "M tokens/s" in line
+    ]
     assert [line.split()[0] for line in lines] == ["gpt", "bert", "t5"]
     assert all(float(line.split("M tokens/s")[0].split()[-1]) > 0 for line in lines)
 
 
-@pytest.mark.parametrize("name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE)])
+@pytest.mark.parametrize(
+    "name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE)]
+)
 def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> None:
     case, output = case_named(name), tmp_path / "out.jsonl"
     steps = ("--warmup-steps", "4", "--steps", "6", "--bare-steps", "4")
@@ -58,7 +71,9 @@ def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> No
     # An untrained model predicts the 300 tokens uniformly, and BERT the two sentence orders. T5 starts with large
     # weights, as in transformers. The load-balancing loss of 2 (experts per token) has the weight 0.001.
     initial_loss = math.log(300) + (math.log(2) if name == "smoke-bert" else 0)
-    assert measured.loss_first == pytest.approx(initial_loss, abs=1.5 if name == "smoke-t5" else 0.1)
+    assert measured.loss_first == pytest.approx(
+        initial_loss, abs=1.5 if name == "smoke-t5" else 0.1
+    )
     # For a CPU neither the peak FLOP/s nor CUDA memory is known.
     assert measured.mfu_causal is measured.peak_allocated_gib is None
     assert f"| {name} ({case}) | lightning-megatron |" in tables([measured])
@@ -67,7 +82,16 @@ def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> No
 @pytest.mark.exhaustive
 def test_checkpoint_benchmark_measures_saves_and_a_resume(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    common = ("--case", "smoke-tp2", "--saves", "2", "--folder", str(tmp_path), "--output", str(output))
+    common = (
+        "--case",
+        "smoke-tp2",
+        "--saves",
+        "2",
+        "--folder",
+        str(tmp_path),
+        "--output",
+        str(output),
+    )
     _run_on_ranks(2, "checkpoint", *common, "--part", "sync")
     _run_on_ranks(2, "checkpoint", *common, "--part", "async", "--keep", "--no-load")
     _run_on_ranks(2, "checkpoint", *common, "--part", "resume", "--resume-layout", "pp=2")
@@ -77,7 +101,11 @@ def test_checkpoint_benchmark_measures_saves_and_a_resume(tmp_path: Path) -> Non
     assert [save["steps_during"] for save in sync.saves] == [[], []]
     # Weights, fp32 master weights and two moments of 37,120 parameters, and the format's overhead.
     assert 1 < sync.gigabytes * 1e9 / (37_120 * 4 * 4) < 2
-    assert (sync.load_layout, async_.load_seconds, resumed.load_layout) == ("tp=2 dp=1", None, "pp=2 dp=1")
+    assert (sync.load_layout, async_.load_seconds, resumed.load_layout) == (
+        "tp=2 dp=1",
+        None,
+        "pp=2 dp=1",
+    )
     assert min(sync.load_seconds, resumed.load_seconds) > 0
     assert tables([sync, async_, resumed]).count("smoke-tp2 (2 cpu") == 3
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -91,7 +119,17 @@ def test_generation_benchmark_compares_with_transformers(tmp_path: Path) -> None
         ("smoke-tp2", 2, "eager"),
     ):
         options = [word for variant in variants for word in ("--variant", str(variant))]
-        _run_on_ranks(int(ranks), "generation", "--case", str(case), *options, "--calls", "2", "--output", output)
+        _run_on_ranks(
+            int(ranks),
+            "generation",
+            "--case",
+            str(case),
+            *options,
+            "--calls",
+            "2",
+            "--output",
+            output,
+        )
     measured = read(tmp_path / "out.jsonl")
     assert [m.case for m in measured] == ["smoke"] * 3 + ["smoke-tp2"]
     assert tables(measured).count("x |") >= 1  # speed relative to the peer
@@ -103,9 +141,20 @@ def test_generation_benchmark_compares_with_transformers(tmp_path: Path) -> None
 def test_convergence_benchmark_saves_and_draws_losses(tmp_path: Path) -> None:
     (text := tmp_path / "text").mkdir()
     for number in range(40):
-        (text / f"{number}.md").write_text("".join(f"{number} + {other} = {number + other}\n" for other in range(60)))
+        (text / f"{number}.md").write_text(
+            "".join(f"{number} + {other} = {number + other}\n" for other in range(60))
+        )
     (text / "again.txt").write_text((text / "1.md").read_text())
-    few = ("--steps", "60", "--vocab-size", "300", "--lr", "0.01", "--output", str(tmp_path / "a/losses.json"))
+    few = (
+        "--steps",
+        "60",
+        "--vocab-size",
+        "300",
+        "--lr",
+        "0.01",
+        "--output",
+        str(tmp_path / "a/losses.json"),
+    )
     _run_on_ranks(1, "convergence", "--case", "smoke-fp8", "--text", str(text), *few)
     results = json.loads((tmp_path / "a/losses.json").read_text())
     assert results["files"] == 40  # without the duplicate

@@ -36,18 +36,33 @@ def _with_model_directory(fields: dict[str, Any], tokenizer: Path, folder: Path)
     directory = shutil.copytree(tokenizer, folder / "model")
     config_class().save_pretrained(directory)
     # The directory has no weights.
-    return ["--model.model", str(directory), "--model.pretrained", "false", "--data.tokenizer", str(directory)]
+    return [
+        "--model.model",
+        str(directory),
+        "--model.pretrained",
+        "false",
+        "--data.tokenizer",
+        str(directory),
+    ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_config_is_valid_and_its_layout_fits_the_model(config: Path, corpus: Path, tmp_path: Path) -> None:
+def test_config_is_valid_and_its_layout_fits_the_model(
+    config: Path, corpus: Path, tmp_path: Path
+) -> None:
     fields = yaml.safe_load(config.read_text())
-    (made,) = run_ranks(_instantiate, 1, str(config), _with_model_directory(fields, corpus.parent / "tok", tmp_path))
+    (made,) = run_ranks(
+        _instantiate, 1, str(config), _with_model_directory(fields, corpus.parent / "tok", tmp_path)
+    )
     trainer = fields["trainer"]
     layout = trainer["strategy"]["init_args"]
     assert made["world_size"] == trainer["devices"]
-    assert made["data_parallel_size"] * layout.get("tp", 1) * layout.get("pp", 1) == trainer["devices"]
-    assert {each["class_path"].rsplit(".", 1)[-1] for each in trainer["callbacks"]} <= made["callbacks"]
+    assert (
+        made["data_parallel_size"] * layout.get("tp", 1) * layout.get("pp", 1) == trainer["devices"]
+    )
+    assert {each["class_path"].rsplit(".", 1)[-1] for each in trainer["callbacks"]} <= made[
+        "callbacks"
+    ]
     assert {each["class_path"].rsplit(".", 1)[-1] for each in trainer["logger"]} == made["loggers"]
 
 

@@ -16,7 +16,15 @@ import yaml
 from docstring_parser import DocstringStyle, parse
 
 import lightning_megatron
-from lightning_megatron import Heartbeat, LoadFrom, LoRA, LRSchedule, MaskingOptions, OptimizerOptions, TrainStep
+from lightning_megatron import (
+    Heartbeat,
+    LoadFrom,
+    LoRA,
+    LRSchedule,
+    MaskingOptions,
+    OptimizerOptions,
+    TrainStep,
+)
 from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
 from lightning_megatron.foreign_names import foreign_names
 from tests.cli.command import instantiate, run_cli
@@ -30,7 +38,15 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
 
 CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
     f"docs/{name}.md"
-    for name in ("checkpoints", "evaluation", "from_accelerate", "generation", "options", "planner", "several_hosts")
+    for name in (
+        "checkpoints",
+        "evaluation",
+        "from_accelerate",
+        "generation",
+        "options",
+        "planner",
+        "several_hosts",
+    )
 )
 README = "README.md"
 TRAINING = "docs/training.md"
@@ -49,29 +65,55 @@ PROMPTS = ("Once upon a time", "The house")
 
 def test_no_page_has_an_unknown_code_block() -> None:
     pages = [README, *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-    shown = {page: re.findall(r"^```(\w+)$", (ROOT / page).read_text(), flags=re.MULTILINE) for page in pages}
+    shown = {
+        page: re.findall(r"^```(\w+)$", (ROOT / page).read_text(), flags=re.MULTILINE)
+        for page in pages
+    }
     assert {page: languages for page, languages in shown.items() if languages} == BLOCKS
 
 
 def test_reference_lists_every_public_name() -> None:
     page = (ROOT / "docs/reference.md").read_text()
     shown = re.findall(r"^::: lightning_megatron\.([\w.]+)\.(\w+)$", page, flags=re.MULTILINE)
-    assert {name: f"lightning_megatron.{module}" for module, name in shown} == lightning_megatron._MODULES
+    assert {
+        name: f"lightning_megatron.{module}" for module, name in shown
+    } == lightning_megatron._MODULES
 
 
 @pytest.fixture(scope="module")
 def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's directory: small models with tokenizers, a dataset, the configs and an Accelerate config."""
-    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, T5Config
+    from transformers import (
+        AutoModelForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        T5Config,
+    )
     from transformers import T5ForConditionalGeneration as T5
 
     folder = tmp_path_factory.mktemp("docs")
-    gpt2 = GPT2Config(vocab_size=311, n_layer=2, n_head=2, n_embd=16, n_positions=128, bos_token_id=0, eos_token_id=0)
+    gpt2 = GPT2Config(
+        vocab_size=311,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        n_positions=128,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
     make_tokenizer(folder / "gpt2")
     tokens = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tiny_model(AutoModelForCausalLM, LlamaConfig(**tokens, **sizes)).save_pretrained(folder / "llama")
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    tiny_model(AutoModelForCausalLM, LlamaConfig(**tokens, **sizes)).save_pretrained(
+        folder / "llama"
+    )
     tokens |= {"decoder_start_token_id": 256, "pad_token_id": 256}
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     tiny_model(T5, T5Config(**tokens, **sizes)).save_pretrained(folder / "t5")
@@ -93,7 +135,9 @@ def _run(folder: Path, words: list[str], *more: str) -> str:
     """Output of a command of a page."""
     program, *arguments = words
     assert program == "lightning-megatron"
-    is_parallel = arguments[0] in ("generate", "test") and {"--tp", "--trainer.devices"} & {*arguments}
+    is_parallel = arguments[0] in ("generate", "test") and {"--tp", "--trainer.devices"} & {
+        *arguments
+    }
     code, out, err = run_cli(folder, *arguments, *more, ranks=2 if is_parallel else 1)
     assert code == 0, err
     return out
@@ -106,10 +150,19 @@ def _check_block(folder: str, page: str, number: int, changes: dict[str, str], c
 
     from lightning_megatron import MegatronModule, MegatronStrategy
 
-    variables: dict[str, Any] = {"__name__": "__main__", "loader": token_loader(), "prompts": torch.tensor([[3, 4, 5]])}
-    variables |= {"torch": torch, "dataset": [{"input_ids": torch.full((5,), number)} for number in range(7)]}
+    variables: dict[str, Any] = {
+        "__name__": "__main__",
+        "loader": token_loader(),
+        "prompts": torch.tensor([[3, 4, 5]]),
+    }
+    variables |= {
+        "torch": torch,
+        "dataset": [{"input_ids": torch.full((5,), number)} for number in range(7)],
+    }
     if (page, number) == (README, 1):
-        trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **QUIET)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **QUIET
+        )
         variables |= {"MegatronModule": MegatronModule, "trainer": trainer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         variables = execute(page, number, folder, changes, **variables)
@@ -157,9 +210,13 @@ def test_the_added_loss_of_the_training_page_is_trained(tmp_path: Path) -> None:
         assert total == pytest.approx(loss, rel=1e-6)
 
 
-def _run_python(folder: Path, page: str, number: int, ranks: int, changes: dict[str, str], check: str) -> None:
+def _run_python(
+    folder: Path, page: str, number: int, ranks: int, changes: dict[str, str], check: str
+) -> None:
     """Run a Python block with text replaced by ``changes`` on ``ranks`` ranks; ``check`` must hold on each."""
-    assert run_ranks(_check_block, ranks, str(folder), page, number, changes, check) == [True] * ranks
+    assert (
+        run_ranks(_check_block, ranks, str(folder), page, number, changes, check) == [True] * ranks
+    )
 
 
 def test_readme_python_trains_and_fine_tunes_hugging_face_weights(reader: Path) -> None:
@@ -171,14 +228,20 @@ def test_readme_python_trains_and_fine_tunes_hugging_face_weights(reader: Path) 
         "seq_length=1024, micro_batch_size=4": "seq_length=16, micro_batch_size=1, split='80,20,0'",
         "max_steps=1000": "max_steps=2, limit_val_batches=1, enable_progress_bar=False, logger=False",
     }
-    _run_python(reader, README, 0, 4, smaller, "trainer.global_step == 2 and trainer.world_size == 4")
+    _run_python(
+        reader, README, 0, 4, smaller, "trainer.global_step == 2 and trainer.world_size == 4"
+    )
     _run_python(reader, README, 1, 2, {}, "trainer.global_step == 1")
-    before, after = (AutoModelForCausalLM.from_pretrained(reader / name) for name in ("llama", "tuned"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(reader / name) for name in ("llama", "tuned")
+    )
     assert not before.lm_head.weight.equal(after.lm_head.weight)
 
 
 @pytest.mark.parametrize("command", [*commands(README), *commands("CONTRIBUTING.md")], ids=" ".join)
-def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(command: list[str]) -> None:
+def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(
+    command: list[str],
+) -> None:
     program, *arguments = command
     noxfile = (ROOT / "noxfile.py").read_text()
     if program == "lightning-megatron":
@@ -187,7 +250,8 @@ def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(comm
         else:
             _parser()[0].parse_args(arguments)
         assert (
-            arguments == ["doctor"] or [word for word in arguments if word not in noxfile and not word.isupper()] == []
+            arguments == ["doctor"]
+            or [word for word in arguments if word not in noxfile and not word.isupper()] == []
         )
     elif "nox" in arguments and "-s" in arguments:
         assert f"\ndef {arguments[arguments.index('-s') + 1]}(session" in noxfile
@@ -220,7 +284,13 @@ def _check_yaml(folder: str, page: str) -> bool:
     (Path(folder) / "shown.yaml").write_text(blocks(page, "yaml")[0])
     data = ["--data", "IndexedDataModule", "--data.data_path", "x", "--data.seq_length", "8"]
     more = ["--model.model", '{"model_type": "gpt2"}', *data, "--data.micro_batch_size", "1"]
-    arguments = ["--config", "shown.yaml", "--trainer.logger", "false", *(more if page != README else ())]
+    arguments = [
+        "--config",
+        "shown.yaml",
+        "--trainer.logger",
+        "false",
+        *(more if page != README else ()),
+    ]
     return bool(eval(YAML[page], {"cli": instantiate(folder, *arguments)}))
 
 
@@ -228,7 +298,9 @@ def test_commands_for_several_hosts_are_valid(reader: Path) -> None:
     for block in blocks(SEVERAL_HOSTS, "bash"):
         lines = block.replace("\\\n", "").splitlines()
         line = shlex.split(next(each for each in lines if " fit " in each).split("||")[0])
-        shown = yaml.safe_load(_run(reader, ["lightning-megatron", *line[line.index("fit") :], "--print_config"]))
+        shown = yaml.safe_load(
+            _run(reader, ["lightning-megatron", *line[line.index("fit") :], "--print_config"])
+        )
         assert (shown["trainer"]["num_nodes"], shown["ckpt_path"]) == (2, "last")
 
 
@@ -245,16 +317,22 @@ def test_checkpoints_page_converts_starts_and_resumes_a_run(reader: Path) -> Non
 
 def test_evaluation_page_prints_metrics_and_predicts_logits(reader: Path) -> None:
     _run_python(reader, EVALUATION, 0, 1, {}, "min(len(line.split()) for line in lines) == 4")
-    for words, metric in zip(commands(EVALUATION), ("test_perplexity", "test_last_word_accuracy"), strict=True):
+    for words, metric in zip(
+        commands(EVALUATION), ("test_perplexity", "test_last_word_accuracy"), strict=True
+    ):
         assert metric in _run(reader, words, "--trainer.limit_test_batches", "2")
     quiet = {"logger=False": "enable_progress_bar=False, enable_checkpointing=False, logger=False"}
-    _run_python(reader, EVALUATION, 1, 4, quiet, "[each.shape for each in logits] == [(5, 311)] * 7")
+    _run_python(
+        reader, EVALUATION, 1, 4, quiet, "[each.shape for each in logits] == [(5, 311)] * 7"
+    )
 
 
 def test_accelerate_page_migrates_a_run(reader: Path) -> None:
     *_, printed = [_run(reader, words) for words in commands(FROM_ACCELERATE)]
     assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["num_microbatches"] == 2
-    smaller = {"max_steps=4,": "max_steps=4, limit_val_batches=1, logger=False, enable_progress_bar=False,"}
+    smaller = {
+        "max_steps=4,": "max_steps=4, limit_val_batches=1, logger=False, enable_progress_bar=False,"
+    }
     _run_python(reader, FROM_ACCELERATE, 0, 4, smaller, "trainer.global_step == 4")
     assert (reader / "out.ckpt").is_dir()
     halved = "module.train_step.loss_func({'loss_mask': torch.ones(2, 4)}, torch.ones(2, 4))['lm_loss'].sum == 4"
@@ -266,13 +344,17 @@ def test_foreign_names_cover_every_accelerate_option() -> None:
     from accelerate.utils import MegatronLMPlugin
 
     for kind, tool in ((MegatronLMPlugin, "plugin"), (ClusterConfig, "config")):
-        assert {field.name for field in fields(kind)} <= {row.theirs for row in foreign_names() if row.used_by == tool}
+        assert {field.name for field in fields(kind)} <= {
+            row.theirs for row in foreign_names() if row.used_by == tool
+        }
 
 
 def test_generation_page_generates_completions(reader: Path) -> None:
     shutil.rmtree(reader / "runs", ignore_errors=True)  # left by the checkpoints page
     (reader / "runs/a").mkdir(parents=True)
-    convert = "lightning-megatron convert --load-path llama --save-path runs/a/last.ckpt --to megatron"
+    convert = (
+        "lightning-megatron convert --load-path llama --save-path runs/a/last.ckpt --to megatron"
+    )
     _run(reader, convert.split())
     greedy, sampled, from_file, beams, stopped, translated = (
         _run(reader, words, "--accelerator", "cpu") for words in commands(GENERATION)
@@ -285,7 +367,9 @@ def test_generation_page_generates_completions(reader: Path) -> None:
     assert translated.startswith("translate English to German: The house is wonderful.\n")
     shapes = "texts[0].shape == best.shape == (2, rows.input_ids.shape[1] + 8)"
     _run_python(reader, GENERATION, 0, 2, {}, f"{shapes} and 'Once upon a time' in printed")
-    smaller = {"max_steps=1000": "max_steps=2, max_epochs=1, logger=False, enable_checkpointing=False"}
+    smaller = {
+        "max_steps=1000": "max_steps=2, max_epochs=1, logger=False, enable_checkpointing=False"
+    }
     smaller |= {"every_n_steps=100": "every_n_steps=1", "max_new_tokens=40": "max_new_tokens=3"}
     lines = "printed.count('step ') == (0 if trainer.global_rank else 4)"
     samples = f"trainer.callbacks[1].answer.shape == (1, 7) and {lines}"
@@ -315,14 +399,21 @@ def test_table_of_foreign_names_matches_the_code() -> None:
     assert {line for line in tables.splitlines() if line.startswith("| `")} == expected
 
 
-@pytest.mark.parametrize("kind", [OptimizerOptions, LRSchedule, LoRA, LoadFrom, Heartbeat, MaskingOptions])
+@pytest.mark.parametrize(
+    "kind", [OptimizerOptions, LRSchedule, LoRA, LoadFrom, Heartbeat, MaskingOptions]
+)
 def test_option_tables_have_every_field_default_and_meaning(kind: Any) -> None:
     expected = []
-    descriptions = {each.arg_name: each.description for each in parse(kind.__doc__, DocstringStyle.GOOGLE).params}
+    descriptions = {
+        each.arg_name: each.description
+        for each in parse(kind.__doc__, DocstringStyle.GOOGLE).params
+    }
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         shown = "required" if default is MISSING else f"`{default!r}`"
-        meaning = " ".join(str(descriptions[field.name]).split()).replace("``", "`").replace("|", r"\|")
+        meaning = (
+            " ".join(str(descriptions[field.name]).split()).replace("``", "`").replace("|", r"\|")
+        )
         expected.append(f"| `{field.name}` | {shown} | {meaning} |")
     section = (ROOT / OPTIONS).read_text().split(f"## {kind.__name__}\n")[1].split("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("| `")] == expected
@@ -330,9 +421,15 @@ def test_option_tables_have_every_field_default_and_meaning(kind: Any) -> None:
 
 def test_train_step_table_has_every_method() -> None:
     section = (ROOT / OPTIONS).read_text().split("## TrainStep\n")[1]
-    public = {name for name, value in vars(TrainStep).items() if inspect.isfunction(value) and name[0] != "_"}
+    public = {
+        name
+        for name, value in vars(TrainStep).items()
+        if inspect.isfunction(value) and name[0] != "_"
+    }
     shown = dict(re.findall(r"^\| `(\w+)` \| (\w*) \|", section, flags=re.MULTILINE))
-    assert shown == {name: "yes" if name in TrainStep.__abstractmethods__ else "" for name in public}
+    assert shown == {
+        name: "yes" if name in TrainStep.__abstractmethods__ else "" for name in public
+    }
 
 
 def test_documented_options_are_accepted_and_printed_config_round_trips(tmp_path: Path) -> None:
@@ -340,7 +437,15 @@ def test_documented_options_are_accepted_and_printed_config_round_trips(tmp_path
     options = [word for line in shown for word in shlex.split(line)]
     options[options.index("my_module.MyStep")] = "lightning_megatron.T5TrainStep"
     data = ["--data", "IndexedDataModule", "--data.data_path", "x", "--data.seq_length", "8"]
-    required = ["--model.model", "t5", "--trainer.strategy", "MegatronStrategy", *data, "--data.micro_batch_size", "1"]
+    required = [
+        "--model.model",
+        "t5",
+        "--trainer.strategy",
+        "MegatronStrategy",
+        *data,
+        "--data.micro_batch_size",
+        "1",
+    ]
     code, printed, err = run_cli(tmp_path, "fit", *required, *options, "--print_config")
     assert code == 0, err
     (tmp_path / "again.yaml").write_text(printed)

@@ -18,7 +18,9 @@ from tests.ranks import ROOT, run_ranks
 
 def _run(example: str, world_size: int, *arguments: object) -> str:
     """Output of rank 0 of an example run on ``world_size`` ranks."""
-    printed: list[str] = run_ranks(_main, world_size, example, [str(each) for each in arguments], timeout=240)
+    printed: list[str] = run_ranks(
+        _main, world_size, example, [str(each) for each in arguments], timeout=240
+    )
     return printed[0]
 
 
@@ -58,10 +60,23 @@ def test_pretrain_clm_trains_resumes_and_saves_hugging_face(corpus: Path, tmp_pa
 
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{number} bottles of beer on the wall" for number in range(250)))
-    common = ("--dataset", text, "--tokenizer", corpus.parent / "tok", "--block-size", 64, "--output", tmp_path / "out")
-    first = _run("pretrain_clm.py", 4, *common, "--epochs", 2, "--with-tracking", "--report-to", "csv")
+    common = (
+        "--dataset",
+        text,
+        "--tokenizer",
+        corpus.parent / "tok",
+        "--block-size",
+        64,
+        "--output",
+        tmp_path / "out",
+    )
+    first = _run(
+        "pretrain_clm.py", 4, *common, "--epochs", 2, "--with-tracking", "--report-to", "csv"
+    )
     second = _run("pretrain_clm.py", 4, *common, "--epochs", 3, "--resume")
-    examples, steps = (int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps"))  # type: ignore[index]
+    examples, steps = (
+        int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps")
+    )  # type: ignore[index]
     assert steps == 2 * (examples // 8)
     _check_losses(tmp_path / "out", 0.7)
     assert f"Optimization steps = {3 * (examples // 8)}" in second
@@ -91,11 +106,22 @@ def test_finetune_llama_learns_and_saves_hugging_face(corpus: Path, tmp_path: Pa
     source = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads))
     source.save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
-    _run("finetune_llama.py", 4, "--model", tmp_path / "llama", "--output", tmp_path / "run", "--max-steps", 12)
+    _run(
+        "finetune_llama.py",
+        4,
+        "--model",
+        tmp_path / "llama",
+        "--output",
+        tmp_path / "run",
+        "--max-steps",
+        12,
+    )
     _check_losses(tmp_path / "run")
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert tuned.num_parameters() == source.num_parameters()
-    assert not any(torch.equal(a, b) for a, b in zip(tuned.parameters(), source.parameters(), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(tuned.parameters(), source.parameters(), strict=True)
+    )
     assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == len(tokenizer)
 
 
@@ -103,14 +129,34 @@ def test_finetune_llama_learns_and_saves_hugging_face(corpus: Path, tmp_path: Pa
 def test_bert_is_pretrained_and_learns_to_classify(tmp_path: Path) -> None:
     text = Path(sysconfig.get_path("stdlib")) / "asyncio"
     sentences = make_sentences(tmp_path, "bert", text)
-    common = ("--data-path", sentences, "--tokenizer", tmp_path / "tok", "--output", tmp_path / "pretrained")
+    common = (
+        "--data-path",
+        sentences,
+        "--tokenizer",
+        tmp_path / "tok",
+        "--output",
+        tmp_path / "pretrained",
+    )
     _run("pretrain_bert.py", 4, *common, "--max-steps", 20)
     metrics = _metrics(tmp_path / "pretrained")
     assert float(metrics[-2]["train_lm_loss"]) < float(metrics[0]["train_lm_loss"])
-    total, tokens, order = (float(metrics[-1][f"val_{name}"]) for name in ("loss", "lm_loss", "sop_loss"))
+    total, tokens, order = (
+        float(metrics[-1][f"val_{name}"]) for name in ("loss", "lm_loss", "sop_loss")
+    )
     assert total == pytest.approx(tokens + order, rel=1e-4)
     model = tmp_path / "pretrained" / "model"
-    _run("classify_bert.py", 2, "--model", model, "--text", text, "--output", tmp_path / "run", "--max-steps", 90)
+    _run(
+        "classify_bert.py",
+        2,
+        "--model",
+        model,
+        "--text",
+        text,
+        "--output",
+        tmp_path / "run",
+        "--max-steps",
+        90,
+    )
     last = _metrics(tmp_path / "run")[-1]
     # Both classes are equally frequent.
     assert float(last["val_accuracy"]) > 0.65
@@ -131,10 +177,22 @@ def test_pretrain_t5_trains_and_saves_hugging_face(tmp_path: Path) -> None:
 def test_generate_text_decodes_in_four_ways(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(corpus.parent / "tok").save_pretrained(tmp_path)
-    out = _run("generate_text.py", 4, "--model", tmp_path, "--prompts", "w1 w2", "w3", "--max-new-tokens", 6)
+    out = _run(
+        "generate_text.py",
+        4,
+        "--model",
+        tmp_path,
+        "--prompts",
+        "w1 w2",
+        "w3",
+        "--max-new-tokens",
+        6,
+    )
     sections = out[out.index("---- ") :].split("---- ")[1:]
     assert [section.split("\n")[0] for section in sections] == [
         *("top-p, decaying", "top-k", "top-k, after the first token of texts", "20 beams")

@@ -19,9 +19,16 @@ MARKED = "{% for message in messages %}" + _TURN + "{% endfor %}" + _ASK
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 STRICT = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
-    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}" + _TURN + "{% endfor %}" + _ASK
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+    + _TURN
+    + "{% endfor %}"
+    + _ASK
 )
-FORGETFUL = "{% for message in messages %}{% if message['role'] in ['user', 'assistant'] %}" + _TURN + "{% endif %}"
+FORGETFUL = (
+    "{% for message in messages %}{% if message['role'] in ['user', 'assistant'] %}"
+    + _TURN
+    + "{% endif %}"
+)
 FORGETFUL += "{% endfor %}" + _ASK
 # Like templates that keep the reasoning of the last turn only: earlier turns render differently than as the last.
 REASONING = (
@@ -32,7 +39,9 @@ REASONING = (
 )
 
 
-def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: bool = False, bos: bool = False) -> str:
+def make_tokenizer(
+    folder: Path, template: str | None = None, *, trim_offsets: bool = False, bos: bool = False
+) -> str:
     """Save a byte-level BPE tokenizer with a few merges; returns its directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +54,9 @@ def make_tokenizer(folder: Path, template: str | None = None, *, trim_offsets: b
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(["the answer is yes, the question was: is it?  "] * 9, trainer=trainer)
+    backend.train_from_iterator(
+        ["the answer is yes, the question was: is it?  "] * 9, trainer=trainer
+    )
     steps: list[Any] = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if bos:
         steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]))
@@ -80,6 +91,8 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    words = Tokenizer(
+        models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)

@@ -32,7 +32,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_megatron.checkpoint.schema import check_meta
-from lightning_megatron.engine.pickles import StandIn, check_archive, read_pickle, scan_pickle, stand_in
+from lightning_megatron.engine.pickles import (
+    StandIn,
+    check_archive,
+    read_pickle,
+    scan_pickle,
+    stand_in,
+)
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import (
     CHECKSUMS,
@@ -50,7 +56,14 @@ META = COMPLETE_MARKER
 
 FORMAT_VERSION = 1
 """Version of the checkpoint format; other versions are refused."""
-_REQUIRED_KEYS = {"format_version", "layout", "has_optimizer", "optimizer_format", "model_description", "lightning"}
+_REQUIRED_KEYS = {
+    "format_version",
+    "layout",
+    "has_optimizer",
+    "optimizer_format",
+    "model_description",
+    "lightning",
+}
 """Keys that ``meta.pt`` always has."""
 
 COMMON = "common.pt"
@@ -84,7 +97,11 @@ def check_complete(path: Path) -> None:
         CheckpointError: If it is missing, is not a directory, or was never finished.
     """
     if not path.is_dir():
-        what = "is a file, not a directory that this strategy wrote" if path.exists() else "does not exist"
+        what = (
+            "is a file, not a directory that this strategy wrote"
+            if path.exists()
+            else "does not exist"
+        )
         raise CheckpointError(f"checkpoint {path} {what}; give the path of a *.ckpt directory")
     for name in (META, TABLE, BACKENDS, COMMON, CHECKSUMS):
         require_file(path / name)
@@ -101,7 +118,10 @@ def check_backends(path: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:
         found = repr(error)
     backends = found if isinstance(found, dict) else {}
-    if (backends.get("sharded_backend"), backends.get("common_backend", "torch")) != ("torch_dist", "torch"):
+    if (backends.get("sharded_backend"), backends.get("common_backend", "torch")) != (
+        "torch_dist",
+        "torch",
+    ):
         raise CheckpointError(
             f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give another"
         )
@@ -117,7 +137,9 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     require_file(file)
-    return read_pickle(io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file))
+    return read_pickle(
+        io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file)
+    )
 
 
 def load_meta(path: Path) -> dict[str, Any]:
@@ -128,7 +150,9 @@ def load_meta(path: Path) -> dict[str, Any]:
     """
     meta = load_plain(path / META)
     if not isinstance(meta, dict) or not meta.keys() >= _REQUIRED_KEYS:
-        raise CheckpointError(f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's")
+        raise CheckpointError(
+            f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's"
+        )
     if (version := meta["format_version"]) != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
@@ -169,17 +193,25 @@ def read_table(path: Path) -> Any:
         scan_pickle(content)
         content.seek(0)
         state = _TableUnpickler(content).load().state
-        entries, locations = (_rebuild(state[name], {}) for name in ("state_dict_metadata", "storage_data"))
+        entries, locations = (
+            _rebuild(state[name], {}) for name in ("state_dict_metadata", "storage_data")
+        )
         for location in locations.values():
             if Path(location.relative_path).name != location.relative_path:
                 raise CheckpointError(f"it points outside itself, to {location.relative_path!r}")
             if location.transform_descriptors:  # torch would decompress it, to whatever size
                 raise CheckpointError(f"it has a compressed entry in {location.relative_path}")
-        return metadata.Metadata(state_dict_metadata=entries, storage_data=locations)  # all that readers need
+        return metadata.Metadata(
+            state_dict_metadata=entries, storage_data=locations
+        )  # all that readers need
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} is not loaded: {error}; do not trust its source") from None
+        raise CheckpointError(
+            f"checkpoint {path} is not loaded: {error}; do not trust its source"
+        ) from None
     except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one") from None
+        raise CheckpointError(
+            f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one"
+        ) from None
 
 
 _TABLE_CLASSES = (
@@ -229,10 +261,16 @@ class _CheckedReads:
         Raises:
             CheckpointError: If an entry would become larger than it is when it is loaded.
         """
-        for index in {item.storage_index for item in plan.items if item.type == LoadItemType.TENSOR}:
+        for index in {
+            item.storage_index for item in plan.items if item.type == LoadItemType.TENSOR
+        }:
             entry = self.storage_data[index]
-            with self.fs.create_stream(self.fs.concat_path(self.path, entry.relative_path), "rb") as stream:
-                check_archive(stream, entry.offset, entry.length, f"{index.fqn} in {entry.relative_path}")
+            with self.fs.create_stream(
+                self.fs.concat_path(self.path, entry.relative_path), "rb"
+            ) as stream:
+                check_archive(
+                    stream, entry.offset, entry.length, f"{index.fqn} in {entry.relative_path}"
+                )
         reading: Future[None] = super().read_data(plan, planner)  # type: ignore[misc]
         return reading
 
@@ -340,7 +378,9 @@ def check_writable(folders: Iterable[Path]) -> None:
                 probe.write_bytes(b"")
                 probe.unlink()
             continue
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        existing = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+        )
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             obstacle = "read-only" if existing.is_dir() else "not a directory"
             raise CheckpointError(
@@ -364,7 +404,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     except FileNotFoundError:  # a directory of a store is gone as soon as its last file is
         paths = []
     present = [path.name.partition(SUFFIX) for path in paths]
-    return [folder / name for name in sorted({stem + suffix for stem, suffix, _ in present if suffix})]
+    return [
+        folder / name for name in sorted({stem + suffix for stem, suffix, _ in present if suffix})
+    ]
 
 
 def was_never_finished(path: Path) -> bool:
@@ -375,7 +417,9 @@ def was_never_finished(path: Path) -> bool:
     return is_remote(path) and not (recover(path) / META).is_file()
 
 
-def find_complete(paths: Iterable[Path], *, to_resume: bool = False) -> tuple[list[CheckpointInfo], list[Path]]:
+def find_complete(
+    paths: Iterable[Path], *, to_resume: bool = False
+) -> tuple[list[CheckpointInfo], list[Path]]:
     """Complete checkpoints among ``paths``, and in a second list damaged and foreign ones.
 
     Links to a checkpoint that was being written when its run was killed, and paths that do not exist, are left out.
@@ -400,7 +444,9 @@ def find_complete(paths: Iterable[Path], *, to_resume: bool = False) -> tuple[li
     return (resumable if to_resume and resumable else found), others
 
 
-def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = False) -> CheckpointInfo:
+def find_newest(
+    path: str | Path, step: int | None = None, *, to_resume: bool = False
+) -> CheckpointInfo:
     """The checkpoint ``path``, or the one with most steps in the directory ``path``.
 
     Args:
@@ -411,7 +457,9 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
     Raises:
         CheckpointError: If there is none.
     """
-    path = as_path(os.path.expanduser(str(path))).absolute()  # no shell has expanded a path in a YAML file
+    path = as_path(
+        os.path.expanduser(str(path))
+    ).absolute()  # no shell has expanded a path in a YAML file
     recovered = recover(path)
     others: list[Path] = []
     if (recovered / META).is_file() or not recovered.is_dir():
@@ -423,12 +471,16 @@ def find_newest(path: str | Path, step: int | None = None, *, to_resume: bool = 
         return newest(candidates)
     if found:
         steps = ", ".join(str(step) for step in sorted({each.step for each in found}))
-        raise CheckpointError(f"{path} has no complete checkpoint of step={step}; those it has: {steps}")
+        raise CheckpointError(
+            f"{path} has no complete checkpoint of step={step}; those it has: {steps}"
+        )
     if (kind := _foreign_kind(path)) is not None:
         raise CheckpointError(f"{path} is {kind}; convert it with `lightning-megatron convert`")
     if others:
         names = ", ".join(each.name for each in others)
-        raise CheckpointError(f"none of the checkpoints in {path} is complete: {names}; give another path")
+        raise CheckpointError(
+            f"none of the checkpoints in {path} is complete: {names}; give another path"
+        )
     check_complete(path)
     return _checkpoint_info(path)
 
@@ -509,7 +561,9 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
 def _foreign_kind(path: Path) -> str | None:
     if (path / "config.json").is_file():
         return "a model of Hugging Face"
-    if is_distributed(path) and path.suffix != SUFFIX:  # one of ours that lost its meta.pt is damaged
+    if (
+        is_distributed(path) and path.suffix != SUFFIX
+    ):  # one of ours that lost its meta.pt is damaged
         return "a checkpoint that another program wrote with Megatron-Core"
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
         return "a checkpoint of Megatron-LM"

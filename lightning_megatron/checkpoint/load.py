@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -143,23 +147,55 @@ def read_weights(chunks: list[Any], folder: Path) -> None:
 # ---- compatibility of run and checkpoint ----------------------------------------------------------------------------
 
 _MAY_DIFFER = {
-    *("family", "max_position_embeddings", "add_attention_output_bias", "problem_type", "make_vocab_size_divisible_by"),
+    *(
+        "family",
+        "max_position_embeddings",
+        "add_attention_output_bias",
+        "problem_type",
+        "make_vocab_size_divisible_by",
+    ),
     *("decoder_start_token_id", "pad_token_id", "init_method_std", "scaled_residual_init"),
-    *("embedding_dropout", "hidden_dropout", "attention_output_dropout", "attention_dropout", "activation_dropout"),
+    *(
+        "embedding_dropout",
+        "hidden_dropout",
+        "attention_output_dropout",
+        "attention_dropout",
+        "activation_dropout",
+    ),
     *("classifier_dropout", "lora_dropout", "experts.load_balancing_loss_coef"),
 }
 """Fields of a model's description that may differ between a run and its checkpoint; any other difference makes it
 another model."""
 
 _POSITION_FIELDS = {
-    *("rotary_base", "rotary_base_of_windows", "rope_scaling", "sliding_window", "sliding_window_layers"),
+    *(
+        "rotary_base",
+        "rotary_base_of_windows",
+        "rope_scaling",
+        "sliding_window",
+        "sliding_window_layers",
+    ),
 }
 """Fields of positions and attention range that may differ in a new run with the checkpoint's weights, but not when a
 run resumes."""
 
 _VISIBLE_IN_WEIGHTS = {
-    *("architecture", "task", "vocab_size", "num_labels", "num_tokentypes", "share_embeddings_and_output_weights"),
-    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "embedding_layernorm", "position_embedding_type", "lora"),
+    *(
+        "architecture",
+        "task",
+        "vocab_size",
+        "num_labels",
+        "num_tokentypes",
+        "share_embeddings_and_output_weights",
+    ),
+    *(
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "embedding_layernorm",
+        "position_embedding_type",
+        "lora",
+    ),
 }
 """Fields that may differ although the weights that both models have mean the same: one model has more weights, or other
 rows of the vocabulary."""
@@ -171,7 +207,12 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: If the model or the optimizer is another one.
     """
-    _check_same(run, meta, path, _MAY_DIFFER if run.optimizer is not None else _MAY_DIFFER | _POSITION_FIELDS)
+    _check_same(
+        run,
+        meta,
+        path,
+        _MAY_DIFFER if run.optimizer is not None else _MAY_DIFFER | _POSITION_FIELDS,
+    )
     if run.optimizer is None:
         return
     if not meta["has_optimizer"]:
@@ -243,9 +284,13 @@ class LoadFrom:
             ConfigError: If they contradict each other.
         """
         if not self.path:
-            raise ConfigError("load_from must not be empty; give a checkpoint or a directory of some, or leave it out")
+            raise ConfigError(
+                "load_from must not be empty; give a checkpoint or a directory of some, or leave it out"
+            )
         if self.optimizer and not self.strict:
-            raise ConfigError("load_from: optimizer=True needs strict=True: new weights have no moments")
+            raise ConfigError(
+                "load_from: optimizer=True needs strict=True: new weights have no moments"
+            )
 
     def resolve(self) -> Path:
         """Path of the checkpoint.
@@ -280,14 +325,23 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> Path:
         optimizer = run.optimizer if options.optimizer else None
         groups = [] if optimizer is None else [dict(group) for group in optimizer.param_groups]
         run_to_load = _with_saved_part(replace(run, optimizer=optimizer), meta)
-        is_base = meta["model_description"].get("lora") is None and run.model_description.get("lora") is not None
+        is_base = (
+            meta["model_description"].get("lora") is None
+            and run.model_description.get("lora") is not None
+        )
         if optimizer is None and is_base:  # the adapters are new
-            run_to_load = replace(run_to_load, part="base", model_description={**run.model_description, "lora": None})
+            run_to_load = replace(
+                run_to_load, part="base", model_description={**run.model_description, "lora": None}
+            )
         with raise_on_all_ranks():
             check_fits(run_to_load, meta, path)
         _load(run_to_load, path)
-        for group, own in zip([] if optimizer is None else optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in own.items() if name not in _RESTORED_GROUP_KEYS})
+        for group, own in zip(
+            [] if optimizer is None else optimizer.param_groups, groups, strict=True
+        ):
+            group.update(
+                {name: value for name, value in own.items() if name not in _RESTORED_GROUP_KEYS}
+            )
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
         run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
@@ -305,11 +359,15 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
         _check_same(run, meta, path, _MAY_DIFFER | _POSITION_FIELDS | _VISIBLE_IN_WEIGHTS)
     state = sharded_weights(run.chunks, _with_saved_part(run, meta).part)
     weights = [tensor for tensor in nested_values(dict(state)) if isinstance(tensor, ShardedTensor)]
-    vocabulary = [(tensor, tensor.data.detach().clone()) for tensor in weights if tensor.allow_shape_mismatch]
+    vocabulary = [
+        (tensor, tensor.data.detach().clone()) for tensor in weights if tensor.allow_shape_mismatch
+    ]
     loaded, unexpected, absent = _load_sharded(state, path, StrictHandling.RETURN_ALL)
     _load_state_dicts(run.chunks, loaded, strict=False)
     # A user's own model need not have a description.
-    saved, size = (model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description))
+    saved, size = (
+        model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description)
+    )
     for weight, initial in vocabulary if saved else []:
         begin = max(saved - weight.global_offset[0], 0)
         weight.data[begin:].copy_(initial[begin:])
@@ -362,8 +420,14 @@ def _load_sharded(
 def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     """Entries of the checkpoint as Megatron describes them."""
     entries = table.state_dict_metadata.items()
-    objects = [ShardedObject.empty_from_unique_key(k) for k, e in entries if isinstance(e, BytesStorageMetadata)]
-    tensors: dict[str, Any] = torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(path, table)
+    objects = [
+        ShardedObject.empty_from_unique_key(k)
+        for k, e in entries
+        if isinstance(e, BytesStorageMetadata)
+    ]
+    tensors: dict[str, Any] = torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(
+        path, table
+    )
     return {each.unique_key: each for each in objects} | tensors
 
 
@@ -371,13 +435,21 @@ def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, A
     """Read shards as Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
     weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
     planner = _LoadPlanner(
-        shapes_validation_sharded_tensors=[each for each in weights if not each.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={each.key: each for each in weights if each.allow_shape_mismatch},
+        shapes_validation_sharded_tensors=[
+            each for each in weights if not each.allow_shape_mismatch
+        ],
+        allow_shape_mismatch_sharded_tensors={
+            each.key: each for each in weights if each.allow_shape_mismatch
+        },
     )
-    by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(state)
+    by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        state
+    )
     tensors = torch_dist.mcore_to_pyt_state_dict(by_key, True)
     _load_state_dict(tensors, storage_reader=reader, planner=planner)
-    unwrapped = {name: torch_dist._unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()}
+    unwrapped = {
+        name: torch_dist._unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()
+    }
     loaded: dict[str, Any] = torch_dist._replace_sharded_keys_with_state_dict_keys(
         unwrapped, flat_mapping, rename_mapping
     )
@@ -404,7 +476,9 @@ class _LoadPlanner(torch_dist.MCoreLoadPlanner):
             shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
             expected = sum(shard.tensor.numel() for shard in shards)
             # The model's vocabulary may be larger than the checkpoint's.
-            if planned[name] < expected and name not in (self.allow_shape_mismatch_sharded_tensors or {}):
+            if planned[name] < expected and name not in (
+                self.allow_shape_mismatch_sharded_tensors or {}
+            ):
                 raise CheckpointError(
                     f"{name}: expected {expected} elements on this rank, got {planned[name]}; weights that were frozen "
                     "have no optimizer state: freeze the same ones, or use MegatronStrategy(load_weights_only=True)"

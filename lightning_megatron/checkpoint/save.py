@@ -38,7 +38,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -57,7 +59,14 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
 from lightning_megatron import files
-from lightning_megatron.checkpoint.files import BACKENDS, COMMON, FORMAT_VERSION, KNOWN_BACKENDS, META, TABLE
+from lightning_megatron.checkpoint.files import (
+    BACKENDS,
+    COMMON,
+    FORMAT_VERSION,
+    KNOWN_BACKENDS,
+    META,
+    TABLE,
+)
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.groups import Topology
@@ -135,11 +144,17 @@ def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
 
 def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     """The live weights as Megatron's sharded tensors, as they are in this rank's memory."""
-    state = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING)) for i, chunk in enumerate(chunks)}
+    state = {
+        f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
+        for i, chunk in enumerate(chunks)
+    }
     if part == "all":
         return state
     adapters = part == "adapters"
-    return {i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters} for i, chunk in state.items()}
+    return {
+        i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters}
+        for i, chunk in state.items()
+    }
 
 
 def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
@@ -213,10 +228,15 @@ class Save:
                 contents: dict[str, bytes | Shards] = {**_stage(plan, planner, memory)}
                 contents[rng_file(dist.get_rank())] = torch_bytes(self._run.runtime.state_dict())
                 if dist.get_rank() == 0:
-                    contents |= {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
+                    contents |= {
+                        COMMON: torch_bytes(common),
+                        BACKENDS: json.dumps(KNOWN_BACKENDS).encode(),
+                    }
             without_checksums = partial(torch.serialization.set_crc32_options, False)
             threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
-            self._jobs = [threads.submit(self._write, name, content) for name, content in contents.items()]
+            self._jobs = [
+                threads.submit(self._write, name, content) for name, content in contents.items()
+            ]
             threads.shutdown(wait=False)
         self._stall = time.monotonic() - self._begin
 
@@ -228,9 +248,18 @@ class Save:
                 file.write(content)
             else:
                 transforms = _StorageWriterTransforms()
-                stream_for_torch: Any = file  # torch asks for an IOBase, and only calls write and tell
+                stream_for_torch: Any = (
+                    file  # declared as IOBase; write and tell are called
+                )
                 results = [
-                    _write_item(transforms, stream_for_torch, data, item, name, SerializationFormat.TORCH_SAVE)
+                    _write_item(
+                        transforms,
+                        stream_for_torch,
+                        data,
+                        item,
+                        name,
+                        SerializationFormat.TORCH_SAVE,
+                    )
                     for item, data in content
                 ]
         return name, file.checksums, results
@@ -270,11 +299,15 @@ class Save:
         """Stop writing, wait for the threads, and delete the files; does not communicate."""
         self._is_abandoned.set()
         self._wait()
-        with contextlib.suppress(Exception):  # a store's client raises any type; what stays is no complete checkpoint
+        with contextlib.suppress(
+            Exception
+        ):  # a store's client raises any type; what stays is no complete checkpoint
             if dist.get_rank() == 0 and not files.is_remote(self._partial):
                 shutil.rmtree(self._partial)
             elif dist.get_rank() == 0 and not (self._partial / META).is_file():
-                files.delete_from_store(self._partial)  # else it is complete, and what it replaces may be gone
+                files.delete_from_store(
+                    self._partial
+                )  # else it is complete, and what it replaces may be gone
         self._release()
 
     def report(self) -> str:
@@ -299,8 +332,12 @@ class Save:
                 )
         assert self._table is not None
         _writer(partial).finish(self._table, [results for *_, results in written])
-        of_table, of_meta = (FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta))
-        files.write_checksums(partial, {**{name: sums for name, sums, _ in written}, TABLE: of_table, META: of_meta})
+        of_table, of_meta = (
+            FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta)
+        )
+        files.write_checksums(
+            partial, {**{name: sums for name, sums, _ in written}, TABLE: of_table, META: of_meta}
+        )
         with files.synced_file(partial / META) as stream:
             stream.write(self._meta)
         files.publish(partial, self.path)
@@ -316,7 +353,9 @@ def preallocate(run: RunState, memory: HostMemory) -> None:
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
     plan, planner, _ = _plan_save(sharded_state(run))
-    memory.preallocate([planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO])
+    memory.preallocate(
+        [planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    )
 
 
 _OWN_FILES = (META, COMMON, TABLE, BACKENDS, "*.distcp", "rng_*.pt")
@@ -331,9 +370,13 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a directory of other files.
     """
-    names = [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+    names = (
+        [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+    )
     if names and not any(fnmatch(name, pattern) for name in names for pattern in _OWN_FILES):
-        raise CheckpointError(f"{path} is a directory of other files, which would be lost; give a new name")
+        raise CheckpointError(
+            f"{path} is a directory of other files, which would be lost; give a new name"
+        )
     if files.is_remote(path):
         files.delete_from_store(in_store or path)
         return None
@@ -386,7 +429,9 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
         "position": run.position,
         "part": run.part,
         "base": run.base,
-        "hugging_face_config": None if run.hugging_face_config is None else dict(run.hugging_face_config),
+        "hugging_face_config": None
+        if run.hugging_face_config is None
+        else dict(run.hugging_face_config),
     }
     try:
         content = torch_bytes({"lightning": plain_state(lightning_state), **description})
@@ -406,8 +451,15 @@ def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     Hyper-parameters are for people to read, so other objects among them become their ``repr``.
     """
     plain: dict[str, Any] = {name: as_plain_data(value) for name, value in lightning_state.items()}
-    for values in (plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain):
-        values.update({name: as_plain_data(value, f"hyper-parameter {name!r}") for name, value in values.items()})
+    for values in (
+        plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain
+    ):
+        values.update(
+            {
+                name: as_plain_data(value, f"hyper-parameter {name!r}")
+                for name, value in values.items()
+            }
+        )
     return plain
 
 
@@ -433,9 +485,13 @@ def as_plain_data(value: Any, readable: str = "") -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):  # also enums of numbers or strings, as files would name their class
         return as_plain_data(value.value, readable)
-    value = next((plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value)
+    value = next(
+        (plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value
+    )
     if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
-        rank_zero_warn(f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only")
+        rank_zero_warn(
+            f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only"
+        )
         return repr(value)
     return value
 
@@ -466,7 +522,9 @@ def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, 
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, replicas).apply_saving_parallelization(sharded)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    tensors = mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False)
+    tensors = mcore_to_pyt_state_dict(
+        _replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False
+    )
     planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
     return planner.create_local_plan(), planner, common
 
@@ -478,7 +536,10 @@ def _stage(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
     copies = iter(memory.copy([planner.resolve_data(item) for item in items]))
     return {
         f"__{dist.get_rank()}_{index}.distcp": [
-            (item, planner.resolve_data(item) if item.type == WriteItemType.BYTE_IO else next(copies))
+            (
+                item,
+                planner.resolve_data(item) if item.type == WriteItemType.BYTE_IO else next(copies),
+            )
             for item in bucket
         ]
         for index, bucket in enumerate(buckets)
@@ -585,7 +646,10 @@ class HostMemory:
             return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in detached]
         self._wait()
         self._reserve(tensors)
-        copies = [self._copy_to(tensor, offset) for tensor, offset in zip(tensors, _offsets(tensors), strict=False)]
+        copies = [
+            self._copy_to(tensor, offset)
+            for tensor, offset in zip(tensors, _offsets(tensors), strict=False)
+        ]
         if on_gpu:
             torch.cuda.synchronize()
         return copies
@@ -624,7 +688,10 @@ class HostMemory:
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate memory for ``tensors`` in huge pages, touch it, and pin it if they are on a GPU."""
-        size, gpu = _offsets(tensors)[-1], next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        size, gpu = (
+            _offsets(tensors)[-1],
+            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
+        )
         if size <= len(self._block or b""):
             return
         self._unpin()
@@ -634,14 +701,20 @@ class HostMemory:
             torch.cuda.set_device(gpu)  # a new thread would create a context on the first GPU
         with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
             for piece in torch.frombuffer(self._block, dtype=torch.uint8).split(_PINNED_AT_ONCE):
-                list(pool.map(torch.Tensor.zero_, piece.split(_TOUCH)))  # touched memory is pinned faster
-                if gpu is not None and _call_cuda("cudaHostRegister", piece.data_ptr(), piece.numel(), 0):
+                list(
+                    pool.map(torch.Tensor.zero_, piece.split(_TOUCH))
+                )  # touched memory is pinned faster
+                if gpu is not None and _call_cuda(
+                    "cudaHostRegister", piece.data_ptr(), piece.numel(), 0
+                ):
                     self._pinned.append(piece)
 
 
 def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Offset of each tensor in a block, and last the size of the block."""
-    sizes = (-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    sizes = (
+        -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors
+    )
     return [0, *itertools.accumulate(sizes)]
 
 
@@ -649,6 +722,8 @@ def _call_cuda(function: str, *args: Any) -> bool:
     """Call a function of the CUDA runtime; returns whether it succeeded. Without pinning, copies are only slower."""
     succeeded = int(getattr(torch.cuda.cudart(), function)(*args)) == 0
     if not succeeded:
-        with contextlib.suppress(RuntimeError):  # the runtime keeps the error until the next kernel launch
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the runtime keeps the error until the next kernel launch
             torch.zeros(1, device="cuda").add_(1)
     return succeeded

@@ -78,7 +78,9 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
             _require(meta["lightning"], name, kinds, path, "lightning")
 
 
-def check_lightning_state(state: Mapping[str, Any], path: Path, loop: Mapping[str, Any], *, resumes: bool) -> None:
+def check_lightning_state(
+    state: Mapping[str, Any], path: Path, loop: Mapping[str, Any], *, resumes: bool
+) -> None:
     """Check Lightning's dict before a run uses it.
 
     Args:
@@ -98,7 +100,13 @@ def check_lightning_state(state: Mapping[str, Any], path: Path, loop: Mapping[st
     except InvalidVersion:
         is_known = False
     if not is_known:
-        raise _damaged(path, "lightning", "pytorch-lightning_version", f"{_FIRST_LIGHTNING}.0 or newer", version)
+        raise _damaged(
+            path,
+            "lightning",
+            "pytorch-lightning_version",
+            f"{_FIRST_LIGHTNING}.0 or newer",
+            version,
+        )
     for name in ("callbacks", "lr_schedulers", "optimizer_states"):
         entries = state.get(name, {})
         for key, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
@@ -121,7 +129,9 @@ def restore_error(error: Exception, path: object) -> CheckpointError | None:
 
     The states of callbacks, schedules and data modules have no schema here: theirs is in their own methods.
     """
-    if isinstance(error, ConfigError) or not isinstance(error, (LookupError, TypeError, AttributeError, ValueError)):
+    if isinstance(error, ConfigError) or not isinstance(
+        error, (LookupError, TypeError, AttributeError, ValueError)
+    ):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -129,7 +139,9 @@ def restore_error(error: Exception, path: object) -> CheckpointError | None:
         module.endswith(".checkpoint_connector") and frame.f_code.co_name.startswith("restore")
         for frame, module in zip(frames, modules, strict=True)
     )
-    if not restores or modules[-1].partition(".")[0] not in _LIBRARIES:  # a bug of the user keeps its traceback
+    if (
+        not restores or modules[-1].partition(".")[0] not in _LIBRARIES
+    ):  # a bug of the user keeps its traceback
         return None
     reason = " ".join(str(error).split())[:100]
     return CheckpointError(
@@ -162,7 +174,9 @@ def _require_names(content: Mapping[Any, Any], name: str, path: Path) -> None:
             raise _damaged(path, "meta.pt", name, "names as keys", key)
 
 
-def _require(content: Mapping[str, Any], name: str, kinds: tuple[type, ...], path: Path, where: str) -> None:
+def _require(
+    content: Mapping[str, Any], name: str, kinds: tuple[type, ...], path: Path, where: str
+) -> None:
     value = content.get(name)
     is_other = isinstance(value, bool) and bool not in kinds  # a bool is an int
     if name not in content or not isinstance(value, kinds) or is_other:
@@ -171,7 +185,11 @@ def _require(content: Mapping[str, Any], name: str, kinds: tuple[type, ...], pat
 
 
 def _damaged(path: Path, where: str, name: str, expected: str, value: Any) -> CheckpointError:
-    got = f"a {type(value).__name__}" if isinstance(value, (Mapping, list, torch.Tensor)) else repr(value)[:50]
+    got = (
+        f"a {type(value).__name__}"
+        if isinstance(value, (Mapping, list, torch.Tensor))
+        else repr(value)[:50]
+    )
     return CheckpointError(
         f"checkpoint {path} is damaged: expected {expected} for {name} in {where}, got {got}; use another"
     )

@@ -68,7 +68,9 @@ def program() -> NoReturn:
     """Run the command line of this process, and exit."""
     code = main()
     if code == errors.INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the exit with a traceback
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a second Ctrl-C would interrupt the exit with a traceback
     # Not imported here: torch takes seconds, and after an import interrupted by Ctrl-C a second one fails.
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     if code != errors.DONE and is_initialized is not None and is_initialized():
@@ -115,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = errors.user_error(error)
         if message is None:
             raise
-        return errors.report(message if command is None else errors.with_cli_flags(message, command))
+        return errors.report(
+            message if command is None else errors.with_cli_flags(message, command)
+        )
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
@@ -133,20 +137,28 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     return parsed, command
 
 
-def _refuse_unknown_flags(name: str, arguments: Sequence[str], command: argparse.ArgumentParser) -> None:
+def _refuse_unknown_flags(
+    name: str, arguments: Sequence[str], command: argparse.ArgumentParser
+) -> None:
     """Refuse options that the command does not have, with those to use instead.
 
     Raises:
         ConfigError: If there are any.
     """
-    flags = {action.dest: action.option_strings[-1] for action in command._actions if action.option_strings}
+    flags = {
+        action.dest: action.option_strings[-1]
+        for action in command._actions
+        if action.option_strings
+    }
     known = [flag for action in command._actions for flag in action.option_strings]
     unknown: dict[str, list[str]] = {}
     words = None
     for word in itertools.takewhile(lambda word: word != "--", arguments):
         flag = word.partition("=")[0]
         if flag.startswith("--"):
-            is_known = any(each.startswith(flag) for each in known)  # argparse accepts abbreviations
+            is_known = any(
+                each.startswith(flag) for each in known
+            )  # argparse accepts abbreviations
             words = None if is_known else unknown.setdefault(flag, [])
         if words is not None:
             words.append(word)
@@ -158,7 +170,10 @@ def _refuse_unknown_flags(name: str, arguments: Sequence[str], command: argparse
         ((flag, words),) = unknown.items()
         explained = [" ".join(words), *filter(None, [hints[flag]])]
     else:  # one line for all, without reasons
-        short = {flag: re.split("[,:?]", hint.removeprefix("did you mean "))[0] for flag, hint in hints.items()}
+        short = {
+            flag: re.split("[,:?]", hint.removeprefix("did you mean "))[0]
+            for flag, hint in hints.items()
+        }
         explained = [f"{flag}: {hint or 'unknown'}" for flag, hint in short.items()]
     command.error(f"unrecognized arguments: {'; '.join(explained)}")
 
@@ -182,7 +197,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 
 def _add_command(
-    commands: argparse._SubParsersAction[_OneLineErrorParser], name: str, function: Callable[..., None]
+    commands: argparse._SubParsersAction[_OneLineErrorParser],
+    name: str,
+    function: Callable[..., None],
 ) -> None:
     """Add a command whose options are the parameters of ``function``, or the fields of its dataclass parameters.
 
@@ -201,27 +218,46 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     hints: dict[str, Any] = get_type_hints(function)
-    option_types: dict[str, Any] = {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    option_types: dict[str, Any] = {
+        key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint)
+    }
     options: dict[Any, list[str]] = {}
     owners: Any = option_types.values() or (function,)
     for owner in owners:
-        help_of = {arg.arg_name: arg.description for arg in parse_from_object(owner, DocstringStyle.GOOGLE).params}
-        flags = {key: field.metadata.get("flag") for key, field in getattr(owner, "__dataclass_fields__", {}).items()}
+        help_of = {
+            arg.arg_name: arg.description
+            for arg in parse_from_object(owner, DocstringStyle.GOOGLE).params
+        }
+        flags = {
+            key: field.metadata.get("flag")
+            for key, field in getattr(owner, "__dataclass_fields__", {}).items()
+        }
         hints = get_type_hints(owner)
         parameters = inspect.signature(owner).parameters
         options[owner] = [name for name in parameters if flags.get(name) != ""]
         for name in options[owner]:
-            _add_argument(parser, parameters[name], flags.get(name), hints[name], help_of.get(name) or "")
+            _add_argument(
+                parser, parameters[name], flags.get(name), hints[name], help_of.get(name) or ""
+            )
 
     def run(parsed: argparse.Namespace) -> None:
-        values = {owner: {name: getattr(parsed, name) for name in names} for owner, names in options.items()}
-        function(**({key: cls(**values[cls]) for key, cls in option_types.items()} or values[function]))
+        values = {
+            owner: {name: getattr(parsed, name) for name in names}
+            for owner, names in options.items()
+        }
+        function(
+            **({key: cls(**values[cls]) for key, cls in option_types.items()} or values[function])
+        )
 
     parser.set_defaults(run=run)
 
 
 def _add_argument(
-    parser: argparse.ArgumentParser, parameter: inspect.Parameter, flag: str | None, hint: Any, text: str
+    parser: argparse.ArgumentParser,
+    parameter: inspect.Parameter,
+    flag: str | None,
+    hint: Any,
+    text: str,
 ) -> None:
     types, default = _leaf_types(hint), parameter.default
     text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
@@ -235,21 +271,32 @@ def _add_argument(
         action = "store_true" if hint is bool else argparse.BooleanOptionalAction
         parser.add_argument(*names, action=action, **details)
         return
-    if choices := [value for kind in types if get_origin(kind) is Literal for value in get_args(kind)]:
+    if choices := [
+        value for kind in types if get_origin(kind) is Literal for value in get_args(kind)
+    ]:
         details["choices"] = choices
     else:
         kind: type = next((kind for kind in (int, float, Path) if types == {kind}), str)
         convert: Callable[[str], Any] = _integer if kind is int else kind
         # Shells do not expand the ~ of --option=~/directory.
-        details["type"] = (lambda text: kind(os.path.expanduser(text))) if Path in types else convert
-        metavars = {int: "N", float: "X", Path: "PATH", str: parameter.name.rpartition("_")[2].rstrip("s").upper()}
+        details["type"] = (
+            (lambda text: kind(os.path.expanduser(text))) if Path in types else convert
+        )
+        metavars = {
+            int: "N",
+            float: "X",
+            Path: "PATH",
+            str: parameter.name.rpartition("_")[2].rstrip("s").upper(),
+        }
         details["metavar"] = "PATH" if Path in types else metavars[kind]
     if any(get_origin(part) in (Sequence, tuple) for part in (hint, *get_args(hint))):
         details["nargs"] = "+"
     if default is not parameter.empty:
         details["default"] = list(default) if isinstance(default, tuple) else default
         if default not in (None, ()):
-            details["help"] += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+            details["help"] += (
+                f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+            )
     parser.add_argument(*names, **details)
 
 
@@ -267,7 +314,11 @@ def _integer(text: str) -> int:
 def _leaf_types(hint: Any) -> set[Any]:
     """Types of a value, or of its items, without None."""
     arguments = () if get_origin(hint) is Literal else get_args(hint)
-    return {kind for part in arguments for kind in _leaf_types(part)} if arguments else {hint} - {type(None), Ellipsis}
+    return (
+        {kind for part in arguments for kind in _leaf_types(part)}
+        if arguments
+        else {hint} - {type(None), Ellipsis}
+    )
 
 
 def _run_trainer_command(command: str, options: list[str]) -> None:
@@ -278,7 +329,9 @@ def _run_trainer_command(command: str, options: list[str]) -> None:
     """
     if any(option in ("-h", "--help") for option in options):
         text = Path(__file__).with_name("trainer_help.txt").read_text(encoding="utf-8")
-        print(text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize()))
+        print(
+            text.format(prog=PROG, command=command, summary=TRAINER_COMMANDS[command].capitalize())
+        )
         return
     if command == "fit":
         options = _supervise(options)
@@ -304,9 +357,15 @@ def _supervise(options: list[str]) -> list[str]:
     if parsed.max_restarts == 0:
         return others
     if parsed.max_restarts < 0:
-        raise errors.ConfigError(f"--max-restarts: expected at least 0, got {parsed.max_restarts}; give 0 or more")
-    if launcher := next((name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None):
+        raise errors.ConfigError(
+            f"--max-restarts: expected at least 0, got {parsed.max_restarts}; give 0 or more"
+        )
+    if launcher := next(
+        (name for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS") if name in os.environ), None
+    ):
         raise errors.ConfigError(
             f"--max-restarts: expected no other launcher, got {launcher} in the environment; use its restarts"
         )
-    sys.exit(supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts))
+    sys.exit(
+        supervise([sys.executable, "-m", "lightning_megatron", "fit", *others], parsed.max_restarts)
+    )

@@ -28,9 +28,26 @@ if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
 
 _PACKAGE = Path(__file__).parents[1]
-_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?: (?P<default>.+?))?(?: #(?P<optional>\??) (?P<meaning>.*))?")
-_BOOLEANS = {"yes": True, "no": False, "true": True, "false": False, "y": True, "n": False, "1": True, "0": False}
-_RECOMPUTE = {"selective": "selective", "full": "full", "no": None, "yes": "selective", "true": "selective"}
+_LINE = re.compile(
+    r"(?P<indent> *)(?P<name>\w+):(?: (?P<default>.+?))?(?: #(?P<optional>\??) (?P<meaning>.*))?"
+)
+_BOOLEANS = {
+    "yes": True,
+    "no": False,
+    "true": True,
+    "false": False,
+    "y": True,
+    "n": False,
+    "1": True,
+    "0": False,
+}
+_RECOMPUTE = {
+    "selective": "selective",
+    "full": "full",
+    "no": None,
+    "yes": "selective",
+    "true": "selective",
+}
 PRECISIONS = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
@@ -90,7 +107,9 @@ def config(
         ConfigError: If an option, a file or an answer is wrong.
     """
     if template is not None and from_accelerate is not None:
-        raise ConfigError("--template, --from-accelerate: expected one of them, got both; leave one out")
+        raise ConfigError(
+            "--template, --from-accelerate: expected one of them, got both; leave one out"
+        )
     text = "" if template is None else _template(template, output)
     check_output("--output", output, overwrite)  # before any question
     next_steps = f"{template}. Edit it, and run the command in its first lines."
@@ -101,7 +120,9 @@ def config(
         else:
             settings, launch = _import_accelerate(from_accelerate)
             origin = f"made from {from_accelerate.name}, which does not describe model and data: change those"
-            next_steps = f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
+            next_steps = (
+                f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
+            )
         text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
         text += as_yaml(settings)
     with failures_as_errors(f"--output {output} cannot be written"), open_new(output) as file:
@@ -121,16 +142,24 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
         raise ConfigError(f"{option} {path} exists; give another name, or --overwrite")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {path}: {folder} is not a writable directory; create it, or give another name")
+        raise ConfigError(
+            f"{option} {path}: {folder} is not a writable directory; create it, or give another name"
+        )
 
 
 def _template(name: str, output: Path) -> str:
     """Read a file of configs/, which is beside the package in a checkout, and inside the installed package."""
-    folder = next(path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir())
+    folder = next(
+        path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()
+    )
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if name not in files:
         raise ConfigError(f"--template {name} is unknown; choose from {', '.join(files)}")
-    return files[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", shlex.quote(str(output)))
+    return (
+        files[name]
+        .read_text(encoding="utf-8")
+        .replace(f"configs/{name}.yaml", shlex.quote(str(output)))
+    )
 
 
 def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
@@ -204,7 +233,9 @@ def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
         ConfigError: If the sizes are incompatible.
     """
     options = {field.name: f"trainer.strategy.{field.name}" for field in fields(ParallelConfig)}
-    parallel = ParallelConfig(**{name: settings[option] for name, option in options.items() if option in settings})
+    parallel = ParallelConfig(
+        **{name: settings[option] for name, option in options.items() if option in settings}
+    )
     devices = settings.get("trainer.devices")
     if isinstance(devices, int):
         parallel.data_parallel_size(devices * settings["trainer.num_nodes"])
@@ -218,7 +249,9 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
         if match is None or (option not in settings and not match["optional"]):
             lines.append(text)
         elif option in settings:
-            value = yaml.safe_dump([settings[option]], default_flow_style=True, width=10**6, allow_unicode=True)
+            value = yaml.safe_dump(
+                [settings[option]], default_flow_style=True, width=10**6, allow_unicode=True
+            )
             comment = match["meaning"] and f" # {match['meaning']}"
             lines.append(f"{match['indent']}{match['name']}: {value.strip()[1:-1]}{comment or ''}")
     return "\n".join(lines) + "\n"
@@ -241,7 +274,9 @@ def _interview() -> Settings:
                 _, model = described_model(settings["model.model"])
                 parallel = _layout(settings)
                 parallel.check_model(model)
-                parallel.check_sequence(settings.get("data.seq_length", parallel.tp), _max_length(model))
+                parallel.check_sequence(
+                    settings.get("data.seq_length", parallel.tp), _max_length(model)
+                )
             except EOFError:
                 raise ConfigError(
                     f"{option}: expected an answer, got the end of the input (default: {default})"
@@ -260,7 +295,9 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
     strategy = "trainer.strategy"
     yield "model.model", "gpt2"
     name, model = described_model(answers["model.model"])
-    path = Path(name) if isinstance(name, str) else None  # a directory, a file, or a name on the hub
+    path = (
+        Path(name) if isinstance(name, str) else None
+    )  # a directory, a file, or a name on the hub
     if path and (not path.exists() or any((*path.glob("*.safetensors"), *path.glob("*.bin")))):
         yield "model.pretrained", "yes"
     yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
@@ -274,9 +311,18 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
     yield f"{strategy}.recompute", "selective"
     yield f"{strategy}.distributed_optimizer", "yes"
     yield "trainer.gradient_clip_val", 1.0
-    yield "trainer.devices", -(-answers[f"{strategy}.tp"] * answers[f"{strategy}.pp"] // answers["trainer.num_nodes"])
-    yield "trainer.precision", "bf16-mixed" if answers["trainer.accelerator"] == "gpu" else "32-true"
-    yield "data.data_path", f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}"
+    yield (
+        "trainer.devices",
+        -(-answers[f"{strategy}.tp"] * answers[f"{strategy}.pp"] // answers["trainer.num_nodes"]),
+    )
+    yield (
+        "trainer.precision",
+        "bf16-mixed" if answers["trainer.accelerator"] == "gpu" else "32-true",
+    )
+    yield (
+        "data.data_path",
+        f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}",
+    )
     if (is_text := answers["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
         yield "data.tokenizer", "data/tokenizer" if path is None or path.is_file() else str(path)
     answers["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
@@ -289,7 +335,11 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
 def _ask(option: str, default: Any) -> Any:
     match = next(match for name, _, match in _lines() if name == option)
     assert match is not None
-    kind = match["name"] if match["name"] in _CHOICES else type(yaml.safe_load(match["default"])).__name__
+    kind = (
+        match["name"]
+        if match["name"] in _CHOICES
+        else type(yaml.safe_load(match["default"])).__name__
+    )
     text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
     if not sys.stdin.isatty():
         print(text)  # echo it, as a terminal does
@@ -311,8 +361,12 @@ def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
     from lightning_megatron.hub import local_folder
 
     path = Path(answer).expanduser()
-    value = {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
-    return value, model_config(value if isinstance(value, dict) else str(local_folder(value, "config")))
+    value = (
+        {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
+    )
+    return value, model_config(
+        value if isinstance(value, dict) else str(local_folder(value, "config"))
+    )
 
 
 # ---- Accelerate's file ----------------------------------------------------------------------------------------------
@@ -340,10 +394,16 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
                 reason = "; ".join(filter(None, (row.ours and f"set {row.ours}", row.note)))
                 ignored.setdefault(reason, []).append(key)
         elif isinstance(value, (dict, list)) and row.value != "ints":
-            raise ConfigError(f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it")
+            raise ConfigError(
+                f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it"
+            )
         elif row.value.startswith("="):
-            if str(value).strip() != row.value[1:] and (value is not None or key == "distributed_type"):
-                raise ConfigError(f"{path}: {key}: expected {row.value[1:]}, got {value}; {row.note}")
+            if str(value).strip() != row.value[1:] and (
+                value is not None or key == "distributed_type"
+            ):
+                raise ConfigError(
+                    f"{path}: {key}: expected {row.value[1:]}, got {value}; {row.note}"
+                )
         elif value is not None and row.value == "launch":
             launch[key] = str(value)
         elif value is not None:
@@ -381,11 +441,15 @@ def _samples_to_steps(settings: Settings, option: str) -> str:
 
     parallel, rows = _layout(settings), settings.setdefault("data.micro_batch_size", 4)
     if (devices := settings["trainer.devices"]) == "auto":
-        raise ConfigError("samples become steps by the number of replicas: expected num_processes, got none; add it")
+        raise ConfigError(
+            "samples become steps by the number of replicas: expected num_processes, got none; add it"
+        )
     dp, ramp = parallel.data_parallel_size(devices * settings["trainer.num_nodes"]), None
     if values := settings.get("data.rampup_batch_size"):
         if len(values) != 3:
-            raise ConfigError(f"rampup_batch_size: expected START INCREMENT SAMPLES, got {values}; correct it")
+            raise ConfigError(
+                f"rampup_batch_size: expected START INCREMENT SAMPLES, got {values}; correct it"
+            )
         ramp = BatchRampup(*values)
     shape = BatchShape(micro_batch_size=rows, num_microbatches=parallel.num_microbatches, data_parallel_size=dp,
                        data_parallel_rank=0, rampup=ramp)  # fmt: skip
@@ -403,10 +467,14 @@ def _read_flat(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration of Accelerate: {error}") from None
+        raise ConfigError(
+            f"{path} cannot be read as a configuration of Accelerate: {error}"
+        ) from None
     section = content.pop("megatron_lm_config", None) or {} if isinstance(content, dict) else {}
     for name, part in ((path, content), (f"{path}: megatron_lm_config", section)):
         if not isinstance(part, dict):
             kind = type(part).__name__
-            raise ConfigError(f"{name}: expected keys and values, got a {kind}; run accelerate config again")
+            raise ConfigError(
+                f"{name}: expected keys and values, got a {kind}; run accelerate config again"
+            )
     return {str(key): value for key, value in {**content, **section}.items()}

@@ -28,7 +28,9 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> None:
     entries = f"{result.vocab_size:,} entries"
     if result.vocab_size < options.vocab_size:
         entries += f" (not {options.vocab_size:,}: the text has no more pairs of tokens to merge)"
-    print(f"{options.output}: {entries} from {result.documents:,} documents, {result.bytes:,} bytes")
+    print(
+        f"{options.output}: {entries} from {result.documents:,} documents, {result.bytes:,} bytes"
+    )
     _print_skipped(result.skipped, result.replaced)
 
 
@@ -50,7 +52,9 @@ def preprocess(options: PreprocessOptions) -> None:
         f" {result.bytes:,} bytes at {result.bytes / 1e6 / result.seconds:.2f} MB/s"
     )
     if result.empty_documents:
-        print(f"{result.empty_documents:,} texts without a token, written as documents without a sequence")
+        print(
+            f"{result.empty_documents:,} texts without a token, written as documents without a sequence"
+        )
     _print_skipped(result.skipped, result.replaced)
 
 
@@ -146,7 +150,12 @@ def average(
         lightning-megatron average --load-path runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
     """
     options = ConvertOptions(
-        load_path=load_path[0], save_path=save_path, to=to, dtype=dtype, tokenizer=tokenizer, base=base
+        load_path=load_path[0],
+        save_path=save_path,
+        to=to,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        base=base,
     )
     _print_converted(options, load_path[1:])
 
@@ -168,7 +177,9 @@ def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> N
         f"{seconds:.1f} s ({readable_size(sum(sizes) / seconds)}/s)"
     )
     if options.to == "megatron":
-        print(f"It holds weights only: start a run with MegatronStrategy(load_from={str(options.save_path)!r})")
+        print(
+            f"It holds weights only: start a run with MegatronStrategy(load_from={str(options.save_path)!r})"
+        )
     elif options.to == "megatron-legacy":
         print("It holds weights only: Megatron-LM loads it as a release, and starts at iteration 0")
 

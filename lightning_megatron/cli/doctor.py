@@ -14,7 +14,15 @@ from lightning_megatron.cli.inspect import columns
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
 from lightning_megatron.errors import ConfigError
 
-_REQUIRED = ("torch", "lightning", "megatron-core", "transformers", "tokenizers", "jsonargparse", "numpy")
+_REQUIRED = (
+    "torch",
+    "lightning",
+    "megatron-core",
+    "transformers",
+    "tokenizers",
+    "jsonargparse",
+    "numpy",
+)
 _NOT_INSTALLED = "not installed"
 _FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
 
@@ -36,8 +44,16 @@ def report_installation() -> str:
     """Report versions, devices, the filler of each engine slot, and optional packages, as text tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     # The package may be installed without a working CUDA extension.
-    liger = "usable" if has_liger() else "installed, but not usable" if find_spec("liger_kernel") else _NOT_INSTALLED
-    optional = [("liger-kernel", liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'")]
+    liger = (
+        "usable"
+        if has_liger()
+        else "installed, but not usable"
+        if find_spec("liger_kernel")
+        else _NOT_INSTALLED
+    )
+    optional = [
+        ("liger-kernel", liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'")
+    ]
     for name in _FOR_PREPROCESS:
         state = "usable" if find_spec(name) else _NOT_INSTALLED
         optional.append((name, state, "for preprocess", "pip install 'lightning-megatron[data]'"))
@@ -62,7 +78,12 @@ def _versions() -> list[tuple[str, str]]:
         ("lightning-megatron", lightning_megatron.__version__),
         *((package, importlib.metadata.version(package)) for package in _REQUIRED),
         ("CUDA of torch", torch.version.cuda or "none (CPU build)"),
-        ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "not used"),
+        (
+            "NCCL",
+            ".".join(map(str, torch.cuda.nccl.version()))
+            if torch.cuda.is_available()
+            else "not used",
+        ),
         ("cuDNN", str(cudnn or "not used")),
     ]
 
@@ -71,7 +92,10 @@ def _devices() -> Iterable[tuple[str, str]]:
     yield "cpu", f"{torch.get_num_threads()} threads; ranks communicate through gloo"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        memory, capability = f"{gpu.total_memory / 2**30:.0f} GiB", f"compute capability {gpu.major}.{gpu.minor}"
+        memory, capability = (
+            f"{gpu.total_memory / 2**30:.0f} GiB",
+            f"compute capability {gpu.major}.{gpu.minor}",
+        )
         yield f"cuda:{index}", f"{gpu.name}, {memory}, {capability}"
 
 

@@ -87,9 +87,14 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     early_stopping: Any = {"true": True, "false": False}.get(options.early_stopping, "never")
     generation = replace(generation, early_stopping=early_stopping)
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
-    can_stream = len(prompts) == generation.num_beams == generation.num_return_sequences == 1 and not options.json
+    can_stream = (
+        len(prompts) == generation.num_beams == generation.num_return_sequences == 1
+        and not options.json
+    )
     if options.stream and not can_stream:
-        raise ConfigError("--stream: expected one prompt and completion, without beams or --json; leave it out")
+        raise ConfigError(
+            "--stream: expected one prompt and completion, without beams or --json; leave it out"
+        )
     require_number("batch_size", options.batch_size, at_least=1)
     require_number("tp", options.tp, at_least=1, at_most=MOST_PROCESSES)
     require_number("pp", options.pp, at_least=1, at_most=MOST_PROCESSES // options.tp)
@@ -102,14 +107,19 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
     is_t5 = stored.model.architecture == "t5"
     if is_t5 and options.add_bos:
-        raise ConfigError("--add-bos: expected a GPT, which continues its prompt, got a T5; leave it out")
+        raise ConfigError(
+            "--add-bos: expected a GPT, which continues its prompt, got a T5; leave it out"
+        )
     tokenizer = _tokenizer(options.tokenizer, stored)
     generation = _with_special_tokens(generation, stored, tokenizer)
     input_ids, mask = encode_prompts(prompts, tokenizer, add_bos=options.add_bos)
     build_request({"input_ids": input_ids, "attention_mask": mask}, vars(generation), stored.model)
     writer = TextWriter(prompts, tokenizer, generation, as_json=options.json, is_t5=is_t5)
     streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
-    rows = [{"input_ids": row, "attention_mask": row_mask} for row, row_mask in zip(input_ids, mask, strict=True)]
+    rows = [
+        {"input_ids": row, "attention_mask": row_mask}
+        for row, row_mask in zip(input_ids, mask, strict=True)
+    ]
     with _lack_of_memory_as_error():
         _predict(options, stored, generation, rows, writer, streams=streams)
 
@@ -124,7 +134,9 @@ def _lack_of_memory_as_error() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "allocate" not in reason:
             raise
         fix = "lower --batch-size, --num-beams, --num-return-sequences or --max-new-tokens"
-        raise ConfigError(f"memory: expected room for all sequences, got too little ({reason}); {fix}") from error
+        raise ConfigError(
+            f"memory: expected room for all sequences, got too little ({reason}); {fix}"
+        ) from error
 
 
 def _predict(
@@ -152,7 +164,9 @@ def _predict(
             loading = WeightLoader(chunks, stored)
             if loading.missing:
                 names = ", ".join(map(str, sorted(loading.missing)))
-                raise CheckpointError(f"{stored.path} has no {names}, needed by the model; use a complete checkpoint")
+                raise CheckpointError(
+                    f"{stored.path} has no {names}, needed by the model; use a complete checkpoint"
+                )
             loading.fill()
 
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -166,7 +180,9 @@ def _predict(
 
     check_accelerator(options.accelerator)
     module = WritingModule(model=stored.hf_config, generation=generation)
-    module.model_config = stored.model  # may be a variant that a Hugging Face config cannot describe
+    module.model_config = (
+        stored.model
+    )  # may be a variant that a Hugging Face config cannot describe
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     trainer = Trainer(
@@ -187,7 +203,11 @@ def _default_precision(stored: Source, accelerator: str) -> Any:
     """Precision for the dtype of the stored weights on GPUs; float32 on CPUs, most of which compute faster in it."""
     import torch
 
-    on_gpu = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"} if torch.cuda.is_available() else {}
+    on_gpu = (
+        {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
+        if torch.cuda.is_available()
+        else {}
+    )
     return "32-true" if accelerator == "cpu" else on_gpu.get(stored.dtype, "32-true")
 
 
@@ -205,12 +225,16 @@ def _tokenizer(folder: Path | None, stored: Source) -> Any:
     return tokenizer
 
 
-def _with_special_tokens(generation: GenerationOptions, stored: Source, tokenizer: Any) -> GenerationOptions:
+def _with_special_tokens(
+    generation: GenerationOptions, stored: Source, tokenizer: Any
+) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
     from lightning_megatron.convert.hugging_face import generation_config
     from lightning_megatron.generate.inputs import special_tokens
 
-    tokens = special_tokens(stored.companions if generation_config(stored.companions) else stored.hf_config)
+    tokens = special_tokens(
+        stored.companions if generation_config(stored.companions) else stored.hf_config
+    )
     eos = tuple(token for token in tokens.eos if token < stored.model.vocab_size)
     if not eos and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
@@ -240,7 +264,9 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
         return list(texts or [])
     is_input = file == Path("-")
     if is_input and num_processes > 1:
-        raise ConfigError(f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file")
+        raise ConfigError(
+            f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file"
+        )
     try:
         content = (Path("/dev/stdin") if is_input else file).read_bytes()
         # Some editors write a byte order mark, which the decoder drops.
@@ -287,7 +313,11 @@ class TextWriter:
 
         self._new += [token for token in tokens.tolist() if token >= 0]
         prompt = [] if self.is_t5 else batch["input_ids"][0].tolist()
-        self._write(self._format(decode_completion(self.tokenizer, prompt, self._new)).rstrip(_REPLACEMENT_CHARACTER))
+        self._write(
+            self._format(decode_completion(self.tokenizer, prompt, self._new)).rstrip(
+                _REPLACEMENT_CHARACTER
+            )
+        )
 
     def end(self, batch: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
         """Write the completions of a batch, or the rest of the streamed one."""

@@ -19,9 +19,31 @@ if TYPE_CHECKING:
 _MAX_NAMED = 5
 _MODEL_FIELDS = (
     *("family", "model_type", "architecture", "architectures", "task"),
-    *("num_layers", "num_hidden_layers", "n_layer", "num_decoder_layers", "hidden_size", "n_embd", "d_model"),
-    *("ffn_hidden_size", "intermediate_size", "n_inner", "d_ff", "num_attention_heads", "n_head", "num_heads"),
-    *("num_query_groups", "num_key_value_heads", "vocab_size", "max_position_embeddings", "n_positions"),
+    *(
+        "num_layers",
+        "num_hidden_layers",
+        "n_layer",
+        "num_decoder_layers",
+        "hidden_size",
+        "n_embd",
+        "d_model",
+    ),
+    *(
+        "ffn_hidden_size",
+        "intermediate_size",
+        "n_inner",
+        "d_ff",
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+    ),
+    *(
+        "num_query_groups",
+        "num_key_value_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "n_positions",
+    ),
     *("padded_vocab_size", "position_embedding_type", "normalization"),
 )
 """Fields of a model config to show in text."""
@@ -30,7 +52,11 @@ _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
 def inspect_path(
-    path: str | Path, *, tokenizer: Path | None = None, documents: int | None = None, json: bool = False
+    path: str | Path,
+    *,
+    tokenizer: Path | None = None,
+    documents: int | None = None,
+    json: bool = False,
 ) -> None:
     """Describe a dataset (documents, tokens, lengths) or a checkpoint (tensors, model, layout).
 
@@ -55,13 +81,17 @@ def inspect_path(
         report = _report_checkpoint(checkpoint, json)
         for name, value in (("tokenizer", tokenizer), ("documents", documents)):
             if report is not None and value is not None:
-                raise ConfigError(f"{name}={value} is for datasets, and {path} is a checkpoint; leave it out")
+                raise ConfigError(
+                    f"{name}={value} is for datasets, and {path} is a checkpoint; leave it out"
+                )
     if report is None:
         raise DataError(_error_message(str(path)))
     print("\n".join(map(printable, report.split("\n"))), flush=True)
 
 
-def _report_dataset(path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool) -> str | None:
+def _report_dataset(
+    path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool
+) -> str | None:
     from lightning_megatron.data.indexed import as_text, dataset_prefix, describe_dataset
 
     if (prefix := dataset_prefix(path)) is None:
@@ -86,7 +116,10 @@ def _error_message(path: str) -> str:
     folder = as_path(path)
     if not folder.exists():
         problem = f"does not exist, nor do {path}.bin and .idx"
-    paths = sorted({str(idx.with_suffix("")) for idx in folder.glob("*.idx")} | set(map(str, folder.glob("*.ckpt"))))
+    paths = sorted(
+        {str(idx.with_suffix("")) for idx in folder.glob("*.idx")}
+        | set(map(str, folder.glob("*.ckpt")))
+    )
     fix = "the prefix of a dataset, e.g. data/corpus_document, one of its files, a *.ckpt or a model directory"
     if paths:
         fix = f"one of these in it: {', '.join(paths[:_MAX_NAMED])}{', …' if len(paths) > _MAX_NAMED else ''}"
@@ -102,16 +135,31 @@ def _report_checkpoint(path: Path, as_json: bool) -> str | None:
     source = find_source(path)
     if source is None:
         return None
-    files = [source.path] if source.path.is_file() else [file for file in source.path.rglob("*") if file.is_file()]
+    files = (
+        [source.path]
+        if source.path.is_file()
+        else [file for file in source.path.rglob("*") if file.is_file()]
+    )
     stored_bytes = sum(file.stat().st_size for file in files)
     facts = {name: value for name, value in source.metadata.items() if value not in (None, {}, [])}
     if not as_json:
         return _as_text(source, facts, f"{len(files):,}, {readable_size(stored_bytes)}")
-    report = {"kind": source.kind, "path": str(source.path), **facts, "files": len(files), "stored_bytes": stored_bytes}
+    report = {
+        "kind": source.kind,
+        "path": str(source.path),
+        **facts,
+        "files": len(files),
+        "stored_bytes": stored_bytes,
+    }
     weights = source.weights
     report["tensors"] = [
         {
-            **{"name": name, "shape": tensor.shape, "dtype": _dtype(tensor), "num_bytes": tensor.num_bytes},
+            **{
+                "name": name,
+                "shape": tensor.shape,
+                "dtype": _dtype(tensor),
+                "num_bytes": tensor.num_bytes,
+            },
             "is_optimizer": name not in weights,
         }
         for name, tensor in _sort_names(source.stored).items()
@@ -121,7 +169,12 @@ def _report_checkpoint(path: Path, as_json: bool) -> str | None:
 
 def _sort_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Sort by name, ``layers.10`` after ``layers.9``."""
-    return dict(sorted(tensors.items(), key=lambda item: _NUMBER.sub(lambda number: number[0].zfill(9), item[0])))
+    return dict(
+        sorted(
+            tensors.items(),
+            key=lambda item: _NUMBER.sub(lambda number: number[0].zfill(9), item[0]),
+        )
+    )
 
 
 def _dtype(tensor: Stored) -> str:
@@ -134,13 +187,20 @@ def _as_text(source: Source, facts: Mapping[str, Any], files: str) -> str:
     rows += [(name.replace("_", " "), _format_fact(name, value)) for name, value in facts.items()]
     rows.append(("files", files))
     weights = _sort_names(source.weights)
-    state = {name: source.stored[name] for name in _sort_names(source.stored) if name not in weights}
+    state = {
+        name: source.stored[name] for name in _sort_names(source.stored) if name not in weights
+    }
     if weights:
         rows.append(("weights", _total(weights.values())))
     if state:  # exp_avg, ...: the part between "optimizer.state." and the name of the weight
         kinds = dict.fromkeys(name.removeprefix("optimizer.state.").split(".")[0] for name in state)
         rows.append(("optimizer state", f"{_total(state.values())}: {', '.join(kinds)}"))
-    lines = [*(f"  {row}" for row in columns(rows)), "", "Weights", *(f"  {row}" for row in columns(_weights(weights)))]
+    lines = [
+        *(f"  {row}" for row in columns(rows)),
+        "",
+        "Weights",
+        *(f"  {row}" for row in columns(_weights(weights))),
+    ]
     return "\n".join(map(printable, [str(source.path), *lines]))  # a name may contain a line break
 
 
@@ -157,7 +217,12 @@ def _weights(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, str, str
     for name, tensor in tensors.items():
         groups.setdefault((_NUMBER.sub("#", name), tensor.shape, _dtype(tensor)), []).append(name)
     for (_, shape, dtype), names in sorted(groups.items(), key=lambda item: item[0][0]):
-        yield _join_names(names), str(list(shape)), dtype, readable_size(sum(tensors[name].num_bytes for name in names))
+        yield (
+            _join_names(names),
+            str(list(shape)),
+            dtype,
+            readable_size(sum(tensors[name].num_bytes for name in names)),
+        )
 
 
 def _join_names(names: list[str]) -> str:
@@ -173,7 +238,10 @@ def _join_names(names: list[str]) -> str:
 
 
 def _total(tensors: Collection[Stored]) -> str:
-    num_elements, num_bytes = sum(math.prod(t.shape) for t in tensors), sum(t.num_bytes for t in tensors)
+    num_elements, num_bytes = (
+        sum(math.prod(t.shape) for t in tensors),
+        sum(t.num_bytes for t in tensors),
+    )
     dtypes = ", ".join(dict.fromkeys(map(_dtype, tensors)))
     return f"{len(tensors):,} tensors, {num_elements:,} elements, {readable_size(num_bytes)} of {dtypes}"
 
@@ -183,5 +251,8 @@ def _format_fact(name: str, value: Any) -> str:
         return str(value)
     if name in ("model", "config", "args"):
         value = {field: value[field] for field in _MODEL_FIELDS if value.get(field) is not None}
-    items = ((key, f"({_format_fact('', item)})" if isinstance(item, Mapping) else item) for key, item in value.items())
+    items = (
+        (key, f"({_format_fact('', item)})" if isinstance(item, Mapping) else item)
+        for key, item in value.items()
+    )
     return ", ".join(f"{key} {item}" for key, item in items)

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.config import as_yaml, check_output, described_model
-from lightning_megatron.errors import LARGEST_BATCH, LARGEST_WORLD, ConfigError, require_choice, require_number
+from lightning_megatron.errors import (
+    LARGEST_BATCH,
+    LARGEST_WORLD,
+    ConfigError,
+    require_choice,
+    require_number,
+)
 from lightning_megatron.files import failures_as_errors, open_new, save_figure
 
 if TYPE_CHECKING:
@@ -66,7 +72,9 @@ def plan(options: PlanOptions) -> None:
     from lightning_megatron.engine.parallel import ParallelConfig
 
     require_number("gpus", options.gpus, at_least=1, at_most=LARGEST_WORLD)
-    require_number("global_batch_size", options.global_batch_size, at_least=1, at_most=LARGEST_BATCH)
+    require_number(
+        "global_batch_size", options.global_batch_size, at_least=1, at_most=LARGEST_BATCH
+    )
     for name in ("seq_length", "decoder_seq_length", "top"):
         require_number(name, getattr(options, name), at_least=1)
     for option, path in (("--output", options.output), ("--picture", options.picture)):
@@ -85,7 +93,9 @@ def plan(options: PlanOptions) -> None:
         ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
     run = planner.Run(
         model=model,
-        lengths=(options.seq_length, options.decoder_seq_length) if is_t5 else (options.seq_length,),
+        lengths=(options.seq_length, options.decoder_seq_length)
+        if is_t5
+        else (options.seq_length,),
         world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
     )
@@ -93,9 +103,14 @@ def plan(options: PlanOptions) -> None:
     print("\n".join(_table(plans, device)))
     if options.output is not None:
         text = _yaml(plans[0], model_option, options)
-        with failures_as_errors(f"--output {options.output} cannot be written"), open_new(options.output) as file:
+        with (
+            failures_as_errors(f"--output {options.output} cannot be written"),
+            open_new(options.output) as file,
+        ):
             file.write(text)
-        print(f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}")
+        print(
+            f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}"
+        )
     if options.picture is not None:
         save_figure(_draw(plans, device), options.picture)
         print(f"\n{options.picture} is drawn")
@@ -145,7 +160,12 @@ def _cells(plan: Plan, device: Device) -> dict[str, str]:
     row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
     flops_per_s = plan.tokens_per_s_per_device / sum(run.lengths) * row_flops
     return {
-        **{"tp": str(parallel.tp), "pp": _pp(run), "vpp": str(parallel.vpp or "-"), "cp": str(parallel.cp)},
+        **{
+            "tp": str(parallel.tp),
+            "pp": _pp(run),
+            "vpp": str(parallel.vpp or "-"),
+            "cp": str(parallel.cp),
+        },
         **{"dp": str(run.dp), **({"ep": str(parallel.ep)} if run.model.experts else {})},
         "mb x m": f"{run.micro_batch_size} x {parallel.num_microbatches}",
         "recompute": run.recompute or "-",
@@ -162,7 +182,11 @@ def _cells(plan: Plan, device: Device) -> dict[str, str]:
 def _pp(run: Run) -> str:
     """Number of stages, with the layers of each if uneven."""
     chunks = run.chunks[: run.parallel.pp]
-    return str(run.parallel.pp) if len(set(chunks)) == 1 else f"{run.parallel.pp}:{'-'.join(map(str, chunks))}"
+    return (
+        str(run.parallel.pp)
+        if len(set(chunks)) == 1
+        else f"{run.parallel.pp}:{'-'.join(map(str, chunks))}"
+    )
 
 
 def _yaml(best: Plan, model: str | dict[str, str], options: PlanOptions) -> str:
@@ -170,13 +194,27 @@ def _yaml(best: Plan, model: str | dict[str, str], options: PlanOptions) -> str:
     from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 
     run, parallel = best.run, best.run.parallel
-    always, optional = ("tp", "pp", "sequence_parallel", "num_microbatches"), ("vpp", "cp", "ep", *UNEVEN_STAGES)
-    names = (*always, *(name for name in optional if getattr(parallel, name) != getattr(ParallelConfig(), name)))
+    always, optional = (
+        ("tp", "pp", "sequence_parallel", "num_microbatches"),
+        ("vpp", "cp", "ep", *UNEVEN_STAGES),
+    )
+    names = (
+        *always,
+        *(name for name in optional if getattr(parallel, name) != getattr(ParallelConfig(), name)),
+    )
     strategy = {**{name: getattr(parallel, name) for name in names}, "recompute": run.recompute}
-    settings: dict[str, Any] = {f"trainer.strategy.{name}": value for name, value in strategy.items()}
-    settings |= {"trainer.devices": min(options.gpus, 8), "trainer.num_nodes": max(1, options.gpus // 8)}
+    settings: dict[str, Any] = {
+        f"trainer.strategy.{name}": value for name, value in strategy.items()
+    }
+    settings |= {
+        "trainer.devices": min(options.gpus, 8),
+        "trainer.num_nodes": max(1, options.gpus // 8),
+    }
     settings |= {"trainer.precision": run.precision, "model.model": model}
-    settings |= {"data.seq_length": options.seq_length, "data.micro_batch_size": run.micro_batch_size}
+    settings |= {
+        "data.seq_length": options.seq_length,
+        "data.micro_batch_size": run.micro_batch_size,
+    }
     estimate = f"estimated {best.memory.total / _GIB:.1f} GiB of each GPU and {best.time.total:.3f} s a step"
     title = f"# For {options.gpus} x {options.device}: {estimate}.\n#\n"
     return f"{title}#   lightning-megatron fit --config {options.output}\n{as_yaml(settings)}"
@@ -190,28 +228,52 @@ def _draw(plans: Sequence[Plan], device: Device) -> Any:
     from lightning_megatron.planner import timeline
 
     figure = Figure(figsize=(10.0, 8.0), dpi=130, layout="constrained")
-    bars, stages = figure.subplots(2, 1, height_ratios=(len(plans) + 3, plans[0].run.parallel.pp + 3))
+    bars, stages = figure.subplots(
+        2, 1, height_ratios=(len(plans) + 3, plans[0].run.parallel.pp + 3)
+    )
     names = [_name(plan) for plan in plans]
     left = [0.0] * len(plans)
     for part in vars(plans[0].memory):
         sizes = [getattr(plan.memory, part) / _GIB for plan in plans]
         bars.barh(names, sizes, left=left, label=part)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    bars.axvline(device.memory / _GIB, color="black", linestyle="--", label=f"capacity: {device.memory / _GIB:.0f} GiB")
+    bars.axvline(
+        device.memory / _GIB,
+        color="black",
+        linestyle="--",
+        label=f"capacity: {device.memory / _GIB:.0f} GiB",
+    )
     for index, plan in enumerate(plans):
-        bars.text(left[index], index, f" {plan.tokens_per_s_per_device:,.0f} tok/s/GPU", va="center", fontsize=8)
+        bars.text(
+            left[index],
+            index,
+            f" {plan.tokens_per_s_per_device:,.0f} tok/s/GPU",
+            va="center",
+            fontsize=8,
+        )
     bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, fastest first")
     bars.set_xlim(0, max(device.memory / _GIB, *left) * 1.15)
     bars.invert_yaxis()
     for rank, slots in enumerate(timeline(plans[0].run, device)):
         for slot in slots:
-            colour = ("C0" if slot.is_forward else "C2", 1 - 0.6 * slot.chunk / plans[0].run.parallel.num_model_chunks)
-            stages.barh(rank, slot.seconds, left=slot.start, color=colour, edgecolor="white", linewidth=0.3)
-    stages.set(xlabel="seconds", ylabel="pipeline stage", title=f"One step of {names[0]}, before the optimizer")
+            colour = (
+                "C0" if slot.is_forward else "C2",
+                1 - 0.6 * slot.chunk / plans[0].run.parallel.num_model_chunks,
+            )
+            stages.barh(
+                rank, slot.seconds, left=slot.start, color=colour, edgecolor="white", linewidth=0.3
+            )
+    stages.set(
+        xlabel="seconds",
+        ylabel="pipeline stage",
+        title=f"One step of {names[0]}, before the optimizer",
+    )
     stages.set_yticks(range(plans[0].run.parallel.pp))
     stages.invert_yaxis()
     directions = [Patch(color="C0", label="forward"), Patch(color="C2", label="backward")]
-    figure.legend(handles=bars.get_legend_handles_labels()[0], loc="outside upper center", ncols=6, fontsize=8)
+    figure.legend(
+        handles=bars.get_legend_handles_labels()[0], loc="outside upper center", ncols=6, fontsize=8
+    )
     figure.legend(handles=directions, loc="outside lower center", ncols=2, fontsize=8)
     return figure
 

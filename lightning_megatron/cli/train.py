@@ -21,9 +21,21 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, loggers
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    callbacks,
+    loggers,
+)
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,7 +46,13 @@ from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.files import check_writable
 from lightning_megatron.cli.config import PRECISIONS
 from lightning_megatron.cli.doctor import check_accelerator
-from lightning_megatron.errors import LARGEST_WORLD, MOST_PROCESSES, ConfigError, one_line, user_error
+from lightning_megatron.errors import (
+    LARGEST_WORLD,
+    MOST_PROCESSES,
+    ConfigError,
+    one_line,
+    user_error,
+)
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
@@ -44,10 +62,15 @@ from lightning_megatron.strategy import MegatronStrategy
 SHORT_NAMES: list[type] = [
     cls
     for cls in map(partial(getattr, lightning_megatron), lightning_megatron.__all__)
-    if inspect.isclass(cls) and issubclass(cls, (LightningModule, LightningDataModule, Strategy, Callback))
+    if inspect.isclass(cls)
+    and issubclass(cls, (LightningModule, LightningDataModule, Strategy, Callback))
 ]
 """Classes that a configuration may name without their module; LightningCLI finds imported classes."""
-DATA_MODULES = [cls for cls in SHORT_NAMES if issubclass(cls, LightningDataModule) and not inspect.isabstract(cls)]
+DATA_MODULES = [
+    cls
+    for cls in SHORT_NAMES
+    if issubclass(cls, LightningDataModule) and not inspect.isabstract(cls)
+]
 DEFAULT_SEED = 1234
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Negative numbers as argparse recognizes them; it takes any other word with a dash for an option, also -1e-3."""
@@ -78,7 +101,9 @@ def run(arguments: Sequence[str]) -> None:
         ConfigError: If an argument or a setting is wrong.
     """
     # Docstrings below the fields of LRSchedule and others are slow to parse, and needed for help only.
-    set_parsing_settings(docstring_parse_attribute_docstrings=any(word.endswith("help") for word in arguments))
+    set_parsing_settings(
+        docstring_parse_attribute_docstrings=any(word.endswith("help") for word in arguments)
+    )
     MegatronCLI(list(arguments))
 
 
@@ -88,8 +113,15 @@ def show_all_options(command: str) -> None:
     Args:
         command: ``fit`` or another command of LightningCLI.
     """
-    classes = (("model", (MegatronModule,)), ("trainer.strategy", (MegatronStrategy,)), ("data", DATA_MODULES))
-    for arguments in (["--help"], *([f"--{key}.help", cls.__name__] for key, group in classes for cls in group)):
+    classes = (
+        ("model", (MegatronModule,)),
+        ("trainer.strategy", (MegatronStrategy,)),
+        ("data", DATA_MODULES),
+    )
+    for arguments in (
+        ["--help"],
+        *([f"--{key}.help", cls.__name__] for key, group in classes for cls in group),
+    ):
         with contextlib.suppress(SystemExit):
             run([command, *arguments])
 
@@ -137,7 +169,9 @@ class MegatronCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Make ``MegatronModule`` the default class of ``model``."""
-        parser.set_defaults({"model": {"class_path": f"{MegatronModule.__module__}.{MegatronModule.__qualname__}"}})
+        parser.set_defaults(
+            {"model": {"class_path": f"{MegatronModule.__module__}.{MegatronModule.__qualname__}"}}
+        )
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -152,14 +186,20 @@ class MegatronCLI(LightningCLI):
             self.config = parser.parse_args(args)
             settings = self.config.get(str(self.config.get("subcommand")), self.config)
             if not isinstance(settings.trainer, Namespace):
-                raise ArgumentError(None, f'Parser key "trainer":\n  Unexpected config: {settings.trainer or ""}')
+                raise ArgumentError(
+                    None, f'Parser key "trainer":\n  Unexpected config: {settings.trainer or ""}'
+                )
         except (ArgumentError, UnicodeDecodeError) as error:
-            command = getattr(self, "_subcommand_parsers", {}).get(args[0] if args else None, parser)  # none: run=False
+            command = getattr(self, "_subcommand_parsers", {}).get(
+                args[0] if args else None, parser
+            )  # none: run=False
             options = [name for action in command._actions for name in action.option_strings]
             raise ConfigError(_explain(error, args, options)) from error
         seed = settings.seed_everything  # used before anything is instantiated
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
-            raise ConfigError(f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another")
+            raise ConfigError(
+                f"seed_everything={seed}: expected a number from 0 to {2**32 - 1}; choose another"
+            )
         _check_checkpoint_file(Path(settings.get("ckpt_path") or "."))
 
     @override
@@ -196,11 +236,19 @@ class MegatronCLI(LightningCLI):
         check_accelerator(config.accelerator)
         _check_num_processes(config)
         own = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
-        if config.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in own):
+        if config.enable_progress_bar is not False and not any(
+            isinstance(each, ProgressBar) for each in own
+        ):
             self.trainer_defaults = {"callbacks": ProgressLine()}
         try:
             return super().instantiate_trainer(**kwargs)
-        except (TypeError, ValueError, RuntimeError, ModuleNotFoundError, MisconfigurationException) as error:
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            ModuleNotFoundError,
+            MisconfigurationException,
+        ) as error:
             message = str(error)
             if "`devices`" in message:
                 message = f"devices={config.devices}: expected a number of processes of at least 1; give one, e.g. 4"
@@ -216,7 +264,9 @@ class MegatronCLI(LightningCLI):
         except (ConfigError, MisconfigurationException) as error:
             self._user_errors.append(error)
             raise
-        except ModuleNotFoundError as error:  # of a logger, for example; the package is first in quotes
+        except (
+            ModuleNotFoundError
+        ) as error:  # of a logger, for example; the package is first in quotes
             package = shlex.quote(re.split("'", f"{error}'")[1] or str(error))
             message = f"{class_type.__name__}: expected the package {package}, got none; pip install {package}"
             self._user_errors.append(ConfigError(message))
@@ -228,7 +278,9 @@ class MegatronCLI(LightningCLI):
         datamodule: LightningDataModule | None = self.datamodule
         stage = {"fit": "train", "validate": "val"}.get(str(self.subcommand), self.subcommand)
         if datamodule is None and not is_overridden(f"{stage}_dataloader", model, LightningModule):
-            raise ConfigError("data: expected a data module, or a model with data loaders, got none; give --data")
+            raise ConfigError(
+                "data: expected a data module, or a model with data loaders, got none; give --data"
+            )
         # As Trainer.fit does next: modules are checked against their Trainer.
         model.trainer, self.trainer.state.fn = self.trainer, TrainerFn(self.subcommand)
         strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
@@ -237,8 +289,12 @@ class MegatronCLI(LightningCLI):
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # as well
             strategy.check_run(self.trainer, model, datamodule)
-            strategy.checkpointing.resolve_ckpt_path(self.trainer, self._get(self.config_init, "ckpt_path"))
-        folders = [logger.save_dir for logger in self.trainer.loggers] or [self.trainer.default_root_dir]
+            strategy.checkpointing.resolve_ckpt_path(
+                self.trainer, self._get(self.config_init, "ckpt_path")
+            )
+        folders = [logger.save_dir for logger in self.trainer.loggers] or [
+            self.trainer.default_root_dir
+        ]
         check_writable(Path(folder) for folder in folders if folder and "://" not in str(folder))
         self._show_messages()
 
@@ -282,7 +338,9 @@ def defer_messages() -> Iterator[Callable[[], None]]:
             handler.addFilter(log_filter := partial(defer, handler.handle))
             undo.callback(handler.removeFilter, log_filter)
         undo.callback(setattr, warnings, "showwarning", warn := warnings.showwarning)
-        warnings.showwarning = lambda *args, **keywords: deferred.append(partial(warn, *args, **keywords))
+        warnings.showwarning = lambda *args, **keywords: deferred.append(
+            partial(warn, *args, **keywords)
+        )
         try:
             yield show
         except BaseException as error:
@@ -359,7 +417,11 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         options: All options of the command.
     """
     typed = [word for argument in arguments for word in argument.split("=", 1)]
-    files = [Path(value) for name, value in pairwise(typed) if name in ("-c", "--config") and Path(value).is_file()]
+    files = [
+        Path(value)
+        for name, value in pairwise(typed)
+        if name in ("-c", "--config") and Path(value).is_file()
+    ]
     for file in filter(_is_of_accelerate, files):
         fix = f"convert it with lightning-megatron config --from-accelerate {file}"
         return f"--config {file} is a configuration of Accelerate; {fix}"
@@ -373,7 +435,9 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         return f"{message}; give --config FILE, or model and data as options: see --help"
     if "'lightning.LightningDataModule'" in message:
         return "data: expected a class, got only options of one; give its name first, e.g. --data IndexedDataModule"
-    if message.endswith("expected one argument") and (explanation := _explain_missing_value(arguments)):
+    if message.endswith("expected one argument") and (
+        explanation := _explain_missing_value(arguments)
+    ):
         return explanation
     if path == "trainer.precision":
         got = message.rpartition(", got ")[2] if ", got " in message else "another"
@@ -386,10 +450,15 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         wrong, known = match[1], options
         if Path(wrong).suffix in (".yaml", ".yml"):
             return f"{wrong}: expected an option; did you mean --config {wrong}?"
-        if of_class := re.search(r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)'|Option|unrecognized)", message):
+        if of_class := re.search(
+            r"class_path '([\w.]+)\.(\w+)': (?:Group '(\w+)'|Option|unrecognized)", message
+        ):
             module, name, group = of_class.groups()
             wrong = f"{group}.{wrong}" if group else wrong
-            path, known = f"{path}.{wrong}", _options_of(getattr(importlib.import_module(module), name))
+            path, known = (
+                f"{path}.{wrong}",
+                _options_of(getattr(importlib.import_module(module), name)),
+            )
         elif "its import path" in message:
             known = (*(cls.__name__ for cls in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
         else:
@@ -402,7 +471,9 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
 def _is_of_accelerate(file: Path) -> bool:
     """Whether a YAML file is a configuration of Accelerate."""
     text = file.read_text(errors="replace")
-    return re.search(r"""^\s*["']?distributed_type["']?\s*:""", text, flags=re.MULTILINE) is not None
+    return (
+        re.search(r"""^\s*["']?distributed_type["']?\s*:""", text, flags=re.MULTILINE) is not None
+    )
 
 
 def _explain_missing_value(arguments: Sequence[str]) -> str:
@@ -424,15 +495,26 @@ def _shorten(text: str) -> str:
     """
     text = re.sub(r"Problem with given class_path \S+\s+(?=Parser key)", "", text)
     option = ".".join(dict.fromkeys(re.findall(r'Parser key "(\S+)":', text)))
-    kinds = re.findall(r"^( *)(?:- )?(?:Expected a <class '(\w+)'>|Not a valid subclass of (\w+))", text, re.MULTILINE)
-    types = dict.fromkeys(one + other for indent, one, other in kinds if indent == max(kinds)[0])  # the innermost
+    kinds = re.findall(
+        r"^( *)(?:- )?(?:Expected a <class '(\w+)'>|Not a valid subclass of (\w+))",
+        text,
+        re.MULTILINE,
+    )
+    types = dict.fromkeys(
+        one + other for indent, one, other in kinds if indent == max(kinds)[0]
+    )  # the innermost
     value = re.search(r"(?:Given|Got) value: ?(.*)", text)
-    reasons = [" ".join(reason.split()) for reason in re.split(r"^ *- ", _NOISE.sub("", text), flags=re.MULTILINE)]
+    reasons = [
+        " ".join(reason.split())
+        for reason in re.split(r"^ *- ", _NOISE.sub("", text), flags=re.MULTILINE)
+    ]
     for theirs, ours in _WORDINGS.items():
         reasons = [re.sub(theirs, ours, reason) for reason in reasons]
     message = "; ".join(dict.fromkeys(filter(None, reasons)))
     got = (value[1][:80] or "nothing") if value else ""
-    if message and (got.startswith(("{", "[", "Namespace(", "NestedArg(")) or f"got {got}" in message):
+    if message and (
+        got.startswith(("{", "[", "Namespace(", "NestedArg(")) or f"got {got}" in message
+    ):
         got = ""  # the reasons include it, or the relevant part
     message = message or f"expected {' or '.join(types).replace('NoneType', 'null')}"
     return one_line(f"{option and option + ': '}{message}{got and f', got {got}'}")
@@ -450,7 +532,11 @@ def _options_of(cls: type) -> Iterator[str]:
 def _keys_of(path: str) -> list[str]:
     """Fields of the class of options that ``path`` names, such as ``model.lr_schedule``; none for other options."""
     option = path.rpartition(".")[2]
-    dotted = (name for cls in (MegatronModule, MegatronStrategy, *DATA_MODULES) for name in _options_of(cls))
+    dotted = (
+        name
+        for cls in (MegatronModule, MegatronStrategy, *DATA_MODULES)
+        for name in _options_of(cls)
+    )
     keys = [name.partition(".")[2] for name in dotted if name.startswith(f"{option}.")]
     return list(dict.fromkeys(keys))
 
@@ -458,7 +544,9 @@ def _keys_of(path: str) -> list[str]:
 def _suggest(wrong: str, known: Collection[str]) -> str:
     """Suggest the closest known name; for a dotted name one in the same section, or else the section."""
     sections, section = {name.partition(".")[0] for name in known}, wrong.partition(".")[0]
-    close = difflib.get_close_matches(*((wrong, known) if section in sections else (section, sections)), n=1)
+    close = difflib.get_close_matches(
+        *((wrong, known) if section in sections else (section, sections)), n=1
+    )
     return f"did you mean {close[0]}?" if close and close[0] != wrong else ""
 
 

@@ -45,7 +45,9 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
     if iteration is not None:
         wanted, reason = f"iter_{iteration:07}", f"iteration={iteration}"
         if not iterations:
-            raise ConfigError(f"{reason} would do nothing: {path} has no directories {wanted}; leave it out")
+            raise ConfigError(
+                f"{reason} would do nothing: {path} has no directories {wanted}; leave it out"
+            )
     elif tracker.is_file():
         wanted = tracker.read_text(errors="replace").strip()[:_MAX_TEXT]
         reason = f"{TRACKER_FILE} says {wanted!r}"
@@ -84,7 +86,9 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
         CheckpointError: If the checkpoint is unfinished, damaged or unsafe.
         ConfigError: See ``iteration_folder``.
     """
-    directory = path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
+    directory = (
+        path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
+    )
     path = iteration_folder(directory or path, iteration)
     if (path / META).is_file():
         return StrategySource(path)
@@ -115,7 +119,9 @@ def open_source(
     """
     path, config = local_folder(path, "model"), config and local_folder(config, "config")
     if not path.exists():
-        raise CheckpointError(f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory")
+        raise CheckpointError(
+            f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory"
+        )
     source = find_source(path, iteration)
     if source is None:
         names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
@@ -137,7 +143,9 @@ def open_source(
 
 def _check_number_of_layers(source: Source) -> None:
     """Raise if the files cannot hold as many layers as the config says: each is built before it is missed."""
-    stored = sum(math.prod(tensor.shape) for part in source.sources for tensor in part.stored.values())
+    stored = sum(
+        math.prod(tensor.shape) for part in source.sources for tensor in part.stored.values()
+    )
     model = source.model
     layers = model.num_layers + model.num_decoder_layers
     queries = model.num_attention_heads * model.kv_channels

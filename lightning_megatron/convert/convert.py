@@ -83,7 +83,9 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     source = open_source(options.load_path, options.config, options.iteration, options.base)
     model = source.model
     if options.to != "hf":
-        model = source.model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+        model = source.model = replace(
+            model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by
+        )
     _check_model(source, options, layout)
     others = [open_source(path, options.config, base=options.base) for path in average_with]
     other_sources = [_check_same_model(other, source) for other in others]
@@ -104,17 +106,23 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 model = replace(model, lora=None, lora_dropout=0.0)
             if options.to == "hf":
                 size = options.max_shard_size
-                save_hugging_face(chunks, model, source.hf_config, folder, size, companions, loader.missing)
+                save_hugging_face(
+                    chunks, model, source.hf_config, folder, size, companions, loader.missing
+                )
             elif options.to == "peft":
                 save_adapter(chunks, model, folder, source.base)
             elif options.to == "megatron":
                 _save_megatron(chunks, source, runtime, topology, folder)
             else:
                 rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
-                call_on_all_ranks(lambda: save_megatron_lm(chunks, source, model, layout, folder, rank))
+                call_on_all_ranks(
+                    lambda: save_megatron_lm(chunks, source, model, layout, folder, rank)
+                )
             if options.to in ("megatron", "megatron-legacy"):
                 target = folder / COMPANIONS if options.to == "megatron" else folder
-                call_on_all_ranks(lambda: copy_companions(companions, target) if dist.get_rank() == 0 else None)
+                call_on_all_ranks(
+                    lambda: copy_companions(companions, target) if dist.get_rank() == 0 else None
+                )
     return source.kind
 
 
@@ -124,7 +132,9 @@ def _check_same_model(source: Source, first: Source) -> Source:
     Raises:
         CheckpointError: If the models differ.
     """
-    padded = replace(source.model, make_vocab_size_divisible_by=first.model.make_vocab_size_divisible_by)
+    padded = replace(
+        source.model, make_vocab_size_divisible_by=first.model.make_vocab_size_divisible_by
+    )
     if names := differences(padded.to_dict(), first.model.to_dict()):
         raise CheckpointError(
             f"{source.path}: expected the model of {first.path} to average with, got one with other {', '.join(names)}"
@@ -150,7 +160,9 @@ def _check_same_base(sources: Sequence[Source], first: Source) -> None:
 
 
 @torch.no_grad()
-def _average(chunks: list[Any], first: WeightLoader, sources: Sequence[Source], dtype: torch.dtype | None) -> None:
+def _average(
+    chunks: list[Any], first: WeightLoader, sources: Sequence[Source], dtype: torch.dtype | None
+) -> None:
     """Average the weights that ``first`` has filled with those of ``sources``, in place.
 
     Sums are fp32, of fp64 weights fp64; the mean is stored in ``dtype``, or if None in the dtypes of the first
@@ -166,7 +178,9 @@ def _average(chunks: list[Any], first: WeightLoader, sources: Sequence[Source], 
     for source in sources:
         loader = WeightLoader(chunks, source)
         if loader.missing != first.missing:
-            raise CheckpointError(f"{source.path}: expected the tensors of the first checkpoint, got other ones")
+            raise CheckpointError(
+                f"{source.path}: expected the tensors of the first checkpoint, got other ones"
+            )
         loader.fill(as_stored=True)
         for total, weight in zip(sums, weights, strict=True):
             total += weight
@@ -199,7 +213,9 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
         require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
-    layout_options = () if world > 1 else ("tp", "pp", "vpp")  # under torchrun they apply to any target
+    layout_options = (
+        () if world > 1 else ("tp", "pp", "vpp")
+    )  # under torchrun they apply to any target
     useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
     if options.to in ("hf", "peft"):
         useless = (*useless, *layout_options, "make_vocab_size_divisible_by")
@@ -207,7 +223,9 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
         value = getattr(options, name)
         if value != type(options).__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value} would do nothing with to={options.to}; leave it out")
-    layout = ParallelConfig(tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp))
+    layout = ParallelConfig(
+        tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp)
+    )
     if world > 1 and layout.model_parallel_size != world:
         raise ConfigError(
             f"tp={options.tp} x pp={options.pp}: expected the {world} processes of torchrun, got "
@@ -243,7 +261,10 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
     model = source.model
     # In one process layers need not divide: the rule for pp concerns training only.
     (layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)).check_model(model)
-    stages, layers = layout.pp * layout.num_model_chunks, model.num_layers + model.num_decoder_layers
+    stages, layers = (
+        layout.pp * layout.num_model_chunks,
+        model.num_layers + model.num_decoder_layers,
+    )
     if stages > layers:
         raise ConfigError(
             f"pp={layout.pp} x vpp={layout.num_model_chunks} = {stages} stages are more than the {layers} layers of "
@@ -262,7 +283,9 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
                 "convert it in one process"
             )
     if options.to == "peft" and model.lora is None:
-        raise CheckpointError(f"{source.path}: expected a model with adapters (LoRA), got one without; use --to hf")
+        raise CheckpointError(
+            f"{source.path}: expected a model with adapters (LoRA), got one without; use --to hf"
+        )
     described = family_of(model.family).model_config(source.hf_config, model.task)
     if options.to == "hf" and variant_of(described, model.to_dict()) != described:
         raise CheckpointError(
@@ -303,7 +326,9 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topolo
     if is_own and _world_size() > 1:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     elif is_own:
-        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+        )
     try:
         topology, runtime = groups.initialize(layout, TIMEOUT), Runtime(torch.device("cpu"))
         runtime.seed(1, topology.pp_rank)
@@ -321,7 +346,9 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
     Raises:
         ConfigError: If the filled weights would not fit in host memory.
     """
-    settings = EngineSettings(parallel=layout, params_dtype=torch.float32, device=torch.device("cpu"))
+    settings = EngineSettings(
+        parallel=layout, params_dtype=torch.float32, device=torch.device("cpu")
+    )
     # Stored weights have two bytes or more each.
     check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)
     with unchanged_environment():

@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -35,7 +39,15 @@ from lightning_megatron.checkpoint.files import (
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, metadata_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
-from lightning_megatron.convert.shards import EXPERTS, NO_WEIGHTS, Key, Region, Source, Stored, parse_key
+from lightning_megatron.convert.shards import (
+    EXPERTS,
+    NO_WEIGHTS,
+    Key,
+    Region,
+    Source,
+    Stored,
+    parse_key,
+)
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
@@ -44,7 +56,12 @@ from lightning_megatron.models.config import variant_of
 COMPANIONS = "hugging_face"
 """Directory in a ``*.ckpt`` with the tokenizer and generation config of the model."""
 
-_RUN_FIELDS = ("make_vocab_size_divisible_by", "share_embeddings_and_output_weights", "lora", "lora_dropout")
+_RUN_FIELDS = (
+    "make_vocab_size_divisible_by",
+    "share_embeddings_and_output_weights",
+    "lora",
+    "lora_dropout",
+)
 """Model fields that a run sets and its Hugging Face config lacks (T5's weight files decide about tied embeddings)."""
 _WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 _UNFUSED_NORMS = (
@@ -60,7 +77,9 @@ def _common_state(path: Path) -> Any:
         if index.fqn == "common_state/shard_0_1":
             with (path / entry.relative_path).open("rb") as file:
                 file.seek(entry.offset)
-                (common,) = read_pickle(io.BytesIO(file.read(entry.length)), name=f"{path}: common_state")
+                (common,) = read_pickle(
+                    io.BytesIO(file.read(entry.length)), name=f"{path}: common_state"
+                )
                 return common
     return {}
 
@@ -85,16 +104,25 @@ class DistributedSource(Source):
         check_backends(path)
         table, sizes = read_table(path), file_sizes(path)
         try:
-            ends = [(entry.relative_path, entry.offset + entry.length) for entry in table.storage_data.values()]
+            ends = [
+                (entry.relative_path, entry.offset + entry.length)
+                for entry in table.storage_data.values()
+            ]
             truncated = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
             lengths = sum(entry.length for entry in table.storage_data.values())
             self.stored = {
-                str(name): Stored(tuple(map(operator.index, entry.size)), entry.properties.dtype, entry)
+                str(name): Stored(
+                    tuple(map(operator.index, entry.size)), entry.properties.dtype, entry
+                )
                 for name, entry in table.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)  # else bytes: objects that are not sharded
+                if isinstance(
+                    entry, TensorStorageMetadata
+                )  # else bytes: objects that are not sharded
             }
         except _FORMAT_ERRORS as error:
-            raise CheckpointError(f"checkpoint {path} has damaged metadata ({error!r}); use another") from None
+            raise CheckpointError(
+                f"checkpoint {path} has damaged metadata ({error!r}); use another"
+            ) from None
         if truncated:
             name, end = truncated[0]
             raise CheckpointError(
@@ -102,10 +130,17 @@ class DistributedSource(Source):
                 "use another"
             )
         # Every layer of a stack gets a key of its own; an empty axis must not hide a huge one.
-        if sum(math.prod(max(1, size) for size in tensor.shape) for tensor in self.stored.values()) > lengths:
-            raise CheckpointError(f"checkpoint {path} has tensors larger than its {lengths:,} bytes; use another")
+        if (
+            sum(math.prod(max(1, size) for size in tensor.shape) for tensor in self.stored.values())
+            > lengths
+        ):
+            raise CheckpointError(
+                f"checkpoint {path} has tensors larger than its {lengths:,} bytes; use another"
+            )
         folders = (path / COMPANIONS, path)
-        self.companions = next((folder for folder in folders if folder.is_dir() and companion_files(folder)), None)
+        self.companions = next(
+            (folder for folder in folders if folder.is_dir() and companion_files(folder)), None
+        )
         self._found: dict[Key, Stored] = {}
         self._reader = table_reader(path, table)
 
@@ -129,7 +164,9 @@ class DistributedSource(Source):
                 name = name.replace(unfused, fused)
             axes = (".layers." in name and not layer) + (EXPERTS in name)
             for index in itertools.product(*map(range, stored.shape[:axes])):
-                self._found[Key(name, *layer, *index)] = Stored(stored.shape[axes:], stored.dtype, (entry, index))
+                self._found[Key(name, *layer, *index)] = Stored(
+                    stored.shape[axes:], stored.dtype, (entry, index)
+                )
         return self._found
 
     def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
@@ -143,7 +180,9 @@ class DistributedSource(Source):
         """See ``Source``."""
         name, index = self._found[region.key].location
         one = (1,) * len(index)
-        box = ChunkStorageMetadata(offsets=torch.Size((*index, *region.offset)), sizes=torch.Size((*one, *region.size)))
+        box = ChunkStorageMetadata(
+            offsets=torch.Size((*index, *region.offset)), sizes=torch.Size((*one, *region.size))
+        )
         target = torch.empty(box.sizes, dtype=self.stored[name].dtype)
         try:
             items = create_read_items_for_chunk_list(name, self.stored[name].location, [box])
@@ -175,14 +214,22 @@ class StrategySource(DistributedSource):
         modules = ((name, state) for name, state in lightning.items() if isinstance(state, Mapping))
         self.metadata = {
             "format_version": meta["format_version"],
-            "model": {name: value for name, value in meta["model_description"].items() if value is not None},
+            "model": {
+                name: value
+                for name, value in meta["model_description"].items()
+                if value is not None
+            },
             "base": self.base,
             "layout": {name: size for name, size in meta["layout"].items() if size is not None},
             "optimizer": meta["optimizer_format"],
             "global_step": lightning.get("global_step"),
             "epoch": lightning.get("epoch"),
             # Position of each data module: the state that it saved under its name.
-            "data": {name: state["train"] for name, state in modules if {"train", "train_order"} <= state.keys()},
+            "data": {
+                name: state["train"]
+                for name, state in modules
+                if {"train", "train_order"} <= state.keys()
+            },
             "lightning": lightning.get("pytorch-lightning_version"),
         }
 
@@ -196,12 +243,18 @@ class StrategySource(DistributedSource):
                 f"checkpoint {self.path} has no Hugging Face config of its model (none is saved with a model_provider)"
                 "; if a Hugging Face model computes the same, give its config.json with --config"
             )
-        self.hf_config = config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
-        model = family_of(self.hf_config.model_type).model_config(self.hf_config, stored.get("task"))
+        self.hf_config = (
+            config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
+        )
+        model = family_of(self.hf_config.model_type).model_config(
+            self.hf_config, stored.get("task")
+        )
         model = replace(model, **{name: stored[name] for name in _RUN_FIELDS if name in stored})
         self.model = variant_of(model, stored)
         if differing := differences(stored, described := self.model.to_dict()):
-            pairs = ", ".join(f"{name}={stored[name]} (the config says {described[name]})" for name in differing)
+            pairs = ", ".join(
+                f"{name}={stored[name]} (the config says {described[name]})" for name in differing
+            )
             raise CheckpointError(
                 f"checkpoint {self.path} is not of the model that its Hugging Face config describes: {pairs}; give the "
                 "right one with --config (no config describes models trained with a model_provider)"
@@ -216,7 +269,9 @@ class CoreSource(DistributedSource):
     def __init__(self, path: Path) -> None:
         """Also read the common state, which is not sharded; see ``DistributedSource``."""
         if (path / CHECKSUMS).is_file():
-            raise CheckpointError(f"checkpoint {path} lacks its file {META}: it is damaged; use another")
+            raise CheckpointError(
+                f"checkpoint {path} lacks its file {META}: it is damaged; use another"
+            )
         super().__init__(path)
         common = read_pickle(path / COMMON) if (path / COMMON).is_file() else _common_state(path)
         if not isinstance(common, Mapping):

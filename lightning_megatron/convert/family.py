@@ -49,14 +49,19 @@ class Rule:
 
     def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """Hugging Face names in one layer, of one expert."""
-        return tuple(name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hugging_face)
+        return tuple(
+            name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+            for name in self.hugging_face
+        )
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Hugging Face names without ``.weight``."""
         return tuple(name.removesuffix(".weight") for name in self.hugging_face)
 
-    def tensors(self, shape: tuple[int, ...], layer: int | None, expert: int | None) -> dict[str, tuple[int, ...]]:
+    def tensors(
+        self, shape: tuple[int, ...], layer: int | None, expert: int | None
+    ) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the Hugging Face tensors that form a Megatron tensor of ``shape``."""
         rows = self.rows or (shape[0],)
         assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
@@ -87,7 +92,11 @@ _LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
 
 def linear_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
     """Weight rules of the linear layers of attention and MLPs (not of experts), by Megatron's module name."""
-    named = {rule.megatron.removesuffix(".weight"): rule for rule in rules if rule.megatron.endswith(".weight")}
+    named = {
+        rule.megatron.removesuffix(".weight"): rule
+        for rule in rules
+        if rule.megatron.endswith(".weight")
+    }
     return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
 
 
@@ -106,7 +115,14 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
         lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
         named = zip(modules, parts, strict=True)
         matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
-        lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.B", hugging_face=matrices, rows=rule.rows, order=rule.order))
+        lora.append(
+            Rule(
+                megatron=f"{name}{ADAPTER_SUFFIX}.B",
+                hugging_face=matrices,
+                rows=rule.rows,
+                order=rule.order,
+            )
+        )
     return lora
 
 
@@ -160,7 +176,10 @@ def has_field(hf: Any, name: str) -> bool:
 
 def config_field_names(hf: Any) -> dict[str, str]:
     """Fields of a ``ModelConfig`` that a Hugging Face config object has under a common name, and that name."""
-    found = {ours: [name for name in names.split() if has_field(hf, name)] for ours, names in _FIELD_NAMES.items()}
+    found = {
+        ours: [name for name in names.split() if has_field(hf, name)]
+        for ours, names in _FIELD_NAMES.items()
+    }
     return {ours: names[0] for ours, names in found.items() if names}
 
 
@@ -220,7 +239,9 @@ class Family:
     """Fields computed from a Hugging Face config object of this type; they override all others."""
     names: DecoderNames = DecoderNames()
     """Hugging Face's names of the weights."""
-    rules: Callable[[DecoderNames, ModelConfig], Sequence[Rule]] = lambda names, model: decoder_rules(names, model)
+    rules: Callable[[DecoderNames, ModelConfig], Sequence[Rule]] = lambda names, model: (
+        decoder_rules(names, model)
+    )
     """Returns the rules of all weights of a model, including its head."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Config fields that change the result, and their supported values; any other value raises."""
@@ -236,15 +257,23 @@ class Family:
         custom = dict(self.custom_fields(hf))
         if has_field(hf, "rope_parameters") and "position_embedding_type" not in custom:
             base, scaling = read_rope(hf, hf.rope_parameters, partial_rotary=self.partial_rotary)
-            custom |= {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": scaling}
+            custom |= {
+                "position_embedding_type": "rope",
+                "rotary_base": base,
+                "rope_scaling": scaling,
+            }
             if self.partial_rotary:
-                custom["rotary_percent"] = float((hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0)
+                custom["rotary_percent"] = float(
+                    (hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+                )
         if has_field(hf, "layer_types") and "sliding_window" not in custom:
             custom |= window_fields(hf)
         fields = {"scaled_residual_init": False, "kv_channels": head_dim(hf), **self.defaults}
         for ours, name in config_field_names(hf).items():
             if ours not in custom:
-                fields[ours] = activation(getattr(hf, name)) if ours == "activation" else getattr(hf, name)
+                fields[ours] = (
+                    activation(getattr(hf, name)) if ours == "activation" else getattr(hf, name)
+                )
         return ModelConfig(family=self.model_type, **{**fields, **custom})
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
@@ -284,11 +313,20 @@ class Family:
                 )
         try:
             return replace(self.describe(hf_config), task=self.task_of(hf_config, task))
-        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:
             if isinstance(error, ConfigError):
                 raise
             # transformers does not validate all fields of a config.json.
-            raise ConfigError(f"the {self.model_type} config is invalid ({error}); correct it") from error
+            raise ConfigError(
+                f"the {self.model_type} config is invalid ({error}); correct it"
+            ) from error
 
 
 def causal_lm(name: str) -> Mapping[str, str]:
@@ -314,7 +352,9 @@ def activation(name: str) -> Activation:
         ConfigError: If it is not supported.
     """
     if name not in _ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(
+            f"activation {name!r} is not supported; use one of {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
@@ -329,7 +369,9 @@ def head_dim(hf: Any) -> int:
     """
     if width := getattr(hf, "head_dim", None):
         if width > _MAX_HEAD_DIM:  # rotary frequencies are computed for every pair of dimensions
-            raise ConfigError(f"head_dim={width}: expected at most {_MAX_HEAD_DIM}; correct the model's config")
+            raise ConfigError(
+                f"head_dim={width}: expected at most {_MAX_HEAD_DIM}; correct the model's config"
+            )
         return int(width)
     require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)
     return int(hf.hidden_size // hf.num_attention_heads)
@@ -371,8 +413,18 @@ def linear(
     transposed: bool = False,
 ) -> list[Rule]:
     """Rules of a linear layer: weight and, if ``has_bias``, bias; arguments as in ``Rule``, without ``.weight``."""
-    weights, biases = (tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias"))
-    rules = [Rule(megatron=megatron + ".weight", hugging_face=weights, rows=rows, order=order, transposed=transposed)]
+    weights, biases = (
+        tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias")
+    )
+    rules = [
+        Rule(
+            megatron=megatron + ".weight",
+            hugging_face=weights,
+            rows=rows,
+            order=order,
+            transposed=transposed,
+        )
+    ]
     if has_bias:
         rules.append(Rule(megatron=megatron + ".bias", hugging_face=biases, rows=rows, order=order))
     return rules
@@ -380,8 +432,14 @@ def linear(
 
 def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
     """Rules of a norm: weight and, for most LayerNorms, bias; ``megatron`` is the name up to ``weight``."""
-    kinds = ("weight", "bias") if model.normalization == "LayerNorm" and model.norm_bias else ("weight",)
-    return [Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds]
+    kinds = (
+        ("weight", "bias")
+        if model.normalization == "LayerNorm" and model.norm_bias
+        else ("weight",)
+    )
+    return [
+        Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds
+    ]
 
 
 def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
@@ -395,13 +453,22 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
     """Rules of a stack (``encoder`` or ``decoder``): attention and MLP of its layers, and its final norm."""
     hf, transposed = names.base + names.layer, names.is_transposed
     attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
-    queries, keys = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    queries, keys = (
+        model.num_attention_heads * model.kv_channels,
+        model.num_query_groups * model.kv_channels,
+    )
     order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
 
     def fused(parts: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, Any]:
-        return {"hugging_face": tuple(hf + part for part in parts), "rows": rows if len(parts) > 1 else ()}
+        return {
+            "hugging_face": tuple(hf + part for part in parts),
+            "rows": rows if len(parts) > 1 else (),
+        }
 
-    qkv, fc1 = fused(names.qkv, (queries, keys, keys)), fused(names.fc1, (model.ffn_hidden_size,) * 2)
+    qkv, fc1 = (
+        fused(names.qkv, (queries, keys, keys)),
+        fused(names.fc1, (model.ffn_hidden_size,) * 2),
+    )
     qkv["order"] = None if names.is_megatron_order else order
     norms = {
         "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
@@ -413,10 +480,19 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
     }
     rules = [
         *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
-        *linear(attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv),
-        *linear(attention + "linear_proj", (hf + names.proj,), model.has_attention_output_bias, transposed=transposed),
+        *linear(
+            attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv
+        ),
+        *linear(
+            attention + "linear_proj",
+            (hf + names.proj,),
+            model.has_attention_output_bias,
+            transposed=transposed,
+        ),
         *linear(mlp + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
-        *linear(mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed),
+        *linear(
+            mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed
+        ),
     ]
     for megatron, (exists, hugging_face) in norms.items():
         rules += norm(f"{stack}.layers.{megatron}", hf + hugging_face, model) if exists else []
@@ -425,7 +501,10 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
 
 def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Rules of all weights of a decoder-only model."""
-    rules = [*linear("embedding.word_embeddings", (names.base + names.embedding,)), *stack_rules(names, model)]
+    rules = [
+        *linear("embedding.word_embeddings", (names.base + names.embedding,)),
+        *stack_rules(names, model),
+    ]
     rules += output_layer(model, names.output)
     if model.embedding_layernorm:
         rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
@@ -444,7 +523,9 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     rules = [
         *norm(layers + "pre_mlp_layernorm.", hf + names.mlp_norm, model),
         *linear(mlp + "router", (f"{block}.gate",)),
-        *linear(mlp + "experts.experts.linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2),
+        *linear(
+            mlp + "experts.experts.linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2
+        ),
         *linear(mlp + "experts.experts.linear_fc2", (down,)),
     ]
     if width := experts.shared_ffn_hidden_size:
@@ -452,7 +533,11 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         fc1 = (f"{shared}.gate_proj", f"{shared}.up_proj")
         rules += linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width))
         rules += linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",))
-        rules.append(Rule(megatron=mlp + "shared_experts.gate_weight", hugging_face=(f"{shared}_gate.weight",)))
+        rules.append(
+            Rule(
+                megatron=mlp + "shared_experts.gate_weight", hugging_face=(f"{shared}_gate.weight",)
+            )
+        )
     return rules
 
 
@@ -461,7 +546,14 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 _KEYS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    ),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
 }
@@ -485,7 +577,9 @@ def read_rope(
     rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _TYPES:
-        raise ConfigError(f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}")
+        raise ConfigError(
+            f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}"
+        )
     for name in sorted(set(rope) - _KEYS):
         raise ConfigError(
             f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KEYS))}"
@@ -497,19 +591,25 @@ def read_rope(
             "rotates whole heads, use 1.0"
         )
     base = float(rope.get("rope_theta", 10000.0))
-    return base, None if kind == "default" else _scaling(hf, kind, rope, int(head_dim(hf) * percent), base)
+    return base, None if kind == "default" else _scaling(
+        hf, kind, rope, int(head_dim(hf) * percent), base
+    )
 
 
 def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
     # Dynamic scaling starts from max_position_embeddings and ignores original_max_position_embeddings.
     longest = hf.max_position_embeddings
-    original = longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
+    original = (
+        longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
+    )
     factor = float(rope.get("factor", longest / original))
     fields: dict[str, Any] = {}
     if kind == "llama3":
         fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     elif kind == "longrope":
-        fields = {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
+        fields = {
+            name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")
+        }
         if any(len(factors) != width // 2 for factors in fields.values()):
             raise ConfigError(
                 f"short_factor and long_factor of rope_parameters: expected {width // 2} values, one for each pair "
@@ -517,8 +617,13 @@ def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: floa
             )
     elif kind == "yarn":
         # Hugging Face treats 0 as absent, too.
-        fields = {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+        fields = {
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+        }
         fields["truncate"] = bool(rope.get("truncate", True))
     parameters = {**rope, **fields, "rope_type": kind, "factor": factor}
     fields["attention_factor"] = float(scaled_frequencies(parameters, width, base, original)[1])
-    return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields)
+    return RopeScaling(
+        rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields
+    )

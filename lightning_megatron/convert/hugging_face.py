@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.convert.family import VOCABULARY, Family
-from lightning_megatron.convert.registry import config_for_task, config_object, family_of, read_json, rules_of
+from lightning_megatron.convert.registry import (
+    config_for_task,
+    config_object,
+    family_of,
+    read_json,
+    rules_of,
+)
 from lightning_megatron.convert.shards import (
     NO_WEIGHTS,
     Key,
@@ -115,7 +121,9 @@ def open_weights(directory: str | Path) -> WeightFiles:
         is_single = (directory / single).is_file()
         if is_single or (directory / index).is_file():
             files = [directory / single] if is_single else _indexed_files(directory / index)
-            return WeightFiles({name: tensor for file in files for name, tensor in read(file).items()})
+            return WeightFiles(
+                {name: tensor for file in files for name, tensor in read(file).items()}
+            )
     raise CheckpointError(
         f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "
         "save_pretrained, or train from random weights with pretrained=False"
@@ -126,11 +134,19 @@ def _indexed_files(index: Path) -> list[Path]:
     """Files named by an index; raises unless all exist and are in the directory of the index."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = [f"{name!r} is in {file!r}" for name, file in names.items() if not re.fullmatch(r"\w[\w.-]*", file)]
+        outside = [
+            f"{name!r} is in {file!r}"
+            for name, file in names.items()
+            if not re.fullmatch(r"\w[\w.-]*", file)
+        ]
         if outside or not names:
-            raise ValueError(f"{outside[0]}, which is outside its directory" if outside else "it names none")
+            raise ValueError(
+                f"{outside[0]}, which is outside its directory" if outside else "it names none"
+            )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of weight files ({error!r}); fetch it again") from None
+        raise CheckpointError(
+            f"{index} is not an index of weight files ({error!r}); fetch it again"
+        ) from None
     files = [index.parent / file for file in sorted(set(names.values()))]
     if missing := ", ".join(file.name for file in files if not file.is_file()):
         raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
@@ -144,7 +160,9 @@ def _damage_as_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"weights file {file} is truncated or damaged ({error}); fetch it again") from None
+        raise CheckpointError(
+            f"weights file {file} is truncated or damaged ({error}); fetch it again"
+        ) from None
 
 
 def read_safetensors(file: Path) -> dict[str, Stored]:
@@ -158,9 +176,16 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
 
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
         headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        if unknown := next((name for name, each in headers.items() if each.get_dtype() not in _TYPES), None):
-            raise CheckpointError(f"weights file {file} has {unknown!r} as {headers[unknown].get_dtype()}; unpack it")
-        return {name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file) for name, each in headers.items()}
+        if unknown := next(
+            (name for name, each in headers.items() if each.get_dtype() not in _TYPES), None
+        ):
+            raise CheckpointError(
+                f"weights file {file} has {unknown!r} as {headers[unknown].get_dtype()}; unpack it"
+            )
+        return {
+            name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file)
+            for name, each in headers.items()
+        }
 
 
 def _read_pickled(file: Path) -> dict[str, Stored]:
@@ -168,8 +193,12 @@ def _read_pickled(file: Path) -> dict[str, Stored]:
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
     ):
-        raise CheckpointError(f"weights file {file} is not a dict of tensors; save model.state_dict()")
-    return {name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in state.items()}
+        raise CheckpointError(
+            f"weights file {file} is not a dict of tensors; save model.state_dict()"
+        )
+    return {
+        name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in state.items()
+    }
 
 
 # ---- companions -----------------------------------------------------------------------------------------------------
@@ -269,15 +298,23 @@ class HuggingFaceSource(Source):
         hf_class = getattr(transformers, family.architectures[self.model.task])
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
         actual, ties = _stored_names(stored, keys, family), []
-        for name, source in (hf_class._tied_weights_keys or {}).items():  # tensor -> tensor that it is tied to
+        for name, source in (
+            hf_class._tied_weights_keys or {}
+        ).items():  # tensor -> tensor that it is tied to
             name = _file_name(name, family)
             if name in actual and name not in keys and source in keys:
                 in_file = actual.pop(name)
                 if actual.setdefault(source, in_file) != in_file:
                     ties.append((in_file, actual[source]))
         self._stored_name = {name: actual[name] for name in keys if name in actual}
-        is_headless = bool(family.names.base) and not any(name.startswith(family.names.base) for name in stored)
-        new = self._new_head_tensors(keys) if is_headless or self.model.architecture == "bert" else set()
+        is_headless = bool(family.names.base) and not any(
+            name.startswith(family.names.base) for name in stored
+        )
+        new = (
+            self._new_head_tensors(keys)
+            if is_headless or self.model.architecture == "bert"
+            else set()
+        )
         unexpected, ignored = {}, []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
@@ -290,40 +327,61 @@ class HuggingFaceSource(Source):
         found = {name: stored[in_file] for name, in_file in self._stored_name.items()}
         self.check(found | unexpected, {name: shapes[name] for name in shapes if name not in new})
         if dist.get_rank() == 0:
-            unequal = [f"{a!r} differs from {b!r}" for a, b in ties if not self._files.are_equal(a, b)]
+            unequal = [
+                f"{a!r} differs from {b!r}" for a, b in ties if not self._files.are_equal(a, b)
+            ]
             fix = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
             self.raise_mismatches([difference + fix for difference in unequal])
             if ignored:
-                _log.warning("of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored)))
+                _log.warning(
+                    "of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored))
+                )
         for name, tensor in found.items():
             # Tensors of different dtypes that form one of Megatron's are promoted to a common one.
-            self._dtypes[keys[name]] = torch.promote_types(self._dtypes.get(keys[name], tensor.dtype), tensor.dtype)
+            self._dtypes[keys[name]] = torch.promote_types(
+                self._dtypes.get(keys[name], tensor.dtype), tensor.dtype
+            )
         return self._dtypes
 
     def _new_head_tensors(self, keys: Mapping[str, Key]) -> set[str]:
         """Missing tensors of head modules of which the files have no tensor at all; these are newly initialized."""
 
         def head_of(name: str) -> str:
-            return ".".join(name.split(".")[:-1][:2])  # cls.predictions of cls.predictions.transform.dense.weight
+            return ".".join(
+                name.split(".")[:-1][:2]
+            )  # cls.predictions of cls.predictions.transform.dense.weight
 
         stored = {head_of(name) for name in self._stored_name}
         missing = keys.keys() - self._stored_name.keys()
-        return {name for name in missing if not keys[name].name.startswith(_BODY) and head_of(name) not in stored}
+        return {
+            name
+            for name in missing
+            if not keys[name].name.startswith(_BODY) and head_of(name) not in stored
+        }
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        rule, start, stop = self._rules[region.key.name], region.offset[0], region.offset[0] + region.size[0]
+        rule, start, stop = (
+            self._rules[region.key.name],
+            region.offset[0],
+            region.offset[0] + region.size[0],
+        )
         # For each row of the region: its row in the concatenation of Hugging Face tensors.
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
         values = torch.empty(region.size, dtype=self._dtypes[region.key])
-        for name, rows in zip(rule.names(*region.key[1:]), rule.rows or (region.shape[0],), strict=True):
+        for name, rows in zip(
+            rule.names(*region.key[1:]), rule.rows or (region.shape[0],), strict=True
+        ):
             target_rows = ((source >= 0) & (source < rows)).nonzero().flatten()
             if len(target_rows) and not name:
                 values[_as_slice(target_rows)] = 0
             elif len(target_rows):
                 source_rows, columns = source[target_rows], region.slices[1:]
                 first = int(source_rows.min())
-                span, within = slice(first, int(source_rows.max()) + 1), _as_slice(source_rows - first)
+                span, within = (
+                    slice(first, int(source_rows.max()) + 1),
+                    _as_slice(source_rows - first),
+                )
                 box = (columns[0], span) if rule.transposed else (span, *columns)
                 block = self._files.read(self._stored_name[name], box)
                 values[_as_slice(target_rows)] = (block.t() if rule.transposed else block)[within]
@@ -331,7 +389,9 @@ class HuggingFaceSource(Source):
         return values
 
 
-def _stored_names(stored: Collection[str], expected: Collection[str], family: Family) -> dict[str, str]:
+def _stored_names(
+    stored: Collection[str], expected: Collection[str], family: Family
+) -> dict[str, str]:
     """Map names in the full model (headless prefix added) to names in the files."""
     names: dict[str, str] = {}
     for actual in stored:
@@ -361,7 +421,9 @@ def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     return untied if has_both and not files.are_equal(*names) else model
 
 
-def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Path) -> frozenset[str]:
+def load_hugging_face(
+    chunks: Iterable[Any], model: ModelConfig, path: str | Path
+) -> frozenset[str]:
     """Load the weights of a Hugging Face model directory into this rank's model chunks. Collective over the world.
 
     Vocabulary padding becomes zero. A head that the files lack entirely (e.g. a classifier to train on a pretrained
@@ -379,7 +441,9 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
         CheckpointError: On every rank, before any weight changes, if the files are missing or damaged, or are not of
             this model; lists tensors that are missing, unexpected, or of another shape or an unsupported dtype.
     """
-    from lightning_megatron.engine.collectives import call_on_all_ranks  # the engine's import takes seconds
+    from lightning_megatron.engine.collectives import (
+        call_on_all_ranks,
+    )  # the engine's import takes seconds
 
     source = call_on_all_ranks(lambda: HuggingFaceSource(Path(path)))
     source.model = model
@@ -395,11 +459,17 @@ def load_hugging_face(chunks: Iterable[Any], model: ModelConfig, path: str | Pat
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
     """Hugging Face names of these tensors, in the order of the family's rules."""
     return [
-        name for rule in rules_of(model) for key in keys if key.name == rule.megatron for name in rule.names(*key[1:])
+        name
+        for rule in rules_of(model)
+        for key in keys
+        if key.name == rule.megatron
+        for name in rule.names(*key[1:])
     ]
 
 
-def files_of_tensors(directory: Path, names: Collection[str], model: ModelConfig) -> dict[str, tuple[str, bool]]:
+def files_of_tensors(
+    directory: Path, names: Collection[str], model: ModelConfig
+) -> dict[str, tuple[str, bool]]:
     """By their names in the files, the tensors ``names`` of a model directory: their file, and if they are finite.
 
     Args:
@@ -419,7 +489,10 @@ def files_of_tensors(directory: Path, names: Collection[str], model: ModelConfig
         in_file = stored_names[name]
         location = files.tensors[in_file].location
         is_finite = bool(files.read(in_file, (slice(None),)).isfinite().all())
-        found[in_file] = (str(location) if isinstance(location, Path) else str(directory), is_finite)
+        found[in_file] = (
+            str(location) if isinstance(location, Path) else str(directory),
+            is_finite,
+        )
     return found
 
 
@@ -436,8 +509,15 @@ def size_in_bytes(size: str | int, name: str = "max_shard_size") -> int:
         ConfigError: If ``size`` is not a positive size.
     """
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if isinstance(size, bool) or not parts or parts[2].upper() not in _UNITS or float(parts[1]) <= 0:
-        raise ConfigError(f"{name}={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes")
+    if (
+        isinstance(size, bool)
+        or not parts
+        or parts[2].upper() not in _UNITS
+        or float(parts[1]) <= 0
+    ):
+        raise ConfigError(
+            f"{name}={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes"
+        )
     return max(1, int(float(parts[1]) * _UNITS[parts[2].upper()]))
 
 
@@ -475,13 +555,25 @@ def save_hugging_face(
     gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
     contents = gatherer.contents()
     split = split_state_dict_into_shards_factory(
-        contents, get_storage_size=lambda tensor: tensor.num_bytes, filename_pattern=pattern, max_shard_size=largest
+        contents,
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern=pattern,
+        max_shard_size=largest,
     )
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
     is_first, path = dist.get_rank() == 0, Path(directory).absolute()
-    with progress_bar("saving weights", split.metadata["total_size"]) as bar, staged_directory(path) as folder:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-        call_on_all_ranks(lambda: _write_small_files(folder, config, index, companions) if is_first else None)
+    with (
+        progress_bar("saving weights", split.metadata["total_size"]) as bar,
+        staged_directory(path) as folder,
+    ):
+        index = (
+            {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            if split.is_sharded
+            else None
+        )
+        call_on_all_ranks(
+            lambda: _write_small_files(folder, config, index, companions) if is_first else None
+        )
         pending: dict[str, dict[str, torch.Tensor]] = {}
         remaining = Counter(split.tensor_to_filename.values())
         for name, tensor in gatherer.tensors():
@@ -495,13 +587,17 @@ def save_hugging_face(
             bar.update(contents[name].num_bytes)
 
 
-def _saved_config(hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool) -> Any:
+def _saved_config(
+    hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool
+) -> Any:
     """Copy of ``hf_config`` to save with these tensors: with the saved class, and the dtype of most values."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in contents.values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
     config = config_for_task(hf_config, model)
-    if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith("Model"):
+    if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith(
+        "Model"
+    ):
         config.architectures = hf_config.architectures
     for name in ("auto_map", "transformers_weights"):  # name files that are not copied
         config.__dict__.pop(name, None)
@@ -528,7 +624,9 @@ def staged_directory(path: Path) -> Iterator[Path]:
     @contextlib.contextmanager
     def staging() -> Iterator[None]:
         if path.is_file():
-            raise CheckpointError(f"{path} is a file; give the name of a directory to save the model in")
+            raise CheckpointError(
+                f"{path} is a file; give the name of a directory to save the model in"
+            )
         with staged(parent, name, last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError):
             folder.mkdir(exist_ok=True)
             yield
@@ -544,7 +642,9 @@ def staged_directory(path: Path) -> Iterator[Path]:
         call_on_all_ranks(stack.close)
 
 
-def _write_small_files(folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]) -> None:
+def _write_small_files(
+    folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]
+) -> None:
     """Write everything but the weights, first: a failure is found before they are gathered."""
     with failures_as_errors(f"model directory {folder} is not written"):
         config.to_json_file(folder / CONFIG_FILE)

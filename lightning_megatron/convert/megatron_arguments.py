@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.family import LAYER, POSITIONS, VOCABULARY, config_field_names
-from lightning_megatron.convert.registry import config_for_task, config_object, family_of, rules_of, stored_config
+from lightning_megatron.convert.registry import (
+    config_for_task,
+    config_object,
+    family_of,
+    rules_of,
+    stored_config,
+)
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import StandIn
@@ -34,7 +40,11 @@ HUGGING_FACE_CONFIG = "hugging_face_config"
 """Argument that stores the text of a ``config.json``."""
 _GIVE_A_CONFIG = "give the Hugging Face config.json of the same model with --config"
 _PUBLISHED: Mapping[str, Any] = {
-    "gpt": ((24, 1024, 4096, 1024), (50257,), {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"}),
+    "gpt": (
+        (24, 1024, 4096, 1024),
+        (50257,),
+        {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"},
+    ),
     "bert": ((24, 1024, 4096, 512), (28996, 30522), {"openai_gelu": False}),
 }
 """NVIDIA's GPT-2 345M and BERT 345M: (num_layers, hidden_size, ffn_hidden_size, max_position_embeddings), vocabulary
@@ -46,8 +56,19 @@ _MAX_LENGTH = 200
 """Maximum characters of an argument that ``inspect`` shows, and items of a list."""
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 _UNSUPPORTED = (
-    *("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "num_experts"),
-    *("rotary_interleaved", "squared_relu", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset"),
+    *(
+        "apply_layernorm_1p",
+        "apply_residual_connection_post_layernorm",
+        "multi_latent_attention",
+        "num_experts",
+    ),
+    *(
+        "rotary_interleaved",
+        "squared_relu",
+        "quick_geglu",
+        "activation_func_clamp_value",
+        "glu_linear_offset",
+    ),
     *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
 )
 """Arguments that no known family supports, unless their value is one of ``_OFF``."""
@@ -75,7 +96,9 @@ def embedded_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         fields: dict[str, Any] = json.loads(text)
         fields["model_type"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"args.{HUGGING_FACE_CONFIG} is damaged ({error!r}); {_GIVE_A_CONFIG}") from None
+        raise CheckpointError(
+            f"args.{HUGGING_FACE_CONFIG} is damaged ({error!r}); {_GIVE_A_CONFIG}"
+        ) from None
     return fields
 
 
@@ -102,7 +125,11 @@ def _as_plain_data(value: Any) -> Any:
 
 
 def describe_model(
-    arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, config: Path | None, path: Path
+    arguments: Mapping[str, Any],
+    shapes: Mapping[Key, tuple[int, ...]],
+    tp: int,
+    config: Path | None,
+    path: Path,
 ) -> tuple[ModelConfig, Any]:
     """Find the model of a checkpoint of Megatron-LM or Megatron-Core, and its Hugging Face config object.
 
@@ -126,8 +153,15 @@ def describe_model(
             hf_config = _ConfigBuilder(arguments, shapes, tp, path).config()
         except ConfigError:
             raise
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # arguments and shapes can be anything
-            raise CheckpointError(f"{path}: args and shapes describe no model ({error!r}); {_GIVE_A_CONFIG}") from None
+        except (
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # arguments and shapes can be anything
+            raise CheckpointError(
+                f"{path}: args and shapes describe no model ({error!r}); {_GIVE_A_CONFIG}"
+            ) from None
     family, names = family_of(hf_config.model_type), {key.name for key in shapes}
     model = family.model_config(hf_config)
     if config is None and HUGGING_FACE_CONFIG in arguments:
@@ -135,9 +169,13 @@ def describe_model(
     if model.architecture == "bert":
         tasks = (model.task, *family.architectures)  # the first task whose head is stored
         models = [family.model_config(hf_config, task) for task in tasks]
-        model = next((candidate for candidate in models if _names_outside_layers(candidate) <= names), model)
+        model = next(
+            (candidate for candidate in models if _names_outside_layers(candidate) <= names), model
+        )
     if model.architecture == "t5" and VOCABULARY[1] in names:
-        model = replace(model, share_embeddings_and_output_weights=False)  # not in its config: families/encoders.py
+        model = replace(
+            model, share_embeddings_and_output_weights=False
+        )  # not in its config: families/encoders.py
     return model, hf_config
 
 
@@ -152,7 +190,11 @@ class _ConfigBuilder:
     """Build a Hugging Face config from arguments and shapes; for the parameters see ``describe_model``."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], shapes: Mapping[Key, tuple[int, ...]], tp: int, path: Path
+        self,
+        arguments: Mapping[str, Any],
+        shapes: Mapping[Key, tuple[int, ...]],
+        tp: int,
+        path: Path,
     ) -> None:
         stacks = {key.name.split(".")[0] for key in shapes if key.layer is not None}
         self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
@@ -163,30 +205,48 @@ class _ConfigBuilder:
             if not key.layer
         }
         """Shapes of tensors of the first layer and outside layers, by names without their stack."""
-        self.rows, self.positions = (self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS))
+        self.rows, self.positions = (
+            self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS)
+        )
         num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
-        (width, ffn), branches = self.shapes["mlp.linear_fc2.weight"], self.shapes["mlp.linear_fc1.weight"][0]
+        (width, ffn), branches = (
+            self.shapes["mlp.linear_fc2.weight"],
+            self.shapes["mlp.linear_fc1.weight"][0],
+        )
         self.arguments = arguments or self.published_arguments(num_layers, width, branches)
         get, heads = self.arguments.get, self.arguments["num_attention_heads"]
         head_dim, remainder = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
         if remainder != 0:
-            raise ValueError(f"num_attention_heads={heads} does not divide {head_dim * heads + remainder} columns")
+            raise ValueError(
+                f"num_attention_heads={heads} does not divide {head_dim * heads + remainder} columns"
+            )
         untied, window = get("untie_embeddings_and_output_weights"), get("window_size")
         untied = "output_layer.weight" in self.shapes if untied is None else untied
-        positions = "rope" if get("use_rotary_position_embeddings") else get("position_embedding_type")
+        positions = (
+            "rope" if get("use_rotary_position_embeddings") else get("position_embedding_type")
+        )
         self.fields = {
             "vocab_size": self.vocab_size(),
             **{"num_layers": num_layers, "hidden_size": width, "ffn_hidden_size": ffn},
-            "num_query_groups": (self.shapes["self_attention.linear_qkv.weight"][0] // head_dim - heads) // 2,
+            "num_query_groups": (
+                self.shapes["self_attention.linear_qkv.weight"][0] // head_dim - heads
+            )
+            // 2,
             **{"num_attention_heads": heads, "kv_channels": head_dim},
             "gated_linear_unit": branches == 2 * ffn and bool(get("swiglu", True)),
-            "layernorm_epsilon": self.get_float("norm_epsilon", self.get_float("layernorm_epsilon", 1e-5)),
+            "layernorm_epsilon": self.get_float(
+                "norm_epsilon", self.get_float("layernorm_epsilon", 1e-5)
+            ),
             "add_qkv_bias": "self_attention.linear_qkv.bias" in self.shapes,
             "add_bias_linear": "mlp.linear_fc1.bias" in self.shapes,
             "share_embeddings_and_output_weights": self.architecture == "bert" or not untied,
-            "position_embedding_type": positions or ("learned_absolute" if self.positions else None),
+            "position_embedding_type": positions
+            or ("learned_absolute" if self.positions else None),
             "rotary_percent": self.get_float("rotary_percent", 1.0),
-            "max_position_embeddings": self.positions or get("max_position_embeddings") or get("seq_length") or 4096,
+            "max_position_embeddings": self.positions
+            or get("max_position_embeddings")
+            or get("seq_length")
+            or 4096,
             "num_tokentypes": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
             # Hugging Face's window includes the token itself.
             "sliding_window": window[0] + 1 if isinstance(window, Sequence) else window,
@@ -215,7 +275,10 @@ class _ConfigBuilder:
         size, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
         if type(size) is int and 0 < size <= self.rows:
             return size
-        is_gpt2 = self.architecture == "gpt" and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+        is_gpt2 = (
+            self.architecture == "gpt"
+            and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+        )
         if is_gpt2 and 0 <= padding < _MAX_PADDING * self.tp:
             return _GPT2_VOCABULARY
         _log.warning(
@@ -228,34 +291,62 @@ class _ConfigBuilder:
 
     def config(self) -> Any:
         """Hugging Face config object of the first family that matches all fields and tensors."""
-        wrong = [f"{name}={self.arguments[name]}" for name in _UNSUPPORTED if self.arguments.get(name) not in _OFF]
+        wrong = [
+            f"{name}={self.arguments[name]}"
+            for name in _UNSUPPORTED
+            if self.arguments.get(name) not in _OFF
+        ]
         if self.architecture == "t5":
-            wrong.append("the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)")
+            wrong.append(
+                "the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)"
+            )
         elif not wrong and self.architecture == "bert":
             return self.config_for("megatron-bert")
         if not wrong:
             mismatches = []
-            for family in ("gpt2", "gpt_bigcode") if self.positions else ("llama", "qwen2", "qwen3", "mistral"):
+            for family in (
+                ("gpt2", "gpt_bigcode")
+                if self.positions
+                else ("llama", "qwen2", "qwen3", "mistral")
+            ):
                 config = self.config_for(family)
                 model = family_of(family).model_config(config)
-                fields = [f"{name}={value}" for name, value in self.fields.items() if getattr(model, name) != value]
+                fields = [
+                    f"{name}={value}"
+                    for name, value in self.fields.items()
+                    if getattr(model, name) != value
+                ]
                 names = {rule.megatron for rule in rules_of(model)}
                 # With several pipeline stages the last one of a tied model has a copy of the embedding.
-                mismatches.append(fields + sorted(names ^ (self.names - ({"output_layer.weight"} - names))))
+                mismatches.append(
+                    fields + sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
+                )
                 if not mismatches[-1]:
                     return config
             wrong = min(mismatches, key=len)
-        raise CheckpointError(f"{self.path}: no known model family has {', '.join(wrong[:10])}; {_GIVE_A_CONFIG}")
+        raise CheckpointError(
+            f"{self.path}: no known model family has {', '.join(wrong[:10])}; {_GIVE_A_CONFIG}"
+        )
 
     def config_for(self, family: str) -> Any:
         """Hugging Face config object of ``family`` with all fields that are known."""
-        default, get, fields = config_object({"model_type": family}), self.arguments.get, dict(self.fields)
+        default, get, fields = (
+            config_object({"model_type": family}),
+            self.arguments.get,
+            dict(self.fields),
+        )
         if not fields["gated_linear_unit"]:
             # Megatron-LM's fused kernel and OpenAI's formula are both GELU's tanh approximation.
             fields["activation"] = (
-                "gelu_fast" if get("bias_gelu_fusion") else "gelu_new" if get("openai_gelu") else "gelu"
+                "gelu_fast"
+                if get("bias_gelu_fusion")
+                else "gelu_new"
+                if get("openai_gelu")
+                else "gelu"
             )
-        fields |= dict.fromkeys(("hidden_dropout", "embedding_dropout"), self.get_float("hidden_dropout", 0.1))
+        fields |= dict.fromkeys(
+            ("hidden_dropout", "embedding_dropout"), self.get_float("hidden_dropout", 0.1)
+        )
         fields["attention_dropout"] = self.get_float("attention_dropout", 0.1)
         fields["init_method_std"] = self.get_float("init_method_std", 0.02)
         names, extra = config_field_names(default), dict[str, Any](rope_parameters=self.rope())
@@ -271,13 +362,23 @@ class _ConfigBuilder:
 
     def rope(self) -> dict[str, Any]:
         """``rope_parameters`` of the Hugging Face config."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.get_float("rotary_base", 10000.0)}
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": self.get_float("rotary_base", 10000.0),
+        }
         if self.arguments.get("use_rope_scaling"):
             # Megatron-Core fixes the other values to those of Llama 3.1 (common/embeddings/rotary_pos_embedding.py).
             rope |= {"rope_type": "llama3", "factor": self.get_float("rope_scaling_factor", 8.0)}
-            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            rope |= {
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
         elif self.arguments.get("rotary_seq_len_interpolation_factor"):
-            rope |= {"rope_type": "linear", "factor": self.get_float("rotary_seq_len_interpolation_factor", 1.0)}
+            rope |= {
+                "rope_type": "linear",
+                "factor": self.get_float("rotary_seq_len_interpolation_factor", 1.0),
+            }
         return rope
 
 
@@ -286,14 +387,43 @@ class _ConfigBuilder:
 _T5_SEQ_LENGTH = 512
 """Sequence length of T5's pre-training, as the argument must have a value; relative positions have no limit."""
 _SHARED_NAMES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
-    *("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_base"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "num_query_groups",
+    ),
+    *(
+        "normalization",
+        "layernorm_epsilon",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "rotary_base",
+    ),
     *("rotary_percent", "rotary_interleaved"),
-    *("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance"),
-    *("num_tokentypes", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    *(
+        "position_embedding_type",
+        "relative_attention_num_buckets",
+        "relative_attention_max_distance",
+    ),
+    *(
+        "num_tokentypes",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "make_vocab_size_divisible_by",
+    ),
 )
 """Arguments with the same name and meaning as fields of ``ModelConfig``."""
-_FALSE = ("apply_residual_connection_post_layernorm", "onnx_safe", "squared_relu", "use_distributed_optimizer")
+_FALSE = (
+    "apply_residual_connection_post_layernorm",
+    "onnx_safe",
+    "squared_relu",
+    "use_distributed_optimizer",
+)
 
 
 def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
@@ -309,7 +439,11 @@ def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def megatron_arguments(
-    model: ModelConfig, hf_config: Any, layout: ParallelConfig, dtype: torch.dtype, more: Mapping[str, Any]
+    model: ModelConfig,
+    hf_config: Any,
+    layout: ParallelConfig,
+    dtype: torch.dtype,
+    more: Mapping[str, Any],
 ) -> Namespace:
     """Build Megatron-LM's arguments of a model at a layout.
 
@@ -323,7 +457,9 @@ def megatron_arguments(
     is_t5, positions = model.architecture == "t5", model.position_embedding_type
     seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
     # transformers' conversion scripts name Megatron-LM's fused kernel gelu_fast.
-    activations = [getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")]
+    activations = [
+        getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")
+    ]
     is_tanh = model.activation == "gelu_tanh"
     is_fused = is_tanh and "gelu_fast" in activations and not model.gated_linear_unit
     per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
@@ -331,7 +467,9 @@ def megatron_arguments(
         **{name: getattr(model, name) for name in _SHARED_NAMES},
         **dict.fromkeys(_FALSE, False),
         **_long_context_arguments(model),
-        **dict.fromkeys(("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length),
+        **dict.fromkeys(
+            ("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length
+        ),
         encoder_num_layers=model.num_layers,
         decoder_num_layers=model.num_decoder_layers if is_t5 else None,
         decoder_seq_length=seq_length if is_t5 else None,

@@ -50,8 +50,22 @@ import torch
 
 from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, megatron_arguments, metadata_of
-from lightning_megatron.convert.shards import NO_WEIGHTS, Key, Region, Shard, Source, Stored, progress_bar, shards_of
+from lightning_megatron.convert.megatron_arguments import (
+    arguments_of,
+    describe_model,
+    megatron_arguments,
+    metadata_of,
+)
+from lightning_megatron.convert.shards import (
+    NO_WEIGHTS,
+    Key,
+    Region,
+    Shard,
+    Source,
+    Stored,
+    progress_bar,
+    shards_of,
+)
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
@@ -64,7 +78,14 @@ MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of tied embeddings, with the same values as the first stage's."""
 EMBEDDING, _OUTPUT, _OUTPUT_BIAS = (Key(name) for name in VOCABULARY)
-_HEADS = ("lm_head.", "pooler.", "binary_head.", "classification_head.", "token_head.", _OUTPUT_BIAS.name)
+_HEADS = (
+    "lm_head.",
+    "pooler.",
+    "binary_head.",
+    "classification_head.",
+    "token_head.",
+    _OUTPUT_BIAS.name,
+)
 """Prefixes of tensors of BERT's heads; the task decides which of them a model has."""
 _MAX_NAMES = 5
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -116,7 +137,9 @@ def _translate(name: str, stack: str | None, architecture: Architecture, *, writ
         names = {core: legacy.split()[0] for core, legacy in modules.items()}
     else:
         names = {name: core for core, legacy in modules.items() for name in legacy.split()}
-    module, kind = re.split(r"(?=(?:weight|bias)$)", name) if name.endswith(("weight", "bias")) else (name, "")
+    module, kind = (
+        re.split(r"(?=(?:weight|bias)$)", name) if name.endswith(("weight", "bias")) else (name, "")
+    )
     return names.get(module, module) + kind
 
 
@@ -128,7 +151,9 @@ def _key_of(legacy: str, architecture: Architecture) -> Key:
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         return Key(_translate(name, None, architecture, writes=False))
-    stack = {"gpt": "decoder", "bert": "encoder"}.get(architecture) or stacked[1].replace("transformer", "encoder")
+    stack = {"gpt": "decoder", "bert": "encoder"}.get(architecture) or stacked[1].replace(
+        "transformer", "encoder"
+    )
     inside = _translate(stacked[4], stack, architecture, writes=False)
     return Key(f"{stack}.{stacked[2] or ''}{inside}", int(stacked[3]) if stacked[3] else None)
 
@@ -137,8 +162,14 @@ def legacy_name(key: Key, architecture: Architecture) -> str:
     """Flat legacy name to save a tensor under; the layer index counts from 0 in the file."""
     stacked = _STACKED.fullmatch(key.name)
     if stacked is None:
-        is_head = key != _OUTPUT and key.name.startswith(_HEADS) and not key.name.startswith("pooler.")
-        return _translate(key.name, None, architecture, writes=True) if is_head else f"language_model.{key.name}"
+        is_head = (
+            key != _OUTPUT and key.name.startswith(_HEADS) and not key.name.startswith("pooler.")
+        )
+        return (
+            _translate(key.name, None, architecture, writes=True)
+            if is_head
+            else f"language_model.{key.name}"
+        )
     stack = stacked[1] if architecture == "t5" else "encoder"
     layers = "" if key.layer is None else f"layers.{key.layer}."
     return f"language_model.{stack}.{layers}{_translate(stacked[4], stacked[1], architecture, writes=True)}"
@@ -157,7 +188,15 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d{0,9})")
 _MAX_EXPANSION = 20
 """Maximum ratio of unpacked to packed bytes of a zip file; weights hardly compress."""
-_ZIP_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_ZIP_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
 """Exceptions raised by reading damaged zip files."""
 
 _Rank = tuple[int, int]
@@ -185,9 +224,13 @@ def _rank_files(path: Path) -> dict[_Rank, Path]:
     if path.is_file():
         return {(0, 0): path}
     matches = {folder: _RANK.fullmatch(folder.name) for folder in sorted(path.glob("mp_rank_*"))}
-    folders = {(int(m[1]), int(m[2] or 0)): folder for folder, m in matches.items() if m} or {(0, 0): path}
+    folders = {(int(m[1]), int(m[2] or 0)): folder for folder, m in matches.items() if m} or {
+        (0, 0): path
+    }
     files = {rank: [folder / name for name in MODEL_FILES] for rank, folder in folders.items()}
-    return {rank: file for rank, names in files.items() for file in reversed(names) if file.is_file()}
+    return {
+        rank: file for rank, names in files.items() for file in reversed(names) if file.is_file()
+    }
 
 
 def is_legacy(path: Path) -> bool:
@@ -215,7 +258,9 @@ def read_ranks(path: Path) -> dict[_Rank, RankState]:
                 f"{path} is no checkpoint of Megatron-LM: it has no directories mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
             )
         tp, pp = _sizes(files)
-        if len(files) < tp * pp:  # compared before any loop over ranks: a number in a name can be huge
+        if (
+            len(files) < tp * pp
+        ):  # compared before any loop over ranks: a number in a name can be huge
             absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
             raise CheckpointError(
                 f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; "
@@ -233,14 +278,20 @@ def _unpack(archive: Path, folder: Path) -> Path:
             for info in opened.infolist():
                 name = PurePosixPath(info.filename)
                 if name.name in MODEL_FILES:
-                    rank = folder / (name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00")
+                    rank = folder / (
+                        name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00"
+                    )
                     rank.mkdir()
                     with opened.open(info) as source, (rank / MODEL_FILES[0]).open("wb") as target:
                         shutil.copyfileobj(source, target, 1 << 24)
     except FileExistsError:
-        raise CheckpointError(f"zip file {archive} has several checkpoints; unpack it, and give one of them") from None
+        raise CheckpointError(
+            f"zip file {archive} has several checkpoints; unpack it, and give one of them"
+        ) from None
     except _ZIP_ERRORS as error:
-        raise CheckpointError(f"zip file {archive} cannot be unpacked ({error}); fetch it again") from None
+        raise CheckpointError(
+            f"zip file {archive} cannot be unpacked ({error}); fetch it again"
+        ) from None
     return folder
 
 
@@ -252,7 +303,11 @@ def _read_rank(file: Path) -> RankState:
     """
     state = read_pickle(file)
     state = state if isinstance(state, Mapping) else {}
-    models = {int(name[1] or 0): value for key, value in state.items() if (name := _CHUNK.fullmatch(str(key)))}
+    models = {
+        int(name[1] or 0): value
+        for key, value in state.items()
+        if (name := _CHUNK.fullmatch(str(key)))
+    }
     chunks = tuple(dict(_flatten(models.get(index))) for index in range(len(models)))
     version = state.get("checkpoint_version", 0)
     if not chunks or not all(chunks) or type(version) not in (int, float):
@@ -261,7 +316,9 @@ def _read_rank(file: Path) -> RankState:
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
         )
-    metadata = {str(name): value for name, value in state.items() if not _CHUNK.fullmatch(str(name))}
+    metadata = {
+        str(name): value for name, value in state.items() if not _CHUNK.fullmatch(str(name))
+    }
     return RankState(metadata, float(version), chunks)
 
 
@@ -279,7 +336,9 @@ Shards = tuple[torch.Tensor, ...]
 """Shards of one tensor, of all tensor-parallel ranks."""
 
 
-def collect_tensors(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, list[tuple[str, Shards]]]:
+def collect_tensors(
+    path: Path, ranks: Mapping[_Rank, RankState]
+) -> dict[Key, list[tuple[str, Shards]]]:
     """Collect the shards of each tensor from all ranks.
 
     In layer order, chunk v of stage p follows chunk v of stage p - 1, and chunk v - 1 of the last stage. The number of
@@ -302,7 +361,14 @@ def collect_tensors(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, l
             )
     names = {name for state in ranks.values() for chunk in state.chunks for name in chunk}
     # GPT and BERT have the same layers and differ outside of them.
-    bert_only = ("lm_head.", "binary_head.", "pooler.", "language_model.pooler.", "classification_head.", "encoder.")
+    bert_only = (
+        "lm_head.",
+        "binary_head.",
+        "pooler.",
+        "language_model.pooler.",
+        "classification_head.",
+        "encoder.",
+    )
     is_bert = any(name.startswith(bert_only) or ".tokentype_embeddings." in name for name in names)
     is_t5 = any(".inter_attention." in name or ".cross_attention." in name for name in names)
     architecture: Architecture = "t5" if is_t5 else "bert" if is_bert else "gpt"
@@ -325,7 +391,10 @@ def collect_tensors(path: Path, ranks: Mapping[_Rank, RankState]) -> dict[Key, l
 
 
 def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
-    return [{name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()} for chunk in state.chunks]
+    return [
+        {name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()}
+        for chunk in state.chunks
+    ]
 
 
 def _stored_tensor(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
@@ -343,7 +412,11 @@ def merge(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch
     if axis is None:
         return shards[0]
     if ".linear_qkv." in key.name and version < 2.0:
-        heads, width, columns = model.num_attention_heads // len(shards), model.kv_channels, shards[0].shape[1:]
+        heads, width, columns = (
+            model.num_attention_heads // len(shards),
+            model.kv_channels,
+            shards[0].shape[1:],
+        )
         sizes, axes = ((heads, width, 3), (1, 2)) if version == 1.0 else ((3, heads, width), (0, 1))
         shards = tuple(shard.view(*sizes, *columns).transpose(*axes) for shard in shards)
         return torch.cat([shard.reshape(-1, *columns) for shard in shards])
@@ -370,30 +443,54 @@ class MegatronLMSource(Source):
         self._arguments, self._version = arguments_of(first.metadata), first.version
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's names: saved without version, rows as in 3.0
-        self._found = {key: _stored_tensor(key, copies) for key, copies in collect_tensors(path, ranks).items()}
+        self._found = {
+            key: _stored_tensor(key, copies) for key, copies in collect_tensors(path, ranks).items()
+        }
         self.stored = {tensor.location[0][0]: tensor for tensor in self._found.values()}
         iterations = (first.metadata.get("iteration"), self._arguments.get("iteration"))
-        self.iteration = next((value for value in iterations if type(value) is int and value > 0), 0)
+        self.iteration = next(
+            (value for value in iterations if type(value) is int and value > 0), 0
+        )
         folders = (path, path.parent) if path.is_dir() else ()
         self.companions = next((folder for folder in folders if companion_files(folder)), None)
-        layout = {"tp": self._tp, "pp": self._pp, **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {})}
+        layout = {
+            "tp": self._tp,
+            "pp": self._pp,
+            **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {}),
+        }
         state = first.metadata
         others = [name for name in state if name not in ("args", "iteration", "checkpoint_version")]
-        self.metadata = {**metadata_of(state), "checkpoint_version": first.version, "layout": layout, "others": others}
+        self.metadata = {
+            **metadata_of(state),
+            "checkpoint_version": first.version,
+            "layout": layout,
+            "others": others,
+        }
 
     def describe(self, config: Path | None) -> None:
         """See ``Source``."""
-        for name, found in (("tensor_model_parallel_size", self._tp), ("pipeline_model_parallel_size", self._pp)):
+        for name, found in (
+            ("tensor_model_parallel_size", self._tp),
+            ("pipeline_model_parallel_size", self._pp),
+        ):
             if type(size := self._arguments.get(name)) is int and size > found:
                 raise CheckpointError(
                     f"{self.path} was written with {name}={size} and has the files of {found}; give the directory of "
                     "all ranks, with those that are missing"
                 )
         shapes = {key: tensor.shape for key, tensor in self._found.items()}
-        self.model, self.hf_config = describe_model(self._arguments, shapes, self._tp, config, self.path)
-        heads, groups, version = self.model.num_attention_heads, self.model.num_query_groups, self._version
+        self.model, self.hf_config = describe_model(
+            self._arguments, shapes, self._tp, config, self.path
+        )
+        heads, groups, version = (
+            self.model.num_attention_heads,
+            self.model.num_query_groups,
+            self._version,
+        )
         if version not in (0, 1, 2, 3):
-            raise CheckpointError(f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3")
+            raise CheckpointError(
+                f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3"
+            )
         if version < 2.0 and (groups != heads or heads % self._tp != 0):
             raise CheckpointError(
                 f"num_attention_heads: expected a multiple of the checkpoint's tp={self._tp}, and of checkpoint_version"
@@ -406,11 +503,15 @@ class MegatronLMSource(Source):
         optional: tuple[str, ...] = _HEADS if self.model.architecture == "bert" else ()
         if self.model.share_embeddings_and_output_weights:
             optional += (_OUTPUT.name,)  # the last stage's copy, compared below
-        ignored = [key for key in self._found if key not in expected and key.name.startswith(optional)]
+        ignored = [
+            key for key in self._found if key not in expected and key.name.startswith(optional)
+        ]
         found = {key: tensor for key, tensor in self._found.items() if key not in ignored}
         self.check(found, expected)
         if self.model.architecture == "bert" and ignored:
-            _log.warning("of another head in %s and left out: %s", self.path, ", ".join(map(str, ignored)))
+            _log.warning(
+                "of another head in %s and left out: %s", self.path, ", ".join(map(str, ignored))
+            )
         for key, tensor in self._found.items():
             (_, first), *copies = tensor.location
             if key == EMBEDDING and _OUTPUT in ignored:
@@ -424,7 +525,9 @@ class MegatronLMSource(Source):
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        return merge(region.key, self._found[region.key].location[0][1], self.model, self._version)[region.slices]
+        return merge(region.key, self._found[region.key].location[0][1], self.model, self._version)[
+            region.slices
+        ]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -467,19 +570,35 @@ def save_megatron_lm(
     for shard in local:
         shards.setdefault(shard.region.key, []).append(shard)
     dtype = max(local, key=lambda shard: shard.data.nbytes).data.dtype
-    arguments = megatron_arguments(model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more})
+    arguments = megatron_arguments(
+        model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more}
+    )
     ranks = itertools.product(range(layout.tp), range(layout.pp))
     with progress_bar("saving weights", sum(shard.data.nbytes for shard in local)) as bar:
         for tensor, stage in ranks if rank is None else [rank]:
-            state: dict[str, Any] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": source.iteration}
+            state: dict[str, Any] = {
+                "args": arguments,
+                "checkpoint_version": _VERSION,
+                "iteration": source.iteration,
+            }
             for chunk in range(stage, len(split), layout.pp):
                 tensors: dict[str, Any] = {}
                 for name, key in _in_chunk(shards, split, chunk, model):
-                    values = _tp_shard(shards[key], model, layout.tp, tensor if rank is None else None)
+                    values = _tp_shard(
+                        shards[key], model, layout.tp, tensor if rank is None else None
+                    )
                     # Megatron-LM nests dictionaries: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"].
-                    depth = 3 if ".embedding." in name else 2 if name.startswith("language_model.") else 1
+                    depth = (
+                        3
+                        if ".embedding." in name
+                        else 2
+                        if name.startswith("language_model.")
+                        else 1
+                    )
                     *outer, last = name.split(".", depth)
-                    functools.reduce(lambda nested, part: nested.setdefault(part, {}), outer, tensors)[last] = values
+                    functools.reduce(
+                        lambda nested, part: nested.setdefault(part, {}), outer, tensors
+                    )[last] = values
                     bar.update(values.nbytes)
                 state["model" if layout.vpp is None else f"model{chunk // layout.pp}"] = tensors
             file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / MODEL_FILES[0]
@@ -492,7 +611,9 @@ def save_megatron_lm(
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _tp_shard(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None) -> torch.Tensor:
+def _tp_shard(
+    shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | None
+) -> torch.Tensor:
     """Shard of a tensor for tensor-parallel ``rank``, as a copy; if ``rank`` is None, ``shards`` are that shard."""
     key = shards[0].region.key
     axis = split_axis(key.name)
@@ -507,13 +628,17 @@ def _tp_shard(shards: Sequence[Shard], model: ModelConfig, tp: int, rank: int | 
     return torch.cat([part.chunk(tp, axis)[rank] for part in parts])
 
 
-def _in_chunk(keys: Collection[Key], split: Sequence[Layers], chunk: int, model: ModelConfig) -> list[tuple[str, Key]]:
+def _in_chunk(
+    keys: Collection[Key], split: Sequence[Layers], chunk: int, model: ModelConfig
+) -> list[tuple[str, Key]]:
     """Tensors of a model chunk with their flat legacy names, in layer order, before the final norm of their stack.
 
     Readers of such checkpoints take layers from the front of the dictionary.
     """
     own, is_last = split[chunk], chunk == len(split) - 1
-    is_first = any(layers and layers.start == 0 for layers in own.values())  # also of a decoder after an encoder
+    is_first = any(
+        layers and layers.start == 0 for layers in own.values()
+    )  # also of a decoder after an encoder
 
     def is_in_chunk(key: Key) -> bool:
         stack, _, inside = key.name.partition(".")
@@ -535,25 +660,43 @@ def _in_chunk(keys: Collection[Key], split: Sequence[Layers], chunk: int, model:
 # ---- pipeline stages ------------------------------------------------------------------------------------------------
 
 
-def split_layers(model: ModelConfig, layout: ParallelConfig) -> tuple[list[Layers], dict[str, int | None]]:
+def split_layers(
+    model: ModelConfig, layout: ParallelConfig
+) -> tuple[list[Layers], dict[str, int | None]]:
     """Layers of each model chunk in pipeline order, and the arguments with which Megatron-LM splits them like this.
 
     Raises:
         ConfigError: If Megatron-LM does not support such a split.
     """
-    pp, num_chunks, is_t5 = layout.pp, layout.pp * layout.num_model_chunks, model.architecture == "t5"
+    pp, num_chunks, is_t5 = (
+        layout.pp,
+        layout.pp * layout.num_model_chunks,
+        model.architecture == "t5",
+    )
     if layout.vpp is not None:
         if is_t5:
-            raise ConfigError(f"vpp={layout.vpp}: Megatron-LM does not interleave an encoder-decoder; leave vpp out")
+            raise ConfigError(
+                f"vpp={layout.vpp}: Megatron-LM does not interleave an encoder-decoder; leave vpp out"
+            )
         require_divides("pp x vpp", num_chunks, "num_layers", model.num_layers)
-    layers, encoder = model.num_layers + model.num_decoder_layers, model.num_layers * (model.architecture != "gpt")
+    layers, encoder = (
+        model.num_layers + model.num_decoder_layers,
+        model.num_layers * (model.architecture != "gpt"),
+    )
     sizes, split = _stage_sizes(layers, num_chunks), None
     if is_t5 and pp > 1:
-        split = min(max(1, pp - model.num_decoder_layers, round(pp * encoder / layers)), pp - 1, encoder)
+        split = min(
+            max(1, pp - model.num_decoder_layers, round(pp * encoder / layers)), pp - 1, encoder
+        )
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
     ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
-    names = ("pipeline_model_parallel_split_rank", *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")))
-    chunks: list[Layers] = [{"encoder": first, "decoder": second} for first, second in layer_ranges(encoder, sizes)]
+    names = (
+        "pipeline_model_parallel_split_rank",
+        *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
+    )
+    chunks: list[Layers] = [
+        {"encoder": first, "decoder": second} for first, second in layer_ranges(encoder, sizes)
+    ]
     return chunks, dict(zip(names, (split, *ends), strict=True))
 
 

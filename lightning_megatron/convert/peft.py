@@ -17,11 +17,22 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_megatron.convert.family import linear_rules
-from lightning_megatron.convert.hugging_face import HuggingFaceSource, WeightFiles, read_safetensors, write_weight_file
+from lightning_megatron.convert.hugging_face import (
+    HuggingFaceSource,
+    WeightFiles,
+    read_safetensors,
+    write_weight_file,
+)
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
 from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoader
 from lightning_megatron.engine.adapter_names import is_adapter
-from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_kind, require_number
+from lightning_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    as_options,
+    require_kind,
+    require_number,
+)
 from lightning_megatron.files import failures_as_errors, staged
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.hub import local_folder, named_folder
@@ -31,7 +42,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEARS = "all-linear"
 
 _KNOWN_FIELDS = {
-    *("base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode", "auto_mapping"),
+    *(
+        "base_model_name_or_path",
+        "revision",
+        "peft_version",
+        "task_type",
+        "inference_mode",
+        "auto_mapping",
+    ),
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
     *("megatron_core", "qalora_group_size"),
 }
@@ -105,11 +123,15 @@ class Adaptation:
             ConfigError: If the model has no such linear layers, or a ``model_provider`` builds it.
         """
         if model_provider is not None:
-            raise ConfigError("lora: expected this package's layers, got a model_provider; leave one of them out")
+            raise ConfigError(
+                "lora: expected this package's layers, got a model_provider; leave one of them out"
+            )
         return with_adapters(model, self.lora)
 
 
-def adaptation(lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | None) -> Adaptation | None:
+def adaptation(
+    lora: LoRA | Mapping[str, Any] | str | Path | None, base: str | None
+) -> Adaptation | None:
     """Parse the ``lora`` option of a module.
 
     Args:
@@ -149,7 +171,11 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
         for name, fused in linears.items()
     }
     parts = tuple((name, is_adapted) for name, is_adapted in adapted.items() if any(is_adapted))
-    return replace(model, lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=parts), lora_dropout=lora.dropout)
+    return replace(
+        model,
+        lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=parts),
+        lora_dropout=lora.dropout,
+    )
 
 
 def _matches(module: str, target: str) -> bool:
@@ -193,11 +219,17 @@ class AdapterSource(HuggingFaceSource):
                     f"adapter {self.path}: expected {supported} for {name}, got {value!r}, which changes what it "
                     "computes; use an adapter of plain LoRA"
                 )
-        modules = (name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in self.stored)
-        targets = tuple(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module))
+        modules = (
+            name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in self.stored
+        )
+        targets = tuple(
+            dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module)
+        )
         names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
         try:
-            return LoRA(**{field: self._config[name] for field, name in names.items()}, targets=targets)
+            return LoRA(
+                **{field: self._config[name] for field, name in names.items()}, targets=targets
+            )
         except (KeyError, ConfigError) as error:
             raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
 
@@ -245,14 +277,20 @@ def describe_with_base(adapters: Source, config: Path | None, base_path: Path | 
     adapters.describe(config or base.path)
     own = adapters.model
     adapters.model = replace(base.model, lora=own.lora, lora_dropout=own.lora_dropout)
-    adapters.kind, adapters.frozen, adapters.base = f"{adapters.kind} and its base", base, str(base.path)
+    adapters.kind, adapters.frozen, adapters.base = (
+        f"{adapters.kind} and its base",
+        base,
+        str(base.path),
+    )
     adapters.hf_config, adapters.companions = base.hf_config, adapters.companions or base.companions
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
 
-def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, base: str | None) -> None:
+def save_adapter(
+    chunks: Iterable[Any], model: ModelConfig, directory: Path, base: str | None
+) -> None:
     """Save an adapter that ``PeftModel.from_pretrained`` loads. Collective over the world; rank 0 writes.
 
     Args:
@@ -276,7 +314,9 @@ def save_adapter(chunks: Iterable[Any], model: ModelConfig, directory: Path, bas
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
                 write_weight_file(folder, WEIGHTS, tensors)
-                (folder / CONFIG).write_text(json.dumps(_adapter_config(model, base), indent=2, sort_keys=True) + "\n")
+                (folder / CONFIG).write_text(
+                    json.dumps(_adapter_config(model, base), indent=2, sort_keys=True) + "\n"
+                )
 
     call_on_all_ranks(write)
 
@@ -287,12 +327,20 @@ def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     assert lora is not None
     rules = rules_of(replace(model, lora=None))
     linears = linear_rules(rules)
-    adapted = {module for name, parts in lora.linears for module in itertools.compress(linears[name].modules, parts)}
+    adapted = {
+        module
+        for name, parts in lora.linears
+        for module in itertools.compress(linears[name].modules, parts)
+    }
     others = {name for rule in rules for name in rule.modules} - adapted
     targets = set()
     for words in (module.split(".") for module in adapted):
         suffixes = (".".join(words[-length:]) for length in range(1, len(words)))
-        targets.add(next(suffix for suffix in suffixes if not any(_matches(name, suffix) for name in others)))
+        targets.add(
+            next(
+                suffix for suffix in suffixes if not any(_matches(name, suffix) for name in others)
+            )
+        )
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),

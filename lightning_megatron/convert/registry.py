@@ -23,15 +23,31 @@ HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
 _COMMON_KEYS = {
     "num_labels",  # stored as the length of id2label
-    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings"),
-    *("is_encoder_decoder", "decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *(
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "tie_word_embeddings",
+    ),
+    *(
+        "is_encoder_decoder",
+        "decoder_start_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
 }
 """Keys allowed in any ``config.json`` although not in the class (transformers moved some to the generation config)."""
 _LEGACY_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _LEGACY_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
-    "qwen3_moe": {"head_dim", "max_window_layers"},  # in published files; only head_dim is read by the model
+    "qwen3_moe": {
+        "head_dim",
+        "max_window_layers",
+    },  # in published files; only head_dim is read by the model
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
 MAX_LAYERS = 1_000
@@ -43,14 +59,27 @@ _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers 
 _BIASED_HEAD = "its output layer has a bias, and the engine's has none"
 REFUSED_TYPES: dict[str, str] = {
     **dict.fromkeys(
-        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta", "deberta-v2"),
+        (
+            "bert",
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "electra",
+            "distilbert",
+            "albert",
+            "deberta",
+            "deberta-v2",
+        ),
         _POST_NORM.format("megatron-bert"),
     ),
     "bart": _POST_NORM.format("t5"),
     **dict.fromkeys(("gptj", "codegen", "phi"), _BIASED_HEAD),
     "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
     "olmo": "its norms have no weights; use model_type='olmo2'",
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "its attention keeps latent vectors instead of keys and values"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        "its attention keeps latent vectors instead of keys and values",
+    ),
     "gpt_oss": "its attention has sinks",
 }
 """Common model types that are not supported, and the reason."""
@@ -59,8 +88,14 @@ REFUSED_TYPES: dict[str, str] = {
 @functools.cache
 def known_families() -> dict[str, Family]:
     """All families by ``model_type``, imported from ``convert/families``."""
-    names = (f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
-    return {family.model_type: family for name in names for family in importlib.import_module(name).FAMILIES}
+    names = (
+        f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__)
+    )
+    return {
+        family.model_type: family
+        for name in names
+        for family in importlib.import_module(name).FAMILIES
+    }
 
 
 def family_of(model_type: str) -> Family:
@@ -75,7 +110,9 @@ def family_of(model_type: str) -> Family:
             f"model_type={model_type!r} cannot be computed: {REFUSED_TYPES[model_type]} (known families: {known})"
         )
     if model_type not in known_families():
-        raise ConfigError(f"model_type={model_type!r} is not a known model family; choose from {known}")
+        raise ConfigError(
+            f"model_type={model_type!r} is not a known model family; choose from {known}"
+        )
     return known_families()[model_type]
 
 
@@ -107,7 +144,9 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
             "model directory or a config.json"
         )
     if not isinstance(fields.get("model_type"), str):
-        raise ConfigError(f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}")
+        raise ConfigError(
+            f"the model config has no 'model_type'; add one of {', '.join(sorted(known_families()))}"
+        )
     return fields
 
 
@@ -119,13 +158,19 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"model config {file} does not exist; give a model directory, a config.json, or the fields")
+        raise ConfigError(
+            f"model config {file} does not exist; give a model directory, a config.json, or the fields"
+        )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model config {file} cannot be read as JSON ({error}); correct the file") from None
+        raise ConfigError(
+            f"model config {file} cannot be read as JSON ({error}); correct the file"
+        ) from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"model config {file} holds a {type(fields).__name__}, not an object; correct the file")
+        raise ConfigError(
+            f"model config {file} holds a {type(fields).__name__}, not an object; correct the file"
+        )
     return fields
 
 
@@ -162,7 +207,9 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     arguments = {k: v for k, v in fields.items() if k != "model_type"}
     _check_counts(arguments)
     if quantization := arguments.pop("quantization_config", None):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        )
         raise ConfigError(
             f"quantization_config of the {fields['model_type']} config ({method}) is not supported: weights are "
             "trained in floating point; use the model that it was made from"
@@ -184,7 +231,9 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
         return hf_config
     except Exception as error:  # transformers raises exceptions of its own
         reason = " ".join(str(error).split())  # their first line only names the field
-        raise ConfigError(f"the {fields['model_type']} config is invalid: {reason}; correct it") from None
+        raise ConfigError(
+            f"the {fields['model_type']} config is invalid: {reason}; correct it"
+        ) from None
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
@@ -196,7 +245,9 @@ def _check_counts(fields: Mapping[str, Any]) -> None:
     for kind, largest in (("layer", MAX_LAYERS), ("label", _MAX_LABELS)):
         for name, value in fields.items():
             if kind in name and isinstance(value, int) and value > largest:
-                raise ConfigError(f"{name}={value} is more than {largest} {kind}s; correct the model's config")
+                raise ConfigError(
+                    f"{name}={value} is more than {largest} {kind}s; correct the model's config"
+                )
 
 
 def stored_config(fields: Mapping[str, Any], origin: str) -> Any:

@@ -58,7 +58,11 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         """Name with layer and expert index, for messages."""
-        name = self.name if self.layer is None else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
+        name = (
+            self.name
+            if self.layer is None
+            else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
+        )
         return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
 
 
@@ -89,7 +93,9 @@ class Region:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Index of the region in the full tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,10 +116,14 @@ def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
         chunks: This rank's model chunks, wrapped or not.
         model: Config that the chunks were built from.
     """
-    names = {rule.megatron for rule in rules_of(model)}  # excludes the expert bias, which the engine initializes
+    names = {
+        rule.megatron for rule in rules_of(model)
+    }  # excludes the expert bias, which the engine initializes
     candidates = (_shard(part, model) for _, parts in _sharded_parameters(chunks) for part in parts)
     shards = [shard for shard in candidates if shard.region.key.name in names]
-    index = {key: i for i, key in enumerate(sorted_keys({shard.region.key for shard in shards}, model))}
+    index = {
+        key: i for i, key in enumerate(sorted_keys({shard.region.key for shard in shards}, model))
+    }
     return sorted(shards, key=lambda shard: (index[shard.region.key], shard.region.offset))
 
 
@@ -125,7 +135,9 @@ def named_shards(chunks: Iterable[Any]) -> Iterator[tuple[Key, torch.Tensor]]:
                 yield _key(part), part.data.detach()
 
 
-def _sharded_parameters(chunks: Iterable[Any]) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
+def _sharded_parameters(
+    chunks: Iterable[Any],
+) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
     """Each parameter with its sharded tensors in checkpoints: one, or two for a gated linear layer."""
     # Imported here, as reading headers needs no engine, whose import takes seconds.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -281,13 +293,17 @@ class Source(ABC):
     @property
     def weights(self) -> dict[str, Stored]:
         """``stored`` without optimizer state."""
-        return {name: tensor for name, tensor in self.stored.items() if ".optimizer." not in f".{name}"}
+        return {
+            name: tensor for name, tensor in self.stored.items() if ".optimizer." not in f".{name}"
+        }
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the largest weight."""
         weights = self.sources[0].weights.values()
-        return max(weights, key=lambda tensor: tensor.num_bytes, default=Stored((), torch.float32)).dtype
+        return max(
+            weights, key=lambda tensor: tensor.num_bytes, default=Stored((), torch.float32)
+        ).dtype
 
     def check(self, found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> None:
         """Compare the tensors found with those of the model.
@@ -304,10 +320,14 @@ class Source(ABC):
             full = expected.get(name)
             if full is None:
                 problems.append(f"'{name}' is not part of the model")
-            elif shape != full and not (str(name) in VOCABULARY and shape > full and shape[1:] == full[1:]):
+            elif shape != full and not (
+                str(name) in VOCABULARY and shape > full and shape[1:] == full[1:]
+            ):
                 problems.append(f"'{name}' has the shape {list(shape)}, not {list(full)}")
             elif dtype not in _FLOATS:
-                problems.append(f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16")
+                problems.append(
+                    f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16"
+                )
         self.raise_mismatches(problems)
 
     def raise_mismatches(self, problems: Sequence[str]) -> None:
@@ -337,16 +357,23 @@ class WeightLoader:
     """
 
     def __init__(self, chunks: Iterable[Any], source: Source) -> None:
-        from lightning_megatron.engine.collectives import call_on_all_ranks  # the engine's import takes seconds
+        from lightning_megatron.engine.collectives import (
+            call_on_all_ranks,
+        )  # the engine's import takes seconds
 
         self._chunks, self._model = list(chunks), source.model
         shapes: dict[Key, tuple[int, ...]] = {}
-        for part in _all_gather({s.region.key: s.region.shape for s in shards_of(self._chunks, source.model)}):
+        for part in _all_gather(
+            {s.region.key: s.region.shape for s in shards_of(self._chunks, source.model)}
+        ):
             shapes |= part
         keys = sorted_keys(shapes, source.model)
 
         def match() -> dict[Key, tuple[Source, torch.dtype]]:
-            matches = ((part, part.match({k: shapes[k] for k in keys if part.holds(k)})) for part in source.sources)
+            matches = (
+                (part, part.match({k: shapes[k] for k in keys if part.holds(k)}))
+                for part in source.sources
+            )
             return {key: (part, dtype) for part, dtypes in matches for key, dtype in dtypes.items()}
 
         self._found = call_on_all_ranks(match)  # the first rank compares tied tensors
@@ -369,13 +396,20 @@ class WeightLoader:
         if as_stored:
             for key, tensor in self.filled():
                 tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
-        shards = [shard for shard in shards_of(self._chunks, self._model) if shard.region.key in self._found]
+        shards = [
+            shard
+            for shard in shards_of(self._chunks, self._model)
+            if shard.region.key in self._found
+        ]
         with progress_bar("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
 
             def fill_all() -> None:
                 for shard in shards:
                     region = shard.region.unpadded
-                    values, target = self._found[region.key][0].read(region), shard.data[: region.size[0]]
+                    values, target = (
+                        self._found[region.key][0].read(region),
+                        shard.data[: region.size[0]],
+                    )
                     shard.data[region.size[0] :] = 0
                     target.copy_(values)
                     if dtype is not None:
@@ -404,7 +438,9 @@ def progress_bar(what: str, total_bytes: int) -> tqdm[Any]:
     """Progress bar on rank 0, shown for large models only and only if standard error is a terminal."""
     hidden = dist.get_rank() != 0 or total_bytes < _MIN_BAR_BYTES
     # disable=None hides the bar unless standard error is a terminal.
-    return tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None)
+    return tqdm(
+        desc=what, total=total_bytes, unit="B", unit_scale=True, disable=True if hidden else None
+    )
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -422,11 +458,16 @@ class WeightGatherer:
     """
 
     def __init__(
-        self, chunks: Iterable[Any], model: ModelConfig, include: Callable[[Key], bool] = lambda key: True
+        self,
+        chunks: Iterable[Any],
+        model: ModelConfig,
+        include: Callable[[Key], bool] = lambda key: True,
     ) -> None:
         self._group = _host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
-        self._shards = [s for s in shards_of(chunks, model) if s.is_main_replica and include(s.region.key)]
+        self._shards = [
+            s for s in shards_of(chunks, model) if s.is_main_replica and include(s.region.key)
+        ]
         found: dict[Key, dict[tuple[int, ...], tuple[int, int, Region]]] = {}
         for rank, regions in enumerate(_all_gather([shard.region for shard in self._shards])):
             for index, region in enumerate(regions):
@@ -472,7 +513,9 @@ class WeightGatherer:
             return self._receive(*parts[0])[: shape[0]]
         tensor = torch.empty(shape, dtype=parts[0][2].dtype)
         for rank, index, region in parts:
-            tensor[region.unpadded.slices] = self._receive(rank, index, region)[: region.unpadded.size[0]]
+            tensor[region.unpadded.slices] = self._receive(rank, index, region)[
+                : region.unpadded.size[0]
+            ]
         return tensor
 
     def _receive(self, rank: int, index: int, region: Region) -> torch.Tensor:

@@ -44,9 +44,53 @@ JSON_LINES_SUFFIXES = (".jsonl", ".json")
 """Suffixes of files with one JSON object per line; a directory search reads only the first."""
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 TEXT_SUFFIXES = frozenset(
-    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".sh", ".sql")
-    + (".py", ".pyi", ".pyx", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala")
-    + (".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".r", ".jl", ".lua", ".pl")
+    (
+        ".txt",
+        ".text",
+        ".md",
+        ".rst",
+        ".tex",
+        ".html",
+        ".css",
+        ".toml",
+        ".yaml",
+        ".yml",
+        ".ini",
+        ".cfg",
+        ".sh",
+        ".sql",
+    )
+    + (
+        ".py",
+        ".pyi",
+        ".pyx",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".cxx",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".java",
+        ".kt",
+        ".scala",
+    )
+    + (
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".swift",
+        ".r",
+        ".jl",
+        ".lua",
+        ".pl",
+    )
 )
 """Suffixes, lower case, of the text and source files that a directory search reads."""
 SKIPPED_FOLDERS = frozenset(("__pycache__", "site-packages", "dist-packages", "node_modules"))
@@ -169,7 +213,9 @@ def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_K
         if content == "parquet" or compression == ".zst":
             require_library("pyarrow" if content == "parquet" else "zstandard", f"reading {path}")
         if content == "text" and list(keys) != [PLAIN_TEXT_KEY]:
-            raise DataError(f"json keys {', '.join(keys)}: {path} is a text file, which has only '{PLAIN_TEXT_KEY}'")
+            raise DataError(
+                f"json keys {', '.join(keys)}: {path} is a text file, which has only '{PLAIN_TEXT_KEY}'"
+            )
     return list(files.values())
 
 
@@ -180,7 +226,9 @@ def require_library(name: str, purpose: str) -> None:
         ConfigError: If the library ``name`` is not installed.
     """
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{purpose} needs the library {name}; pip install 'lightning-megatron[data]'")
+        raise ConfigError(
+            f"{purpose} needs the library {name}; pip install 'lightning-megatron[data]'"
+        )
 
 
 def progress_bar(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
@@ -189,7 +237,9 @@ def progress_bar(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
 
     # A log file gets one line every ten seconds, a terminal two updates per second.
     interval, total = 0.5 if sys.stderr.isatty() else 10, sum(path.stat().st_size for path in files)
-    return tqdm(total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay)
+    return tqdm(
+        total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay
+    )
 
 
 def document_limit(path: str | Path, max_document_bytes: int | None = None) -> int:
@@ -228,17 +278,25 @@ def cut_into_pieces(
     for path in files:
         (content, _), size = format_of(path), path.stat().st_size
         if group and (content != "text" or group_bytes + size > piece_bytes):
-            yield Piece(files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes)
+            yield Piece(
+                files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes
+            )
             group, group_bytes = [], 0
         if content == "text":
             group.append(str(path))
             group_bytes += size
         elif content == "parquet":
-            yield from _cut_rows(str(path), size, keys, piece_bytes, document_limit(path, max_document_bytes))
+            yield from _cut_rows(
+                str(path), size, keys, piece_bytes, document_limit(path, max_document_bytes)
+            )
         else:
-            yield from _cut_lines(str(path), size, piece_bytes, document_limit(path, max_document_bytes))
+            yield from _cut_lines(
+                str(path), size, piece_bytes, document_limit(path, max_document_bytes)
+            )
     if group:
-        yield Piece(files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes)
+        yield Piece(
+            files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes
+        )
 
 
 def read_documents(
@@ -256,7 +314,9 @@ def read_documents(
     return [texts for _, texts in documents if isinstance(texts, tuple)], bad
 
 
-def read_texts(path: str, key: str = PLAIN_TEXT_KEY, decoder: Decoder | None = None) -> Iterator[tuple[str, str]]:
+def read_texts(
+    path: str, key: str = PLAIN_TEXT_KEY, decoder: Decoder | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield each text after its location: ``FILE, line N``, ``FILE, row N``, or ``FILE`` for a text file.
 
     Args:
@@ -303,13 +363,19 @@ def read_records(
 # ---- pieces to documents --------------------------------------------------------------------------------------------
 
 
-def _documents(piece: Piece, keys: Sequence[str], decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...] | str]]:
+def _documents(
+    piece: Piece, keys: Sequence[str], decoder: Decoder
+) -> Iterator[tuple[str, tuple[str, ...] | str]]:
     """Location of each document, with its texts (one per key) or the problem and its fix."""
     for path in piece.files:
         yield path, _read_text(path, piece.max_document_bytes, decoder)
     for location, record in _records(piece, decoder):
         texts = record if isinstance(record, str) else _extract_texts(record, keys, decoder)
-        if isinstance(texts, tuple) and piece.rows and sum(map(len, texts)) > (piece.max_document_bytes or math.inf):
+        if (
+            isinstance(texts, tuple)
+            and piece.rows
+            and sum(map(len, texts)) > (piece.max_document_bytes or math.inf)
+        ):
             texts = _too_long(piece.max_document_bytes or 0)
         yield location, texts
 
@@ -320,7 +386,10 @@ def _records(piece: Piece, decoder: Decoder) -> Iterator[tuple[str, dict[str, An
     for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
         if line and not line.isspace():
             is_long = limit is not None and len(line) > limit
-            yield f"{piece.path}, line {number}", _too_long(limit or 0) if is_long else _parse_line(line, decoder)
+            yield (
+                f"{piece.path}, line {number}",
+                _too_long(limit or 0) if is_long else _parse_line(line, decoder),
+            )
     for number, row in enumerate(piece.rows, piece.first):
         yield f"{piece.path}, row {number}", row
     if piece.problem:
@@ -373,14 +442,20 @@ def _parse_line(line: bytes, decoder: Decoder) -> dict[str, Any] | str:
     except UndecodableError as error:
         return str(error)
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        reason = (
+            f"{error.msg} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
         return f"is not JSON ({reason}); correct or remove that line"
     if not isinstance(record, dict):
         return f"has the type {type(record).__name__}, expected a JSON object; write one object per line"
     return record
 
 
-def _extract_texts(record: dict[str, Any], keys: Sequence[str], decoder: Decoder) -> tuple[str, ...] | str:
+def _extract_texts(
+    record: dict[str, Any], keys: Sequence[str], decoder: Decoder
+) -> tuple[str, ...] | str:
     texts = []
     for key in keys:
         text = record.get(key)
@@ -474,7 +549,9 @@ def _decompressor(compression: str, size: int) -> tuple[Any, type[Exception]]:
         size: Size of the file, which limits the window.
     """
     if compression == ".gz":
-        return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error  # 16: with gzip's header and checksum
+        return zlib.decompressobj(
+            wbits=16 + zlib.MAX_WBITS
+        ), zlib.error  # 16: with gzip's header and checksum
     import zstandard
 
     window = min(max(_MIN_ZSTD_WINDOW, _MAX_EXPANSION * size), _MAX_ZSTD_WINDOW)
@@ -529,7 +606,9 @@ def _too_long(limit: int) -> str:
     )
 
 
-def _cut_rows(path: str, size: int, keys: Sequence[str], piece_bytes: int, max_document_bytes: int) -> Iterator[Piece]:
+def _cut_rows(
+    path: str, size: int, keys: Sequence[str], piece_bytes: int, max_document_bytes: int
+) -> Iterator[Piece]:
     """The columns ``keys`` of a table, with row groups of any size: pages are read as they are needed.
 
     Texts stay in the dictionaries of the file, so that one that many rows share is in memory once.
@@ -554,7 +633,9 @@ def _cut_rows(path: str, size: int, keys: Sequence[str], piece_bytes: int, max_d
             for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
                 total += batch.nbytes
                 if total > _MIN_LARGEST_FILE + _MAX_EXPANSION * size:
-                    raise OSError(f"its {size:,} bytes become more than {_MAX_EXPANSION} times as many")
+                    raise OSError(
+                        f"its {size:,} bytes become more than {_MAX_EXPANSION} times as many"
+                    )
                 first, done = done + 1, done + batch.num_rows
                 before, accounted = accounted, size * done // num_rows
                 yield Piece(
@@ -577,7 +658,11 @@ def _column_problem(schema: Any, keys: Sequence[str]) -> dict[str, Any] | None:
     import pyarrow
 
     row: dict[str, Any] = dict.fromkeys(schema.names, "")
-    text_types = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    text_types = (
+        pyarrow.types.is_string,
+        pyarrow.types.is_large_string,
+        pyarrow.types.is_string_view,
+    )
     for field in schema:
         kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
         if field.name in keys and not any(is_text(kind) for is_text in text_types):
@@ -593,7 +678,9 @@ class _NoText:
         self.kind = kind
 
 
-def _rows_at_a_time(stream: BinaryIO, metadata: Any, columns: list[str], size: int, piece_bytes: int) -> int:
+def _rows_at_a_time(
+    stream: BinaryIO, metadata: Any, columns: list[str], size: int, piece_bytes: int
+) -> int:
     """Rows to read at a time, so that they take about ``piece_bytes``, and far from all memory if they repeat a text.
 
     Raises:
@@ -606,7 +693,9 @@ def _rows_at_a_time(stream: BinaryIO, metadata: Any, columns: list[str], size: i
         num_bytes += page.num_bytes
         dictionary = max(dictionary, page.num_bytes if page.is_dictionary else 0)
     bytes_per_row = max(num_bytes // max(metadata.num_rows, 1), 1)
-    largest: int = min(_MAX_ROWS, piece_bytes // bytes_per_row, _MAX_REPEATED_BYTES // max(dictionary, 1))
+    largest: int = min(
+        _MAX_ROWS, piece_bytes // bytes_per_row, _MAX_REPEATED_BYTES // max(dictionary, 1)
+    )
     return max(1, largest)
 
 
@@ -623,23 +712,35 @@ def _files_of_input(item: str | Path) -> list[Path]:
     matches = [path]
     if glob.has_magic(str(path)) and not os.path.exists(path):
         matches = sorted(glob.glob(str(path), recursive=True))
-    files = [file for match in matches for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])]
+    files = [
+        file
+        for match in matches
+        for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])
+    ]
     if not files:
-        raise DataError(f"{path} matches no file, or has no .jsonl, .parquet, .txt or source file; give other inputs")
+        raise DataError(
+            f"{path} matches no file, or has no .jsonl, .parquet, .txt or source file; give other inputs"
+        )
     for file in files:
         # Unlike Path.is_file, this is False, not an error, for inaccessible paths and overlong names.
         if not os.path.isfile(file):
-            raise DataError(f"{file} does not exist, or is not a file; give an existing file, directory or pattern")
+            raise DataError(
+                f"{file} does not exist, or is not a file; give an existing file, directory or pattern"
+            )
     return files
 
 
 def _files_of_folder(folder: str | Path) -> list[Path]:
     def refuse(error: OSError) -> NoReturn:  # otherwise its documents would silently be missing
-        raise DataError(f"{error.filename} cannot be searched ({error.strerror}); allow access") from error
+        raise DataError(
+            f"{error.filename} cannot be searched ({error.strerror}); allow access"
+        ) from error
 
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS
+        )
         paths += [Path(parent, name) for name in names if _is_document_file(name)]
     return sorted((path for path in paths if os.path.isfile(path)), key=lambda path: path.parts)
 

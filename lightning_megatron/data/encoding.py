@@ -70,7 +70,10 @@ class TextEncoding:
     @property
     def extends_ascii(self) -> bool:
         """Whether ASCII text has its own bytes: only then can a file be cut into lines before it is decoded."""
-        return self.is_utf8 or string.printable.encode(self.name, errors="replace") == string.printable.encode()
+        return (
+            self.is_utf8
+            or string.printable.encode(self.name, errors="replace") == string.printable.encode()
+        )
 
 
 class UndecodableError(ValueError):
@@ -110,7 +113,9 @@ class Decoder:
             return data.decode(self._codec).removeprefix(_BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             if self.encoding.errors == "strict":
-                offset = len(data) - len(error.object) + error.start  # the codec may have cut off the byte order mark
+                offset = (
+                    len(data) - len(error.object) + error.start
+                )  # the codec may have cut off the byte order mark
                 raise UndecodableError(
                     f"is not {self.encoding.name}: byte 0x{data[offset]:02x} at offset {offset} of it; {self._fix}"
                 ) from None

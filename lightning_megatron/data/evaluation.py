@@ -91,14 +91,19 @@ def tokenize_evaluation_texts(
         if task == "last_word":
             samples = _last_words(batch, encode, prefix, seq_length, strict)
         else:
-            samples = (_windows([*prefix, *ids], seq_length, stride) for ids in encode([text for _, text in batch]))
+            samples = (
+                _windows([*prefix, *ids], seq_length, stride)
+                for ids in encode([text for _, text in batch])
+            )
         for ids, rows in samples:
             if rows:
                 num_truncated += rows[0][0] > 0
                 bounds.extend(len(tokens) + bound for row in rows for bound in row)
                 tokens.extend(ids)
     if not bounds:
-        raise DataError(f"{path}: expected a text of at least two tokens, got none; give another file")
+        raise DataError(
+            f"{path}: expected a text of at least two tokens, got none; give another file"
+        )
     return EvaluationTexts(
         tokens=np.frombuffer(tokens, dtype=np.int32),
         bounds=np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3),
@@ -131,21 +136,28 @@ def _last_words(
     """One row per text, whose last tokens are the targets; its beginning is cut off to fit ``length``."""
     parts = [_split_last_word(text, location) for location, text in batch]
     texts = encode([f"{context} {word}" for context, word in parts])
-    contexts, words = encode([context for context, _ in parts]), encode([f" {word}" for _, word in parts])
+    contexts, words = (
+        encode([context for context, _ in parts]),
+        encode([f" {word}" for _, word in parts]),
+    )
     for (location, _), both, context, word in zip(batch, texts, contexts, words, strict=True):
         # Some tokenizers (SentencePiece) prepend a space to every text: the tokens of the word are then those that
         # follow the context in the full text.
         target = both[len(context) :] if both[: len(context)] == context else word
         ids, num_targets = [*prefix, *context, *target], len(target) if strict else 1
         if num_targets > length:
-            raise DataError(f"{location} ends with a word of {num_targets} tokens, seq_length={length}; raise it")
+            raise DataError(
+                f"{location} ends with a word of {num_targets} tokens, seq_length={length}; raise it"
+            )
         yield ids, [(max(0, len(ids) - length - 1), len(ids) - num_targets, len(ids))]
 
 
 def _split_last_word(text: str, location: str) -> tuple[str, str]:
     words = text.split()
     if len(words) < 2:
-        raise DataError(f"{location}: expected at least two words, to predict the last, got {len(words)}; remove it")
+        raise DataError(
+            f"{location}: expected at least two words, to predict the last, got {len(words)}; remove it"
+        )
     return text[: text.rstrip().rfind(words[-1])].strip(), words[-1]
 
 

@@ -57,7 +57,8 @@ PIECE_TOKENS = 1 << 22
 """Tokens copied at a time."""
 
 _TYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
+    code: np.dtype(name)
+    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
 }
 """Token dtypes by their code in ``.idx``."""
 _OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -125,7 +126,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
-def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
+def open_dataset(
+    prefix: str, *, option: str = "data_path", for_training: bool = True
+) -> IndexedDataset:
     """Open the dataset at ``prefix`` after checks that read a few bytes of its files; of an old format all of ``.idx``.
 
     Args:
@@ -138,7 +141,9 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
     """
     if prefix.endswith((".bin", ".idx")):
         raise DataError(f"{option}={prefix}: expected a prefix, got a file; write {prefix[:-4]}")
-    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    missing = [
+        prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)
+    ]
     if missing:
         raise DataError(
             f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
@@ -149,11 +154,15 @@ def open_dataset(prefix: str, *, option: str = "data_path", for_training: bool =
     index = (_read_old if is_old else _read_mmap)(prefix, files)
     dataset = IndexedDataset(prefix, "cached/lazy" if is_old else "mmap", *index, files)
     if for_training and dataset.dtype.kind == "f":
-        raise DataError(f"{prefix} holds {dataset.dtype}: expected integers, on which a model can be trained")
+        raise DataError(
+            f"{prefix} holds {dataset.dtype}: expected integers, on which a model can be trained"
+        )
     return dataset
 
 
-def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool = True) -> IndexedDataset:
+def check_dataset(
+    prefix: str, *, option: str = "data_path", for_training: bool = True
+) -> IndexedDataset:
     """Open the dataset at ``prefix`` after checking all of its ``.idx``, and nothing of ``.bin``.
 
     Arguments are those of ``open_dataset``.
@@ -172,7 +181,10 @@ def check_dataset(prefix: str, *, option: str = "data_path", for_training: bool 
         end = int(ends[-1])
     # Compared, not subtracted, which may overflow: damaged bounds can be any 64-bit integers.
     if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0 or bounds[-1] != num_sequences:
-        raise _damaged(prefix, f"has document bounds that do not ascend from 0 to the {num_sequences} sequences")
+        raise _damaged(
+            prefix,
+            f"has document bounds that do not ascend from 0 to the {num_sequences} sequences",
+        )
     return dataset
 
 
@@ -185,7 +197,9 @@ def _read_mmap(prefix: str, files: _Files) -> _Index:
     index = np.frombuffer(files[".idx"], np.uint8)
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
     if code not in _TYPES:
-        raise _damaged(prefix, f"has token type {code}, expected one of {', '.join(map(str, _TYPES))}")
+        raise _damaged(
+            prefix, f"has token type {code}, expected one of {', '.join(map(str, _TYPES))}"
+        )
     layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
     lengths, positions, bounds = _split(prefix, index, 34, layout)
     dtype = _TYPES[code]
@@ -196,7 +210,9 @@ def _read_mmap(prefix: str, files: _Files) -> _Index:
 
 def _read_old(prefix: str, files: _Files) -> _Index:
     index = np.frombuffer(files[".idx"], np.uint8)
-    code, element_size, num_sequences, num_axes, num_bounds = _read_header(prefix, index, OLD_MAGIC, "<6Q")
+    code, element_size, num_sequences, num_axes, num_bounds = _read_header(
+        prefix, index, OLD_MAGIC, "<6Q"
+    )
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{other} of {width}" for other, width in sorted(_OLD_TYPES))
         raise _damaged(prefix, f"has token type {code} of {element_size} bytes, expected {known}")
@@ -218,7 +234,11 @@ def _read_old(prefix: str, files: _Files) -> _Index:
 
 def _infer_document_bounds(prefix: str, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     ends = np.flatnonzero(lengths == 0) + 1
-    rule = "an empty sequence ends a document" if len(ends) else "each sequence is taken for a document"
+    rule = (
+        "an empty sequence ends a document"
+        if len(ends)
+        else "each sequence is taken for a document"
+    )
     warnings.warn(
         f"{prefix}.idx has no document index (fairseq, or Megatron before November 2019): {rule}; fairseq itself "
         "stored every token one too high",
@@ -227,7 +247,9 @@ def _infer_document_bounds(prefix: str, lengths: NDArray[np.int64]) -> NDArray[n
     return np.unique([0, *ends, len(lengths)]) if len(ends) else np.arange(len(lengths) + 1)
 
 
-def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str) -> tuple[int, ...]:
+def _read_header(
+    prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str
+) -> tuple[int, ...]:
     """Header fields after magic number and version."""
     head = index[: len(magic) + struct.calcsize(fields)].tobytes()
     if len(head) < len(magic) + struct.calcsize(fields) or not head.startswith(magic):
@@ -238,15 +260,25 @@ def _read_header(prefix: str, index: NDArray[np.uint8], magic: bytes, fields: st
     return tuple(values)
 
 
-def _split(prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]) -> list[NDArray[Any]]:
+def _split(
+    prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]
+) -> list[NDArray[Any]]:
     """Consecutive arrays from the byte ``begin`` to the end of the index, as views."""
-    bounds = list(accumulate((np.dtype(dtype).itemsize * count for dtype, count in layout), initial=begin))
+    bounds = list(
+        accumulate((np.dtype(dtype).itemsize * count for dtype, count in layout), initial=begin)
+    )
     if len(index) != bounds[-1]:
         counts = ", ".join(str(count) for _, count in layout)
-        raise _damaged(prefix, f"has {len(index)} bytes, arrays of {counts} elements need {bounds[-1]}")
+        raise _damaged(
+            prefix, f"has {len(index)} bytes, arrays of {counts} elements need {bounds[-1]}"
+        )
     if not all(count for _, count in layout):
-        raise DataError(f"{prefix}.idx holds no sequence; preprocess inputs that contain text into {prefix}")
-    return [index[a:b].view(dtype) for (a, b), (dtype, _) in zip(pairwise(bounds), layout, strict=True)]
+        raise DataError(
+            f"{prefix}.idx holds no sequence; preprocess inputs that contain text into {prefix}"
+        )
+    return [
+        index[a:b].view(dtype) for (a, b), (dtype, _) in zip(pairwise(bounds), layout, strict=True)
+    ]
 
 
 def _damaged(prefix: str, problem: str) -> DataError:
@@ -266,7 +298,9 @@ class IndexedDatasetWriter:
         """Tokens written so far."""
         return self._bin.tell() // self._dtype.itemsize
 
-    def add_documents(self, tokens: bytes | memoryview, lengths: ArrayLike, sequences: ArrayLike | None = None) -> None:
+    def add_documents(
+        self, tokens: bytes | memoryview, lengths: ArrayLike, sequences: ArrayLike | None = None
+    ) -> None:
         """Append documents.
 
         Args:
@@ -311,7 +345,9 @@ def dataset_writers(
     prefixes = [f"{output_prefix}{ending}" for ending in endings]
     paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
     if existing := ", ".join(filter(os.path.lexists, paths)):  # it may be the only copy of a corpus
-        raise DataError(f"output_prefix={output_prefix} would overwrite {existing}; choose another or remove them")
+        raise DataError(
+            f"output_prefix={output_prefix} would overwrite {existing}; choose another or remove them"
+        )
     folder, names = Path(prefixes[0]).parent, [os.path.basename(prefix) for prefix in prefixes]
     indices = [f"{name}.idx" for name in names]
     with (
@@ -321,7 +357,9 @@ def dataset_writers(
     ):
         writers = []
         for name in names:
-            tokens, index = (files.enter_context(open(hidden / f"{name}{end}", "wb")) for end in (".bin", ".idx"))
+            tokens, index = (
+                files.enter_context(open(hidden / f"{name}{end}", "wb")) for end in (".bin", ".idx")
+            )
             writers.append(IndexedDatasetWriter(tokens, index, dtype))
         yield writers
         for writer in writers:
@@ -334,7 +372,9 @@ def _map_file(path: str) -> mmap.mmap:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty file
-        raise DataError(f"{path} cannot be read ({error}); make it readable, or create or copy it again") from error
+        raise DataError(
+            f"{path} cannot be read ({error}); make it readable, or create or copy it again"
+        ) from error
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -352,23 +392,31 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
     from tqdm import tqdm
 
     if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
-        raise DataError(f"output_prefix={output_prefix}: expected the prefix of two files, like data/corpus")
+        raise DataError(
+            f"output_prefix={output_prefix}: expected the prefix of two files, like data/corpus"
+        )
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
     for source in sources:
         if source.dtype != sources[0].dtype and "f" in (source.dtype.kind, sources[0].dtype.kind):
-            types = f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
+            types = (
+                f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
+            )
             raise DataError(f"{types}; only integer types can be merged")
     dtype = np.result_type(*(source.dtype for source in sources))
     # A corpus that is merged within a second needs no progress bar.
     total = sum(len(source.tokens) for source in sources)
-    bar = tqdm(total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0)
+    bar = tqdm(
+        total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0
+    )
     with dataset_writers(output_prefix, dtype) as (writer,), bar:
         for source in sources:
             for begin in range(0, len(source.tokens), PIECE_TOKENS):
                 piece = source.tokens[begin : begin + PIECE_TOKENS]
                 writer.add_documents(piece.astype(dtype, copy=False).data, ())
                 bar.update(len(piece))
-            open_dataset(source.prefix, for_training=False)  # raises if it was truncated meanwhile: its map reads zeros
+            open_dataset(
+                source.prefix, for_training=False
+            )  # raises if it was truncated meanwhile: its map reads zeros
             writer.add_documents(b"", source.lengths, np.diff(source.document_bounds))
     return open_dataset(output_prefix, for_training=False)
 
@@ -382,7 +430,9 @@ def convert_dataset(source: str, output_prefix: str) -> IndexedDataset:
         DataError: As ``merge_datasets``, or if ``source`` is in the mmap format.
     """
     if open_dataset(source, option="input", for_training=False).format == "mmap":
-        raise DataError(f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is")
+        raise DataError(
+            f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is"
+        )
     return merge_datasets([source], output_prefix)
 
 
@@ -431,23 +481,38 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         "sequences_per_document": _summary(counts) if count else None,
     }
     if num_documents and count:
-        report["first_documents"] = [_preview(dataset, n, tokenizer) for n in range(min(num_documents, count))]
+        report["first_documents"] = [
+            _preview(dataset, n, tokenizer) for n in range(min(num_documents, count))
+        ]
     return report
 
 
 def as_text(report: dict[str, Any]) -> str:
     """Format the report of ``describe_dataset`` for a terminal."""
-    rows: dict[str, Any] = {name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")}
+    rows: dict[str, Any] = {
+        name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")
+    }
     rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
     rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"]}
-    lines = [report["prefix"], *(f"  {name:10}  {_format_value(value)}" for name, value in rows.items() if value)]
+    lines = [
+        report["prefix"],
+        *(f"  {name:10}  {_format_value(value)}" for name, value in rows.items() if value),
+    ]
     lines += ["", "Sequences by length in tokens"]
     for bucket in report["histogram"]:
-        span = f"{bucket['first']:,}" + (f" - {bucket['last']:,}" if bucket["last"] > bucket["first"] else "")
-        lines.append(f"  {span:>21}  {bucket['count']:>13,}  {bucket['count'] / report['sequences']:6.1%}")
+        span = f"{bucket['first']:,}" + (
+            f" - {bucket['last']:,}" if bucket["last"] > bucket["first"] else ""
+        )
+        lines.append(
+            f"  {span:>21}  {bucket['count']:>13,}  {bucket['count'] / report['sequences']:6.1%}"
+        )
     for document in report.get("first_documents", ()):
         unit = "token" if document["num_tokens"] == 1 else "tokens"
-        lines += ["", f"Document {document['number']}, {document['num_tokens']:,} {unit}", *_preview_lines(document)]
+        lines += [
+            "",
+            f"Document {document['number']}, {document['num_tokens']:,} {unit}",
+            *_preview_lines(document),
+        ]
     return "\n".join(lines)
 
 
@@ -458,7 +523,11 @@ def _format_value(value: Any) -> str:
 
 
 def _summary(values: NDArray[Any]) -> dict[str, int | float]:
-    return {"min": int(values.min()), "mean": round(float(values.mean()), 2), "max": int(values.max())}
+    return {
+        "min": int(values.min()),
+        "mean": round(float(values.mean()), 2),
+        "max": int(values.max()),
+    }
 
 
 def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
@@ -466,7 +535,10 @@ def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
     chunks = (np.frexp(values[begin : begin + CHUNK])[1] for begin in range(0, len(values), CHUNK))
     counts = np.sum([np.bincount(exponents, minlength=65) for exponents in chunks], axis=0)
     first, last = np.flatnonzero(counts)[[0, -1]].tolist()
-    return [{"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])} for n in range(first, last + 1)]
+    return [
+        {"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])}
+        for n in range(first, last + 1)
+    ]
 
 
 def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, Any]:
@@ -479,7 +551,9 @@ def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, 
     if tokenizer is not None:
         foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
         if foreign.size:
-            known = f"the tokenizer has 0 to {len(tokenizer) - 1}; give the one that made the dataset"
+            known = (
+                f"the tokenizer has 0 to {len(tokenizer) - 1}; give the one that made the dataset"
+            )
             raise DataError(f"{dataset.prefix} holds token {foreign[0]}, {known}")
         text = str(tokenizer.decode(tokens.tolist()))
     return {"number": number, "num_tokens": num_tokens, "tokens": tokens.tolist(), "text": text}
@@ -489,5 +563,8 @@ def _preview_lines(document: dict[str, Any]) -> list[str]:
     tokens, text, num_tokens = document["tokens"], document["text"], document["num_tokens"]
     shown, is_cut = " ".join(map(str, tokens[:_MAX_IDS_SHOWN])), num_tokens > _MAX_IDS_SHOWN
     if text is not None:
-        shown, is_cut = text[:_MAX_CHARACTERS_SHOWN], len(text) > _MAX_CHARACTERS_SHOWN or num_tokens > len(tokens)
+        shown, is_cut = (
+            text[:_MAX_CHARACTERS_SHOWN],
+            len(text) > _MAX_CHARACTERS_SHOWN or num_tokens > len(tokens),
+        )
     return [f"  {line}" for line in (shown + " …" * is_cut).split("\n")]

@@ -112,7 +112,9 @@ def record_files(path: str) -> list[Path]:
         return files
     files = [file for file in files if format_of(file)[0] == "json lines"]
     if not files:
-        raise DataError(f"{path} contains no .jsonl file; give such a file, or a directory or pattern with some")
+        raise DataError(
+            f"{path} contains no .jsonl file; give such a file, or a directory or pattern with some"
+        )
     return files
 
 
@@ -157,7 +159,14 @@ def read_instructions(options: InstructionOptions) -> Instructions:
         _log.warning(
             "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
             " nothing of their answers was left. Raise seq_length to keep them whole.",
-            *(num_truncated, len(lengths) + num_skipped, options.path, limit, num_truncated - num_skipped, num_skipped),
+            *(
+                num_truncated,
+                len(lengths) + num_skipped,
+                options.path,
+                limit,
+                num_truncated - num_skipped,
+                num_skipped,
+            ),
         )
     return Instructions(
         tokens=np.frombuffer(tokens, dtype=np.int32),
@@ -182,8 +191,12 @@ class _RecordTokenizer:
         self._options = options
         self._tokenizer = tokenizer = load_tokenizer(options.tokenizer)
         if not tokenizer.is_fast:
-            raise DataError(f"tokenizer={options.tokenizer}: expected one with tokenizer.json, got {tokenizer!r:.40}")
-        self.padding_token: int = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
+            raise DataError(
+                f"tokenizer={options.tokenizer}: expected one with tokenizer.json, got {tokenizer!r:.40}"
+            )
+        self.padding_token: int = next(
+            t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None
+        )
 
     def samples(self, records: Iterator[tuple[str, Message]]) -> Iterator[TokenizedSample]:
         """Yield the samples of each record: one, or one per answer.
@@ -193,20 +206,34 @@ class _RecordTokenizer:
                 answers.
         """
         while batch := list(islice(records, _BATCH)):
-            rendered = [(location, item) for location, record in batch for item in self._render(record, location)]
+            rendered = [
+                (location, item)
+                for location, record in batch
+                for item in self._render(record, location)
+            ]
             samples = self._tokenize([item for _, item in rendered])
             for (location, _), sample in zip(rendered, samples, strict=True):
                 if not sample[1].any():
-                    raise DataError(f"{location} has an answer without a token to learn; remove or complete it")
+                    raise DataError(
+                        f"{location} has an answer without a token to learn; remove or complete it"
+                    )
                 yield sample
 
     def _render(self, record: Message, location: str) -> list[_Rendered]:
-        prompt, completion, messages = record.get("prompt"), record.get("completion"), record.get("messages")
+        prompt, completion, messages = (
+            record.get("prompt"),
+            record.get("completion"),
+            record.get("messages"),
+        )
         if "messages" not in record and isinstance(prompt, str) and isinstance(completion, str):
             if not completion.strip():
-                raise DataError(f"{location} has an empty 'completion', so there is nothing to learn; complete it")
+                raise DataError(
+                    f"{location} has an empty 'completion', so there is nothing to learn; complete it"
+                )
             if self._tokenizer.eos_token_id is None:
-                raise DataError(f"{location}: expected a tokenizer with an eos_token to end completions, got none")
+                raise DataError(
+                    f"{location}: expected a tokenizer with an eos_token to end completions, got none"
+                )
             prompt += self._options.separator
             return [(prompt + completion, [(len(prompt), len(prompt + completion))], False)]
         num_prompt = 0
@@ -217,7 +244,11 @@ class _RecordTokenizer:
                 f"{location}: expected 'prompt' and 'completion', two strings or two lists of messages, or 'messages':"
                 f' [{{"role": "user", "content": "..."}}, ...], got {reprlib.repr(record)}; correct it'
             )
-        turns = [i for i, message in enumerate(messages) if message["role"] == _ASSISTANT and i >= num_prompt]
+        turns = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == _ASSISTANT and i >= num_prompt
+        ]
         if not turns or not all(_has_content(messages[turn]) for turn in turns):
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
             raise DataError(
@@ -230,12 +261,16 @@ class _RecordTokenizer:
         turns = turns[-1:] if self._options.answers == "last" else turns
         return [self._render_chat(messages[: turn + 1], [turn], tools, location) for turn in turns]
 
-    def _render_chat(self, messages: list[Message], turns: list[int], tools: Any, location: str) -> _Rendered:
+    def _render_chat(
+        self, messages: list[Message], turns: list[int], tools: Any, location: str
+    ) -> _Rendered:
         """Render a conversation; its answers are what the template marks, or else what follows a generation prompt."""
         text, marks = self._apply_template(messages, tools, location)
         # Many templates silently ignore tools, and roles that they do not know.
         calls = (call for message in messages for call in message.get("tool_calls") or ())
-        expected = [(f"the tool {name!r}", name) for name in map(_function_name, (*(tools or ()), *calls))]
+        expected = [
+            (f"the tool {name!r}", name) for name in map(_function_name, (*(tools or ()), *calls))
+        ]
         for message in messages:
             content, role = message.get("content"), message["role"]
             if role not in _REWRITTEN_ROLES and isinstance(content, str):
@@ -244,11 +279,17 @@ class _RecordTokenizer:
             if content not in text:
                 raise DataError(f"{location}: the chat template leaves out {subject}; use another")
         if marks is not None:
-            before = self._apply_template(messages[: turns[0]], tools, location)[1] if turns[0] else None
+            before = (
+                self._apply_template(messages[: turns[0]], tools, location)[1] if turns[0] else None
+            )
             return text, marks[len(before or ()) :], True
         answers = []
         for turn in turns:
-            begin = self._apply_template(messages[:turn], tools, location, generation_prompt=True)[0] if turn else None
+            begin = (
+                self._apply_template(messages[:turn], tools, location, generation_prompt=True)[0]
+                if turn
+                else None
+            )
             end = self._apply_template(messages[: turn + 1], tools, location)[0]
             if begin is None or not (text.startswith(end) and end.startswith(begin)):
                 raise DataError(
@@ -271,7 +312,10 @@ class _RecordTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # As in apply_chat_template: many templates fail on keys whose value is None.
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         try:
             template = self._tokenizer.get_chat_template(None, tools)
             has_marks = bool(_GENERATION.search(template))
@@ -317,7 +361,10 @@ class _RecordTokenizer:
                 if not is_chat:
                     eos = self._tokenizer.eos_token_id
                     if len(tokens) == 0 or tokens[-1] != eos:
-                        tokens, is_answer = np.append(tokens, np.int32(eos)), np.append(is_answer, False)
+                        tokens, is_answer = (
+                            np.append(tokens, np.int32(eos)),
+                            np.append(is_answer, False),
+                        )
                     is_answer[-1] = True
                 is_answer[:1] = False
                 yield tokens, is_answer
@@ -340,7 +387,9 @@ def _function_name(tool: Any) -> str:
 
 def _has_content(message: Message) -> bool:
     content = message.get("content")
-    return bool((content.strip() if isinstance(content, str) else content) or message.get("tool_calls"))
+    return bool(
+        (content.strip() if isinstance(content, str) else content) or message.get("tool_calls")
+    )
 
 
 def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -359,7 +408,9 @@ def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.b
 # ---- packing --------------------------------------------------------------------------------------------------------
 
 
-def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pack(
+    lengths: NDArray[np.integer], capacity: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pack samples into rows by best-fit decreasing, with the rows in random order.
 
     Each sample, longest first, goes into the fullest row that still has room for it: at most 11/9 of the fewest
@@ -394,7 +445,9 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> tuple[NDArra
             insort(rooms, room - length)
         with_room[room - length].append(row)
     row_of = generator.permutation(num_rows)[rows]
-    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(np.int64)
+    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(
+        np.int64
+    )
     return by_length[np.argsort(row_of, kind="stable")], starts
 
 
@@ -424,7 +477,9 @@ class InstructionSamples:
     def fingerprint(self) -> str:
         """Hash of samples and packing; not of padding, which does not change what is learned."""
         source = self.instructions
-        digest = hashlib.blake2b(repr((self.seq_length, int(source.padding_token))).encode(), digest_size=8)
+        digest = hashlib.blake2b(
+            repr((self.seq_length, int(source.padding_token))).encode(), digest_size=8
+        )
         begin, end = source.starts[0], source.starts[-1]
         for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
             digest.update(np.ascontiguousarray(part).data)
@@ -443,19 +498,34 @@ class InstructionSamples:
         import torch
 
         source = self.instructions
-        members = [self._members[self._starts[index] : self._starts[index + 1]] for index in indices]
+        members = [
+            self._members[self._starts[index] : self._starts[index + 1]] for index in indices
+        ]
         length = self.seq_length
         if self.pad_to_multiple_of is not None:
             longest = max(int(source.lengths[row].sum()) for row in members)
             length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        padding = {"input_ids": source.padding_token, "labels": _NO_TARGET, "attention_mask": 0, "position_ids": 0}
-        columns = {name: np.full((len(members), length), value, np.int64) for name, value in padding.items()}
+        padding = {
+            "input_ids": source.padding_token,
+            "labels": _NO_TARGET,
+            "attention_mask": 0,
+            "position_ids": 0,
+        }
+        columns = {
+            name: np.full((len(members), length), value, np.int64)
+            for name, value in padding.items()
+        }
         for row, samples in enumerate(members):
             end = 0
             for number, sample in enumerate(samples, 1):
                 tokens, is_answer = source.sample(sample)
                 begin, end = end, end + len(tokens)
-                values: list[Any] = [tokens, np.where(is_answer, tokens, _NO_TARGET), number, np.arange(len(tokens))]
+                values: list[Any] = [
+                    tokens,
+                    np.where(is_answer, tokens, _NO_TARGET),
+                    number,
+                    np.arange(len(tokens)),
+                ]
                 for column, value in zip(columns.values(), values, strict=True):
                     column[row, begin:end] = value
         return {name: torch.from_numpy(column) for name, column in columns.items()}
@@ -483,7 +553,10 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
         _FORMAT_VERSION,
         [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
         (options.seq_length, options.answers, options.separator),
-        (tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "", tokenizer.chat_template),
+        (
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "",
+            tokenizer.chat_template,
+        ),
         sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
     )
     name = f"instructions-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"

@@ -92,9 +92,18 @@ class BatchShape:
         """
         if self.rampup is None:
             return [self.num_microbatches]
-        ramp, full, unit = self.rampup, self.global_batch_size, self.micro_batch_size * self.data_parallel_size
+        ramp, full, unit = (
+            self.rampup,
+            self.global_batch_size,
+            self.micro_batch_size * self.data_parallel_size,
+        )
         grows = ramp.start >= 1 and ramp.increment >= 1 and ramp.samples >= 1 and ramp.start < full
-        if not grows or (full - ramp.start) % ramp.increment or ramp.start % unit or ramp.increment % unit:
+        if (
+            not grows
+            or (full - ramp.start) % ramp.increment
+            or ramp.start % unit
+            or ramp.increment % unit
+        ):
             raise ConfigError(
                 f"rampup_batch_size=[{ramp.start}, {ramp.increment}, {ramp.samples}]: expected a first global batch and"
                 f" an increment, multiples of micro_batch_size={self.micro_batch_size} x dp={self.data_parallel_size},"
@@ -190,7 +199,12 @@ class TrainLoader:
     """
 
     def __init__(
-        self, samples: Samples | None, order: PassOrder, shape: BatchShape, max_steps: int | None, num_workers: int
+        self,
+        samples: Samples | None,
+        order: PassOrder,
+        shape: BatchShape,
+        max_steps: int | None,
+        num_workers: int,
     ) -> None:
         """Start at the first sample.
 
@@ -230,7 +244,12 @@ class TrainLoader:
         """Yield batches from the position at the first ``next``: Lightning may restore it after making the iterator."""
         # Random numbers that samples draw differ between epochs and replicas, and after a resume.
         position = self.position
-        seed = (self.order.seed, position.epoch, position.consumed_samples, self._shape.data_parallel_rank)
+        seed = (
+            self.order.seed,
+            position.epoch,
+            position.consumed_samples,
+            self._shape.data_parallel_rank,
+        )
         self.before_batch()
         for batch in _load_batches(self.samples, self.batches(), self._num_workers, seed):
             # Counted before it is yielded, so that a checkpoint written during the step includes it.
@@ -259,7 +278,9 @@ class TrainLoader:
         """Begin ``epoch``, unless it is the current one; Lightning calls this before each epoch."""
         position = self.position
         if self._max_steps is None and epoch != position.epoch:
-            self.position = Position(epoch=epoch, earlier_samples=position.earlier_samples + position.consumed_samples)
+            self.position = Position(
+                epoch=epoch, earlier_samples=position.earlier_samples + position.consumed_samples
+            )
 
     def next_epoch_has_same_length(self) -> bool:
         """Whether the next epoch has as many steps: not after a resume with another batch size, or in a ramp-up."""
@@ -274,7 +295,10 @@ class TrainLoader:
         old = Position(**position)
         if self._max_steps is not None and old.epoch > 0:
             # That run counted epochs of one pass each: continue within its last one.
-            old = Position(consumed_samples=old.consumed_samples + old.epoch * self.order.num_samples, steps=old.steps)
+            old = Position(
+                consumed_samples=old.consumed_samples + old.epoch * self.order.num_samples,
+                steps=old.steps,
+            )
         self.position = old
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -287,7 +311,9 @@ class TrainLoader:
         if self._max_steps is not None:
             return max(0, self._max_steps - self.position.steps)
         position, earlier = self.position, self.position.earlier_samples
-        return self._shape.steps_in(earlier + position.consumed_samples, earlier + self.order.num_samples)
+        return self._shape.steps_in(
+            earlier + position.consumed_samples, earlier + self.order.num_samples
+        )
 
 
 class PassLoader:
@@ -297,7 +323,9 @@ class PassLoader:
     [rows] float32 too: 0 for the rows that pad the last batch.
     """
 
-    def __init__(self, samples: Samples | None, num_samples: int, shape: BatchShape, num_workers: int) -> None:
+    def __init__(
+        self, samples: Samples | None, num_samples: int, shape: BatchShape, num_workers: int
+    ) -> None:
         """Keep the arguments.
 
         Args:
@@ -306,7 +334,12 @@ class PassLoader:
             shape: Global batch of a step, and this rank's share.
             num_workers: Worker processes that prefetch.
         """
-        self._samples, self._num_samples, self._shape, self._num_workers = samples, num_samples, shape, num_workers
+        self._samples, self._num_samples, self._shape, self._num_workers = (
+            samples,
+            num_samples,
+            shape,
+            num_workers,
+        )
 
     def __len__(self) -> int:
         return -(-self._num_samples // self._shape.global_batch_size)
@@ -314,7 +347,9 @@ class PassLoader:
     def batch_indices(self) -> Iterator[list[int]]:
         """Sample indices of each batch of this replica; the last one is padded with ``PADDING_ROW``."""
         for first in range(0, self._num_samples, self._shape.global_batch_size):
-            yield [i if i < self._num_samples else PADDING_ROW for i in self._shape.positions(first)]
+            yield [
+                i if i < self._num_samples else PADDING_ROW for i in self._shape.positions(first)
+            ]
 
     def __iter__(self) -> Iterator[Rows]:
         seed = (self._shape.data_parallel_rank,)
@@ -374,7 +409,9 @@ def let_workers_end(loader: object) -> None:
         loader.worker_init_fn = EndsWithRank(loader.worker_init_fn)
 
 
-def parallel_map(function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]) -> Iterator[_Item]:
+def parallel_map(
+    function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]
+) -> Iterator[_Item]:
     """Yield ``function(key)`` for each key in order, computed here or by worker processes that end with the iterator.
 
     Args:
@@ -399,7 +436,9 @@ def _load_batches(
 ) -> Iterator[Rows]:
     if samples is None:
         # A placeholder for the source rank's batch; its rows tell Lightning the batch size.
-        yield from ({"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches)
+        yield from (
+            {"rows": torch.empty((len(indices), 0), dtype=torch.int64)} for indices in batches
+        )
         return
     # A private generator: the DataLoader draws a seed for its workers, which must not advance the random state that
     # dropout uses: on this rank alone, and at another step after a resume.
@@ -421,8 +460,17 @@ def _skip(sampler: Any, num_skipped: int, after_skipping: Callable[[], None]) ->
 
 def _rebuild(loader: DataLoader[Any], **order: Any) -> DataLoader[Any]:
     """A DataLoader like ``loader``, with another order or other batches."""
-    worker_options = ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "worker_init_fn")
-    kept = {name: getattr(loader, name) for name in (*worker_options, "pin_memory", "collate_fn", "generator")}
+    worker_options = (
+        "num_workers",
+        "prefetch_factor",
+        "timeout",
+        "multiprocessing_context",
+        "worker_init_fn",
+    )
+    kept = {
+        name: getattr(loader, name)
+        for name in (*worker_options, "pin_memory", "collate_fn", "generator")
+    }
     return DataLoader(loader.dataset, **order, **kept)
 
 
@@ -432,10 +480,17 @@ def resize_batches(loader: object, requested: int, num_microbatches: int) -> obj
     Raises:
         ConfigError: If its batches are not made by a ``batch_size`` that ``requested`` divides.
     """
-    if requested == num_microbatches or isinstance(loader, TrainLoader):  # TrainLoader sizes batches itself
+    if requested == num_microbatches or isinstance(
+        loader, TrainLoader
+    ):  # TrainLoader sizes batches itself
         return loader
     rows = getattr(loader, "batch_size", None)
-    if not is_map_style(loader) or type(loader.batch_sampler) is not BatchSampler or not rows or rows % requested:
+    if (
+        not is_map_style(loader)
+        or type(loader.batch_sampler) is not BatchSampler
+        or not rows
+        or rows % requested
+    ):
         raise ConfigError(
             f"fewer nodes than num_nodes take num_microbatches={num_microbatches} instead of {requested}, and larger "
             f"batches: expected a DataLoader of a map-style dataset with a batch_size that {requested} divides, got "
@@ -454,7 +509,11 @@ class ResumableLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], data_parallel_size: int, limit: Callable[[], float], first_epoch: int = 0
+        self,
+        loader: DataLoader[Any],
+        data_parallel_size: int,
+        limit: Callable[[], float],
+        first_epoch: int = 0,
     ) -> None:
         """Wrap ``loader``, whose sampler already shards the samples over data-parallel ranks.
 
@@ -487,7 +546,9 @@ class ResumableLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        is_resuming_in_mid_epoch = self._is_resuming and self._num_yielded < min(len(self), self._limit())
+        is_resuming_in_mid_epoch = self._is_resuming and self._num_yielded < min(
+            len(self), self._limit()
+        )
         if self._num_yielded > 0 and not is_resuming_in_mid_epoch:
             self._epoch, self._num_yielded = self._epoch + 1, 0
         self._is_resuming = False
@@ -500,7 +561,10 @@ class ResumableLoader:
             self.before_batch()
 
     def _full_epoch(self) -> DataLoader[Any]:
-        self._random_state, self._generator_state = torch.get_rng_state(), _state_of(self._generator)
+        self._random_state, self._generator_state = (
+            torch.get_rng_state(),
+            _state_of(self._generator),
+        )
         return self.loader
 
     def _remaining(self) -> DataLoader[Any]:
@@ -514,7 +578,12 @@ class ResumableLoader:
         # Skipped samples are not read from the dataset.
         rest = _skip(order, self._num_yielded, lambda: torch.set_rng_state(current_state))
         return _rebuild(
-            self.loader, **({"sampler": rest, "batch_size": None} if batches is None else {"batch_sampler": rest})
+            self.loader,
+            **(
+                {"sampler": rest, "batch_size": None}
+                if batches is None
+                else {"batch_sampler": rest}
+            ),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -619,11 +688,18 @@ class EvaluationLoader:
         batch_sampler, num_seen = self.loader.batch_sampler, 0
         seen = getattr(batch_sampler, "seen_batch_indices", None)
         if seen is None:
-            seen = ([index] for index in self.loader.sampler) if batch_sampler is None else batch_sampler
+            seen = (
+                ([index] for index in self.loader.sampler)
+                if batch_sampler is None
+                else batch_sampler
+            )
         for samples in seen:
             mask = self._first_visits(num_seen, len(samples))
             num_seen += len(samples)
-            yield [sample if first else PADDING_ROW for sample, first in zip(samples, mask.tolist(), strict=True)]
+            yield [
+                sample if first else PADDING_ROW
+                for sample, first in zip(samples, mask.tolist(), strict=True)
+            ]
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
@@ -632,7 +708,11 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
-    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor)] if isinstance(batch, dict) else []
+    tensors = (
+        [v for v in batch.values() if isinstance(v, torch.Tensor)]
+        if isinstance(batch, dict)
+        else []
+    )
     return tensors[0].shape[0] if tensors else 0
 
 
@@ -664,15 +744,23 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
         DataError: If it is anything else.
     """
     if not isinstance(batch, Mapping) or not batch:
-        raise DataError(f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors")
+        raise DataError(
+            f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors"
+        )
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            raise DataError(f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}")
+            raise DataError(
+                f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}"
+            )
     rows = {name: value.shape[0] for name, value in batch.items()}
     if len(set(rows.values())) > 1:
-        raise DataError(f"the tensors of a batch have different numbers of rows, {rows}; give all the same")
+        raise DataError(
+            f"the tensors of a batch have different numbers of rows, {rows}; give all the same"
+        )
     if 0 in rows.values():
-        raise DataError("a batch has no rows, and each must have at least one; correct the dataset or sampler")
+        raise DataError(
+            "a batch has no rows, and each must have at least one; correct the dataset or sampler"
+        )
     return dict(batch)
 
 
@@ -696,11 +784,15 @@ def broadcast_batch(
     if dist.get_rank() == topology.mp_source:
         try:
             tensors = check_batch(batch)
-            if check is not None and all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            if check is not None and all(
+                tensor.device.type == "cpu" for tensor in tensors.values()
+            ):
                 check(tensors)
         except Exception as error:
             if not is_alone:  # the other ranks wait for a header: send the error instead
-                _broadcast_header(str(error) if isinstance(error, DataError) else repr(error), topology)
+                _broadcast_header(
+                    str(error) if isinstance(error, DataError) else repr(error), topology
+                )
             raise
         header = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         buffer = pack(tensors, header).to(device, non_blocking=True)

@@ -73,9 +73,13 @@ class MaskingOptions:
             ConfigError: With the value, the rule and the fix.
         """
         if not 0 < self.probability < 1:
-            raise ConfigError(f"probability={self.probability} must be more than 0 and less than 1; 0.15 is usual")
+            raise ConfigError(
+                f"probability={self.probability} must be more than 0 and less than 1; 0.15 is usual"
+            )
         if not 0 <= (share := self.short_sequence_probability) <= 1:
-            raise ConfigError(f"short_sequence_probability={share} must be from 0 to 1; 0.1 is usual")
+            raise ConfigError(
+                f"short_sequence_probability={share} must be from 0 to 1; 0.1 is usual"
+            )
         require_number("max_ngram", 1 if self.max_ngram is None else self.max_ngram, at_least=1)
 
     def masked(self, num_tokens: int, target: int) -> float:
@@ -176,7 +180,9 @@ class MaskedObjective(Objective):
         probability = self.masking.probability
         if self.max_tokens < 2 or probability * self.max_tokens < 1:
             least = self.num_special_tokens + max(2, math.ceil(1 / probability))
-            raise ConfigError(f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}")
+            raise ConfigError(
+                f"seq_length={self.seq_length} is too small to mask a token; choose at least {least}"
+            )
 
     @cached_property
     def special_ids(self) -> tuple[int, ...]:
@@ -221,7 +227,9 @@ class MaskedObjective(Objective):
     def build_index(self, part: Part) -> SentenceIndex:
         return SentenceIndex(sentences=self._sentences(part, part.num_samples, warns=True))
 
-    def _sentences(self, part: Part, num_samples: int | None, *, warns: bool = False) -> NDArray[Any]:
+    def _sentences(
+        self, part: Part, num_samples: int | None, *, warns: bool = False
+    ) -> NDArray[Any]:
         """Build ``SentenceIndex.sentences``; None for ``num_samples`` makes one pass.
 
         Raises:
@@ -231,13 +239,20 @@ class MaskedObjective(Objective):
         from megatron.core.datasets.helpers import build_mapping
 
         if not 0 < part.seed < _MAX_INT32:
-            raise ConfigError(f"seed={part.seed}: expected 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's rule)")
+            raise ConfigError(
+                f"seed={part.seed}: expected 1 to {_MAX_INT32 - 1} for BERT and T5 (the engine's rule)"
+            )
         dataset = open_dataset(part.prefix)
         documents = split_ranges(part.split, dataset.num_documents)[part.name]
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
         lengths, num_sentences = dataset.lengths[bounds[0] : bounds[-1]], np.diff(bounds)
         num_tokens = int(lengths.sum(dtype=np.int64))
-        long_documents = np.searchsorted(bounds, np.flatnonzero(lengths > LONG_SENTENCE) + bounds[0], side="right") - 1
+        long_documents = (
+            np.searchsorted(
+                bounds, np.flatnonzero(lengths > LONG_SENTENCE) + bounds[0], side="right"
+            )
+            - 1
+        )
         skipped = num_sentences < max(1, self.min_sentences)
         skipped[long_documents] |= num_sentences[long_documents] > 1
         if not num_tokens or skipped.all():
@@ -248,9 +263,16 @@ class MaskedObjective(Objective):
             )
         if warns:
             single = dataset.lengths[bounds[:-1][num_sentences == 1]].astype(np.int64)
-            self._warn(part, skipped, int(np.maximum(single - self.max_tokens, 0).sum()) / num_tokens)
+            self._warn(
+                part, skipped, int(np.maximum(single - self.max_tokens, 0).sum()) / num_tokens
+            )
         passes = _MAX_INT32 - 1  # the engine stops after the pass that completes the samples
-        cut = (max(1, num_samples or 1), self.max_tokens, self.masking.short_sequence_probability, part.seed)
+        cut = (
+            max(1, num_samples or 1),
+            self.max_tokens,
+            self.masking.short_sequence_probability,
+            part.seed,
+        )
         return build_mapping(bounds, dataset.lengths, passes, *cut, False, self.min_sentences)  # type: ignore[no-any-return]
 
     def _warn(self, part: Part, skipped: Flags, truncated_share: float) -> None:
@@ -274,7 +296,9 @@ class MaskedObjective(Objective):
         return f"{part.seed}, {self.cut_key}"
 
     @override
-    def read(self, dataset: IndexedDataset, index: SentenceIndex, indices: Sequence[int], seed: int) -> Rows:
+    def read(
+        self, dataset: IndexedDataset, index: SentenceIndex, indices: Sequence[int], seed: int
+    ) -> Rows:
         """Masked samples at ``indices``, as the tensors of ``empty_rows``.
 
         Raises:
@@ -292,7 +316,9 @@ class MaskedObjective(Objective):
         tokens, tokenizer = stored.astype(np.int64), self.tokenizer
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
             token = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise DataError(f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}")
+            raise DataError(
+                f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
+            )
         begins = tokenizer.begins_word[tokens]
         begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
         return tokens, begins, lengths, target
@@ -302,7 +328,9 @@ class MaskedObjective(Objective):
         """Rows of padding, [rows, ...] int64 each, by the input names of the Hugging Face model."""
 
     @abstractmethod
-    def fill_row(self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState) -> None:
+    def fill_row(
+        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+    ) -> None:
         """Write a sample into row ``row``; all random numbers come from ``state``."""
 
     def _words(self, tokens: Ids, begins: Flags) -> tuple[Ids, list[int]]:
@@ -348,10 +376,16 @@ class BertObjective(MaskedObjective):
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(shape, IGNORED, dtype=np.int64),
         }
-        return {**rows, "next_sentence_label": np.zeros(num_rows, dtype=np.int64)} if self.sentence_order else rows
+        return (
+            {**rows, "next_sentence_label": np.zeros(num_rows, dtype=np.int64)}
+            if self.sentence_order
+            else rows
+        )
 
     @override
-    def fill_row(self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState) -> None:
+    def fill_row(
+        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+    ) -> None:
         text, begins, lengths, target = sample
         tokens, starts = rows["input_ids"][row], np.zeros(self.seq_length, dtype=np.bool_)
         segments = [slice(0, len(text)), slice(len(text), len(text))]
@@ -365,13 +399,19 @@ class BertObjective(MaskedObjective):
         for kind, segment in enumerate(_trim(segments, target, state)):
             begin, end = end, end + segment.stop - segment.start
             if kind == 0 or end > begin:
-                tokens[begin:end], starts[begin:end], tokens[end] = text[segment], begins[segment], separator
+                tokens[begin:end], starts[begin:end], tokens[end] = (
+                    text[segment],
+                    begins[segment],
+                    separator,
+                )
                 end += 1
                 rows["token_type_ids"][row, begin:end] = kind
         rows["attention_mask"][row, :end] = 1
         self._mask_words(tokens[:end], starts[:end], rows["labels"][row], target, state)
 
-    def _mask_words(self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState) -> None:
+    def _mask_words(
+        self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState
+    ) -> None:
         """Choose tokens to predict: 80 % become the mask token, 10 % a random token, and 10 % stay unchanged.
 
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
@@ -382,7 +422,9 @@ class BertObjective(MaskedObjective):
         masked: list[int] = []
         replaced: dict[int, int] = {}
         budget = self.masking.masked(len(tokens), target)
-        for begin, end in masked_ngrams(bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state):
+        for begin, end in masked_ngrams(
+            bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state
+        ):
             for index in range(begin, end):
                 selected.append(index)
                 if random() < 0.8:
@@ -398,7 +440,9 @@ class BertObjective(MaskedObjective):
     def _ngram_distribution(self) -> list[float]:
         """Cumulative distribution of the n-gram size n, whose probability is proportional to 1/n."""
         # Rounded step by step as in the engine and numpy's choice: one bit may change a whole sample.
-        probabilities = 1.0 / (np.arange(self.masking.max_ngram or self.default_max_ngram, dtype=np.int64) + 1)
+        probabilities = 1.0 / (
+            np.arange(self.masking.max_ngram or self.default_max_ngram, dtype=np.int64) + 1
+        )
         probabilities = probabilities / probabilities.sum(keepdims=True)
         probabilities = probabilities / probabilities.sum(keepdims=True)
         cumulative = probabilities.cumsum()
@@ -449,11 +493,15 @@ class T5Objective(MaskedObjective):
         require_choice("t5_format", self.format, get_args(T5Format))
         super().__post_init__()
         if self.max_spans < 1:
-            raise ConfigError(f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5")
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5"
+            )
         # If each word is one token; with longer words there are fewer spans.
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         largest = self.masking.max_ngram or self.default_max_ngram
-        spans = round(tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY))
+        spans = round(
+            tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY)
+        )
         needed = tokens + spans + self._num_final_labels
         if self.seq_length_decoder < needed:
             raise ConfigError(
@@ -475,13 +523,17 @@ class T5Objective(MaskedObjective):
     def empty_rows(self, num_rows: int) -> Arrays:
         """Padding; ``labels`` is -100 for no target."""
         return {
-            "input_ids": np.full((num_rows, self.seq_length), self.tokenizer.padding_token, dtype=np.int64),
+            "input_ids": np.full(
+                (num_rows, self.seq_length), self.tokenizer.padding_token, dtype=np.int64
+            ),
             "attention_mask": np.zeros((num_rows, self.seq_length), dtype=np.int64),
             "labels": np.full((num_rows, self.seq_length_decoder), IGNORED, dtype=np.int64),
         }
 
     @override
-    def fill_row(self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState) -> None:
+    def fill_row(
+        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+    ) -> None:
         text, begins, _, target = sample
         text = text[:target]
         spans = self._spans(text, begins[:target], target, state)
@@ -500,17 +552,24 @@ class T5Objective(MaskedObjective):
             if inputs[-1:] != [eos]:  # preprocess may have appended it to the document
                 inputs.append(eos)
         labels.append(eos)
-        rows["input_ids"][row, : len(inputs)], rows["attention_mask"][row, : len(inputs)] = inputs, 1
+        rows["input_ids"][row, : len(inputs)], rows["attention_mask"][row, : len(inputs)] = (
+            inputs,
+            1,
+        )
         rows["labels"][row, : len(labels)] = labels
 
-    def _spans(self, text: Ids, begins: Flags, target: int, state: np.random.RandomState) -> list[tuple[int, int]]:
+    def _spans(
+        self, text: Ids, begins: Flags, target: int, state: np.random.RandomState
+    ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in text order."""
         positions, bounds = self._words(text, begins)
         max_ngram, geometric = self.masking.max_ngram or self.default_max_ngram, state.geometric
         spans: list[tuple[int, int]] = []
         num_labels = self._num_final_labels
         draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), max_ngram)  # noqa: E731
-        for first, stop in masked_ngrams(bounds, self.masking.masked(len(text), target), draw_size, state):
+        for first, stop in masked_ngrams(
+            bounds, self.masking.masked(len(text), target), draw_size, state
+        ):
             begin, end = int(positions[first]), int(positions[stop - 1]) + 1
             num_labels += 1 + end - begin
             if len(spans) == self.max_spans or num_labels > self.seq_length_decoder:

@@ -92,13 +92,21 @@ class PreprocessOptions:
             require_number("max_document_bytes", self.max_document_bytes, at_least=1)
         TextEncoding(name=self.encoding, errors=self.errors)
         keys = self.json_keys
-        if not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys):  # they name files
-            raise ConfigError(f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them")
+        if (
+            not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys)
+        ):  # they name files
+            raise ConfigError(
+                f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them"
+            )
         if self.keep_newlines and not self.split_sentences:
-            raise ConfigError("keep_newlines needs split_sentences: unsplit documents keep newlines; leave it out")
+            raise ConfigError(
+                "keep_newlines needs split_sentences: unsplit documents keep newlines; leave it out"
+            )
         # The library treats unknown languages like English.
         if not re.fullmatch("[a-z]{2,3}", self.language):
-            raise ConfigError(f"language={self.language}: expected an ISO 639 code like en, de or ja")
+            raise ConfigError(
+                f"language={self.language}: expected an ISO 639 code like en, de or ja"
+            )
         if self.split_sentences:
             require_library("sentencex", "split_sentences")
 
@@ -159,7 +167,9 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
         for key, writer in zip(options.json_keys, writers, strict=True):
             if not writer.num_tokens:
                 skipped = f" ({bad.count} lines, rows or files were skipped)" if bad.count else ""
-                raise DataError(f"no document has a token under '{key}' in {len(files)} files{skipped}; give others")
+                raise DataError(
+                    f"no document has a token under '{key}' in {len(files)} files{skipped}; give others"
+                )
     return PreprocessResult(
         prefixes=tuple(f"{options.output_prefix}{ending}" for ending in endings),
         documents=len(writers[0].counts),
@@ -213,14 +223,19 @@ class DocumentEncoder:
         """Tokenize ``piece``."""
         decoder = Decoder(TextEncoding(name=self._options.encoding, errors=self._options.errors))
         documents, bad = read_documents(piece, self._options.json_keys, decoder)
-        columns = zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
+        columns = (
+            zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
+        )
         keys = [self._encode_key(texts) for texts in columns]
         return EncodedPiece(bad, piece.num_bytes, keys, decoder.num_replaced)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
         groups = [[text] for text in texts]
         if self._options.split_sentences:
-            groups = [split_sentences(text, self._options.language, self._options.keep_newlines) for text in texts]
+            groups = [
+                split_sentences(text, self._options.language, self._options.keep_newlines)
+                for text in texts
+            ]
         encoded = iter(batch_encoder(self._tokenizer)(list(chain.from_iterable(groups))))
         sequences: list[list[int]] = []
         counts: list[int] = []
@@ -280,7 +295,11 @@ def _encode_all(
     if workers > 1:
         # Fork shares everything loaded, including the tokenizer; libraries of macOS do not survive it.
         context = "fork" if sys.platform == "linux" else "spawn"
-        options = {"num_workers": workers, "prefetch_factor": PREFETCH_FACTOR, "multiprocessing_context": context}
+        options = {
+            "num_workers": workers,
+            "prefetch_factor": PREFETCH_FACTOR,
+            "multiprocessing_context": context,
+        }
     failure = ""
     # The processes are the parallelism: the tokenizers library would use all cores of the machine in each of them.
     with mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}):
@@ -288,5 +307,9 @@ def _encode_all(
             yield from parallel_map(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
-    if failure:  # outside the handler: the traceback of torch's error would keep the other workers alive
-        raise RuntimeError(f"a tokenizing worker failed; if it was killed, memory may have run out: {failure}")
+    if (
+        failure
+    ):  # outside the handler: the traceback of torch's error would keep the other workers alive
+        raise RuntimeError(
+            f"a tokenizing worker failed; if it was killed, memory may have run out: {failure}"
+        )

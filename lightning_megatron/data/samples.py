@@ -92,7 +92,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
     parts = [part.strip() for part in re.split("[,/]", split)]
     is_valid = all(map(_WEIGHT.fullmatch, parts)) and any(map(float, parts))
     if not is_valid or len(parts) > len(SPLIT_NAMES):
-        raise ConfigError(f"split={split!r} must be one to three weights like 949,50,1 of digits and points, not all 0")
+        raise ConfigError(
+            f"split={split!r} must be one to three weights like 949,50,1 of digits and points, not all 0"
+        )
     train, valid, test = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
     return train, valid, test
 
@@ -196,8 +198,12 @@ class SavedArrays:
             path = os.path.join(folder, f"{field.name}.npy")
             try:
                 # As a plain ndarray: slicing a numpy.memmap costs more than copying the slices.
-                arrays[field.name] = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-            except Exception as error:  # of any type: NumPy reads the header as Python's source text
+                arrays[field.name] = np.load(path, mmap_mode="r", allow_pickle=False).view(
+                    np.ndarray
+                )
+            except (
+                Exception
+            ) as error:  # of any type: NumPy reads the header as Python's source text
                 raise DataError(
                     f"{path} cannot be read ({error}): removed or damaged; start the run again, which rebuilds it"
                 ) from error
@@ -312,7 +318,9 @@ class GPTObjective(Objective):
     @property
     @override
     def index_key(self) -> str:
-        return f"seq_length={self.seq_length} drop_last={self.drop_last_partial_validation_sequence}"
+        return (
+            f"seq_length={self.seq_length} drop_last={self.drop_last_partial_validation_sequence}"
+        )
 
     @override
     def count(self, part: Part) -> int:
@@ -322,19 +330,25 @@ class GPTObjective(Objective):
     def build_index(self, part: Part) -> GPTIndex:
         _, lengths, documents = self._measure(part)
         keep_partial = self._keeps_partial(part)
-        return build_gpt_index(lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial)
+        return build_gpt_index(
+            lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial
+        )
 
     @override
     def order_key(self, part: Part) -> str:
         return str(self.seq_length)
 
     @override
-    def read(self, dataset: IndexedDataset, index: GPTIndex, indices: Sequence[int], seed: int) -> Rows:
+    def read(
+        self, dataset: IndexedDataset, index: GPTIndex, indices: Sequence[int], seed: int
+    ) -> Rows:
         """``text`` [rows, seq_length + 1] int64, padded with -1."""
         width = self.seq_length + 1
         pieces, begins, counts = _row_pieces(dataset, index, np.asarray(indices, dtype=np.int64))
         ends = np.cumsum(counts)
-        text = dataset.tokens[np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])].astype(np.int64)
+        text = dataset.tokens[
+            np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
+        ].astype(np.int64)
         if len(text) < len(pieces) * width:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
             padded = np.full((len(pieces), width), PADDING, dtype=np.int64)
@@ -350,7 +364,11 @@ class GPTObjective(Objective):
         tokens = int(lengths[bounds.start : bounds.stop].sum(dtype=np.int64))
         samples = _count(tokens, self.seq_length, self._keeps_partial(part))
         if samples == 0:
-            weight = f"give {part.name} a larger weight or weight 0, " if len(documents) < len(lengths) else ""
+            weight = (
+                f"give {part.name} a larger weight or weight 0, "
+                if len(documents) < len(lengths)
+                else ""
+            )
             raise DataError(
                 f"split={part.split!r} gives {part.name} {len(documents)} of {len(lengths)} documents of {part.prefix}"
                 f" with {tokens} tokens, one sample of seq_length={self.seq_length} needs {self.seq_length + 1};"
@@ -363,7 +381,12 @@ class GPTObjective(Objective):
 
 
 def build_gpt_index(
-    lengths: Int32s, documents: Int32s, seq_length: int, num_samples: int | None, seed: int, keep_partial: bool
+    lengths: Int32s,
+    documents: Int32s,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    keep_partial: bool,
 ) -> GPTIndex:
     """Build the index of GPT samples.
 
@@ -382,7 +405,9 @@ def build_gpt_index(
     passes = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // per_pass))
     samples_before_last = _count((passes - 1) * per_pass, seq_length)
     samples_of_last = (num_samples or 0) - samples_before_last
-    is_separate = passes > 1 and samples_of_last < int(_SEPARATE_LAST_PASS_BELOW * _count(per_pass, seq_length))
+    is_separate = passes > 1 and samples_of_last < int(
+        _SEPARATE_LAST_PASS_BELOW * _count(per_pass, seq_length)
+    )
     random = np.random.RandomState(seed)
 
     order = _build_document_index(documents, passes, random, is_separate)
@@ -391,13 +416,17 @@ def build_gpt_index(
     # makes one sample too few, or one too many, which is only padding.
     if keep_partial and (passes * per_pass - 1) % seq_length:
         last = np.flatnonzero(lengths[order])[-1]
-        begins = np.concatenate((begins, np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype)))
+        begins = np.concatenate(
+            (begins, np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype))
+        )
     total = len(begins) - 1
     shuffle = _build_shuffle_index(samples_before_last if is_separate else total, total, random)
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=shuffle)
 
 
-def _row_pieces(dataset: IndexedDataset, index: GPTIndex, indices: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def _row_pieces(
+    dataset: IndexedDataset, index: GPTIndex, indices: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
     """Pieces of documents that make up rows: pieces of each row; first token and length of each piece.
 
     A row is the end of one document, complete documents, and the beginning of another, or part of one document.
@@ -454,13 +483,21 @@ def parse_blend(data_path: str | Sequence[str | float]) -> list[tuple[str, float
     if len(items) > 1 and _parse_number(items[0]) is not None:
         weights, items = [_parse_number(item) for item in items[::2]], items[1::2]
     are_weights = all(weight is not None and 0 <= weight < math.inf for weight in weights)
-    are_prefixes = all(isinstance(item, str) and item.strip() and _parse_number(item) is None for item in items)
+    are_prefixes = all(
+        isinstance(item, str) and item.strip() and _parse_number(item) is None for item in items
+    )
     if not items or not are_prefixes or not are_weights or len(weights) not in (0, len(items)):
-        raise ConfigError(f"data_path={shown} must be prefixes (./30 for 30), or finite weights and prefixes in turn")
+        raise ConfigError(
+            f"data_path={shown} must be prefixes (./30 for 30), or finite weights and prefixes in turn"
+        )
     prefixes = map(os.path.expanduser, items)
-    blend = [pair for pair in zip(prefixes, weights or [None] * len(items), strict=True) if pair[1] != 0]
+    blend = [
+        pair for pair in zip(prefixes, weights or [None] * len(items), strict=True) if pair[1] != 0
+    ]
     if not 1 <= len(blend) <= MAX_DATASETS:
-        raise ConfigError(f"data_path={shown} gives {len(blend)} datasets a weight, expected 1 to {MAX_DATASETS}")
+        raise ConfigError(
+            f"data_path={shown} gives {len(blend)} datasets a weight, expected 1 to {MAX_DATASETS}"
+        )
     return blend
 
 
@@ -485,10 +522,15 @@ class BlendIndex(SavedArrays):
 
     def sized_parts(self, parts: Sequence[Part]) -> list[Part]:
         """``parts`` with the number of samples that the blend needs of each."""
-        return [replace(p, num_samples=n or None) for p, n in zip(parts, self.part_samples.tolist(), strict=True)]
+        return [
+            replace(p, num_samples=n or None)
+            for p, n in zip(parts, self.part_samples.tolist(), strict=True)
+        ]
 
 
-def build_blend_index(weights: Sequence[float | None], counts: Sequence[int], num_samples: int | None) -> BlendIndex:
+def build_blend_index(
+    weights: Sequence[float | None], counts: Sequence[int], num_samples: int | None
+) -> BlendIndex:
     """Build the order in which a blend takes samples from its datasets.
 
     It equals the engine's where that has one. The engine supports neither weights for one pass nor several passes
@@ -517,15 +559,23 @@ def build_blend_index(weights: Sequence[float | None], counts: Sequence[int], nu
         # Megatron rounds up the samples of each dataset, so there are a few more than requested.
         rounded = np.ceil(num_samples * shares)
         size, indexed[:] = int(rounded.sum()), np.ceil(rounded * (1 + _SURPLUS))
-        shares = shares / shares.sum()  # twice, as in Megatron: the last bit may decide which dataset is first
+        shares = (
+            shares / shares.sum()
+        )  # twice, as in Megatron: the last bit may decide which dataset is first
     dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     if num_samples is None and not is_weighted:
-        helpers.build_exhaustive_blending_indices(dataset_index, sample_index, list(counts), len(weights))
+        helpers.build_exhaustive_blending_indices(
+            dataset_index, sample_index, list(counts), len(weights)
+        )
     else:
-        helpers.build_blending_indices(dataset_index, sample_index, shares, len(weights), size, False)
+        helpers.build_blending_indices(
+            dataset_index, sample_index, shares, len(weights), size, False
+        )
     part_samples = np.maximum(indexed, np.bincount(dataset_index, minlength=len(weights)))
     part_samples[part_samples <= np.asarray(counts)] = 0
-    return BlendIndex(dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples)
+    return BlendIndex(
+        dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples
+    )
 
 
 class BlendedSamples:
@@ -537,7 +587,9 @@ class BlendedSamples:
         fingerprint: Fingerprint of the order of datasets, and of the samples of each.
     """
 
-    def __init__(self, blend: BlendIndex, openers: Sequence[Callable[[], Samples]], fingerprint: str) -> None:
+    def __init__(
+        self, blend: BlendIndex, openers: Sequence[Callable[[], Samples]], fingerprint: str
+    ) -> None:
         self._blend, self._openers, self.fingerprint = blend, openers, fingerprint
         self._dataset = lru_cache(_MAX_OPEN)(lambda index: openers[index]())
 
@@ -547,9 +599,14 @@ class BlendedSamples:
     def rows(self, indices: Sequence[int]) -> Rows:
         """Samples at ``indices``, stacked; rows of all datasets have the same lengths."""
         positions = np.asarray(indices, dtype=np.int64)
-        datasets, samples = self._blend.dataset_index[positions], self._blend.sample_index[positions]
+        datasets, samples = (
+            self._blend.dataset_index[positions],
+            self._blend.sample_index[positions],
+        )
         groups = [np.flatnonzero(datasets == dataset) for dataset in np.unique(datasets)]
-        parts = [self._dataset(int(datasets[group[0]])).rows(samples[group].tolist()) for group in groups]
+        parts = [
+            self._dataset(int(datasets[group[0]])).rows(samples[group].tolist()) for group in groups
+        ]
         order = torch.from_numpy(np.argsort(np.concatenate(groups)))
         return {key: torch.cat([part[key] for part in parts])[order] for key in parts[0]}
 
@@ -580,18 +637,31 @@ def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str |
         return objective.open(first, _cached_index(objective, first, index_cache)[0])
 
     def write(staging: str) -> str:
-        blend = build_blend_index([part.weight for part in parts], list(map(objective.count, parts)), first.num_samples)
+        blend = build_blend_index(
+            [part.weight for part in parts], list(map(objective.count, parts)), first.num_samples
+        )
         blend.save(staging)
-        fingerprints = [_cached_index(objective, part, index_cache)[1] for part in blend.sized_parts(parts)]
+        fingerprints = [
+            _cached_index(objective, part, index_cache)[1] for part in blend.sized_parts(parts)
+        ]
         digest = hashlib.sha256(repr(fingerprints).encode())
         digest.update(blend.dataset_index[:4096].tobytes())
         return digest.hexdigest()[:16]
 
-    identity = (_part_key(objective, first), [(_dataset_identity(part.prefix), part.weight) for part in parts])
-    folder = _index_folder((objective.name, first.name, "blend"), identity, first.prefix, index_cache)
-    fingerprint = build_once(folder, write, f"the blend of {', '.join(part.prefix for part in parts[:3])}")
+    identity = (
+        _part_key(objective, first),
+        [(_dataset_identity(part.prefix), part.weight) for part in parts],
+    )
+    folder = _index_folder(
+        (objective.name, first.name, "blend"), identity, first.prefix, index_cache
+    )
+    fingerprint = build_once(
+        folder, write, f"the blend of {', '.join(part.prefix for part in parts[:3])}"
+    )
     blend = BlendIndex.load(folder)
-    shares = [(part, _cached_index(objective, part, index_cache)[0]) for part in blend.sized_parts(parts)]
+    shares = [
+        (part, _cached_index(objective, part, index_cache)[0]) for part in blend.sized_parts(parts)
+    ]
     return BlendedSamples(blend, [partial(objective.open, *share) for share in shares], fingerprint)
 
 
@@ -611,7 +681,9 @@ def _part_key(objective: Objective, part: Part) -> tuple[object, ...]:
     return objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples
 
 
-def _index_folder(names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None) -> str:
+def _index_folder(
+    names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None
+) -> str:
     root = index_cache or os.path.join(prefix, "cache")
     digest = hashlib.sha256(repr((_FORMAT_VERSION, identity)).encode()).hexdigest()[:24]
     return os.path.join(os.path.abspath(root), "-".join((*names, digest)))
@@ -661,13 +733,19 @@ def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
         try:
             held = lock.acquire(timeout=_QUIET_WAIT_S)
         except Timeout:
-            _log.warning("Waiting for the process that builds the index %s; if there is none, delete %s.", path, file)
+            _log.warning(
+                "Waiting for the process that builds the index %s; if there is none, delete %s.",
+                path,
+                file,
+            )
             held = lock.acquire()
         with held:
             fingerprint = _read_fingerprint(path)
             if fingerprint is None:
                 if os.path.lexists(path):
-                    _log.warning("The index %s is damaged and is not used: it is built again.", folder)
+                    _log.warning(
+                        "The index %s is damaged and is not used: it is built again.", folder
+                    )
                 _log.info("Building the index of %s in %s.", subject, folder)
                 with staged(path.parent, path.name, error=DataError) as hidden:
                     staging = hidden / path.name
@@ -692,7 +770,10 @@ def _read_fingerprint(folder: Path) -> str | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
         entries = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
-        _verify_once(folder, tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries))
+        _verify_once(
+            folder,
+            tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries),
+        )
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return str(manifest["order"]["fingerprint"])
     return None

@@ -33,7 +33,11 @@ from lightning_megatron.data.documents import (
     read_documents,
 )
 from lightning_megatron.data.encoding import Decoder, TextEncoding
-from lightning_megatron.data.tokenizer_files import check_growth, panics_as_errors, without_printed_panics
+from lightning_megatron.data.tokenizer_files import (
+    check_growth,
+    panics_as_errors,
+    without_printed_panics,
+)
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
 from lightning_megatron.files import staged
 from lightning_megatron.hub import local_folder
@@ -93,7 +97,12 @@ class TokenizerTrainingOptions:
         """
         require_choice("kind", self.kind, ROLES)
         TextEncoding(name=self.encoding, errors=self.errors)
-        require_number("vocab_size", self.vocab_size, at_least=256 + len(special_tokens(self.kind)), at_most=_LARGEST)
+        require_number(
+            "vocab_size",
+            self.vocab_size,
+            at_least=256 + len(special_tokens(self.kind)),
+            at_most=_LARGEST,
+        )
         if self.max_document_bytes is not None:
             require_number("max_document_bytes", self.max_document_bytes, at_least=1)
 
@@ -133,15 +142,21 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     from tokenizers import ByteLevelBPETokenizer
 
     if (existing := Path(options.output, "tokenizer.json")).exists():  # datasets may depend on it
-        raise DataError(f"output={options.output} would overwrite {existing}; choose another or remove it")
+        raise DataError(
+            f"output={options.output} would overwrite {existing}; choose another or remove it"
+        )
     files = find_files(options.input)
     check_encoding(files, TextEncoding(name=options.encoding, errors=options.errors))
     tokenizer = ByteLevelBPETokenizer()
     counts = Counter[str]()
     # No reader may ever find a half-written tokenizer.json.
-    with staged(Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError) as hidden:
+    with staged(
+        Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError
+    ) as hidden:
         texts, special = _texts_with_progress(files, options, counts), special_tokens(options.kind)
-        tokenizer.train_from_iterator(texts, options.vocab_size, min_frequency=0, special_tokens=special)
+        tokenizer.train_from_iterator(
+            texts, options.vocab_size, min_frequency=0, special_tokens=special
+        )
         if not counts["characters"]:
             raise DataError(f"the {len(files)} input files hold no text; give files with text")
         _save(tokenizer, options.kind, hidden)
@@ -163,9 +178,13 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     folder = local_folder(folder, "tokenizer")
     if os.path.isfile(folder):
-        raise DataError(f"tokenizer: expected a directory, got the file {folder}; give the directory that contains it")
+        raise DataError(
+            f"tokenizer: expected a directory, got the file {folder}; give the directory that contains it"
+        )
     if not os.path.isdir(folder):
-        raise DataError(f"tokenizer directory {folder} is missing; train one with train-tokenizer --output {folder}")
+        raise DataError(
+            f"tokenizer directory {folder} is missing; train one with train-tokenizer --output {folder}"
+        )
     from transformers import AutoTokenizer
 
     check_growth(Path(folder))
@@ -173,15 +192,21 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         with panics_as_errors(folder), without_printed_panics():
             # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             tokenizer.encode("")  # some settings are first read here
             with contextlib.suppress(Exception):  # a vocabulary need not have these words
                 tokenizer.decode(tokenizer.encode(_PROBE))
         return tokenizer
     except DataError:
         raise
-    except Exception as error:  # of any type, depending on the files and the library that reads them
-        raise DataError(f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})") from error
+    except (
+        Exception
+    ) as error:  # of any type, depending on the files and the library that reads them
+        raise DataError(
+            f"{folder} holds no tokenizer that transformers can load ({_first_line(error)})"
+        ) from error
 
 
 _PROBE = "A word, 2 w\u00f6rds\n \u4e16 \U0001f642"
@@ -242,7 +267,9 @@ def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
         ConfigError: If it does, with the largest id.
     """
     if (largest := largest_id(tokenizer)) >= vocab_size:
-        raise ConfigError(f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}")
+        raise ConfigError(
+            f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}"
+        )
 
 
 def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
@@ -252,7 +279,9 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # implemented in Python or on SentencePiece
-        return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return lambda texts: (
+            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        )
     source = tokenizer.name_or_path
     # A saved tokenizer may truncate and pad as in its last use; a corpus is never truncated.
     backend.no_truncation()
@@ -262,11 +291,15 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
         try:
             # The fast variant skips the offsets of tokens in the text, which cost as much as the ids.
             with panics_as_errors(source):
-                return [item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)]
+                return [
+                    item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)
+                ]
         except DataError:
             raise
         except Exception as error:  # the library's only type, e.g. for a word that a vocabulary without [UNK] lacks
-            raise DataError(f"{source} cannot encode a text ({error}); use another tokenizer") from error
+            raise DataError(
+                f"{source} cannot encode a text ({error}); use another tokenizer"
+            ) from error
 
     return encode
 
@@ -277,7 +310,9 @@ def _texts_with_progress(
     decoder = Decoder(TextEncoding(name=options.encoding, errors=options.errors))
     with progress_bar(files, "Reading text") as bar:
         bad = BadDocuments(options.on_error, bar)
-        for piece in cut_into_pieces(files, [options.json_key], max_document_bytes=options.max_document_bytes):
+        for piece in cut_into_pieces(
+            files, [options.json_key], max_document_bytes=options.max_document_bytes
+        ):
             documents, messages = read_documents(piece, [options.json_key], decoder)
             bad.add(messages)
             for (text,) in documents:
@@ -294,7 +329,9 @@ def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     roles = {f"{role}_token": token for role, token in ROLES[kind].items()}
-    trained = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles)
+    trained = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_str()), **roles
+    )
     try:
         trained.save_pretrained(folder)
     except Exception as error:  # on a full disk the Rust library does not raise OSError
@@ -314,7 +351,17 @@ _WHITE_SPACE_BYTES = tuple(chr(0x100 + byte) for byte in b" \n\r\t\v\f")
 _SENTINEL = re.compile(rf"({_SENTENCE_PIECE}?)<extra_id_(\d+)>")
 _KNOWN_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos")
 
-_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+_WITHOUT_SPACES = (
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
+    "BOPOMOFO",
+    "THAI",
+    "LAO",
+    "KHMER",
+    "MYANMAR",
+    "TIBETAN",
+)
 """First words of the Unicode names of letters in scripts that put no spaces between words."""
 
 
@@ -383,13 +430,16 @@ class TokenizerFacts:
         """
         missing = [f"{role}_token" for role in roles if role not in self.special]
         if missing:
-            raise ConfigError(f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs")
+            raise ConfigError(
+                f"the tokenizer {self.source} has no {', no '.join(missing)}, which {user} needs"
+            )
         return tuple(self.special[role] for role in roles)
 
 
 def _begins_word(pieces: Sequence[str]) -> list[bool]:
     counts = {
-        mark: sum(piece.startswith(mark) for piece in pieces) for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL)
+        mark: sum(piece.startswith(mark) for piece in pieces)
+        for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL)
     }
     # The marks of other tokenizers occur in most large vocabularies, but not at the beginning of many pieces.
     mark = max(counts, key=lambda mark: counts[mark])
@@ -400,7 +450,10 @@ def _begins_word(pieces: Sequence[str]) -> list[bool]:
     if mark == _SENTENCE_PIECE:
         return [piece.startswith(_SENTENCE_PIECE) or _has_no_spaces(piece) for piece in pieces]
     # The bytes E3 to E9 begin kana and ideographs in UTF-8; byte-level BPE represents them by letters of that code.
-    return [piece.startswith(_WHITE_SPACE_BYTES) or "\u00e3" <= piece[:1] <= "\u00e9" for piece in pieces]
+    return [
+        piece.startswith(_WHITE_SPACE_BYTES) or "\u00e3" <= piece[:1] <= "\u00e9"
+        for piece in pieces
+    ]
 
 
 def _has_no_spaces(piece: str) -> bool:

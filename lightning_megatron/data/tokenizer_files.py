@@ -37,7 +37,9 @@ def check_growth(folder: Path) -> None:
     file = folder / "tokenizer.json"
     try:
         content = json.loads(file.read_bytes()) if file.is_file() else {}
-        growth = max((_growth(content.get(part)) for part in ("normalizer", "decoder")), default=1.0)
+        growth = max(
+            (_growth(content.get(part)) for part in ("normalizer", "decoder")), default=1.0
+        )
         growth = max(growth, _copies(content.get("post_processor")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return  # reported when the library reads it
@@ -140,7 +142,9 @@ def panics_as_errors(source: object) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:100]
-        raise DataError(f"{source}: the tokenizers library failed ({reason}); use another tokenizer") from None
+        raise DataError(
+            f"{source}: the tokenizers library failed ({reason}); use another tokenizer"
+        ) from None
 
 
 @contextlib.contextmanager

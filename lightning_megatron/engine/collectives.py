@@ -129,13 +129,18 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
                 f"data-parallel rank {rank} gathers {other} and rank 0 gathers {of_ranks[0][0]}; give all the same"
             )
     all_counts = zip(*(counts for _, counts in of_ranks), strict=True)
-    gathered = [r if r is None else all_gather_rows(r, n, group) for r, n in zip(rows, all_counts, strict=True)]
+    gathered = [
+        r if r is None else all_gather_rows(r, n, group)
+        for r, n in zip(rows, all_counts, strict=True)
+    ]
     return pytree.tree_unflatten(gathered, structure)
 
 
 def _as_rows(leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
-        raise ConfigError(f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors")
+        raise ConfigError(
+            f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors"
+        )
     return leaf.detach()[None] if leaf.dim() == 0 else leaf.detach()
 
 
@@ -143,22 +148,30 @@ def _kind(rows: torch.Tensor) -> str:
     return f"{rows.dtype} of the shape [{', '.join(['rows', *map(str, rows.shape[1:])])}]"
 
 
-def all_gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_rows(
+    rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
     """All-gather ``rows`` in rank order; ``counts`` is the number of rows of each rank. Every rank must call."""
     if len(counts) == 1:
         return rows
     own_device = rows.device
-    if own_device.type == "cpu" and dist.get_backend(group) == "nccl":  # as predictions of Trainer.predict are
+    if (
+        own_device.type == "cpu" and dist.get_backend(group) == "nccl"
+    ):  # as predictions of Trainer.predict are
         rows = rows.cuda()
     # Collectives need equal shapes: ranks with fewer rows send padding, which is cut off again.
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[:count].to(own_device) for part, count in zip(gathered, counts, strict=True)])
+    return torch.cat(
+        [part[:count].to(own_device) for part, count in zip(gathered, counts, strict=True)]
+    )
 
 
-def compute_metrics(metrics: Mapping[str, Metric], topology: Topology, device: torch.device) -> dict[str, float]:
+def compute_metrics(
+    metrics: Mapping[str, Metric], topology: Topology, device: torch.device
+) -> dict[str, float]:
     """Values of metrics that the last stage has updated, on every rank; each rank must call with the same names.
 
     States are synchronized over the data-parallel ranks of the last stage only: other ranks of a replica have seen no
@@ -181,7 +194,9 @@ def data_parallel_group() -> dist.ProcessGroup:
         ConfigError: Before the process groups exist.
     """
     if not parallel_state.model_parallel_is_initialized():
-        raise ConfigError("there is no data-parallel group yet; call this within Trainer.fit, validate or test")
+        raise ConfigError(
+            "there is no data-parallel group yet; call this within Trainer.fit, validate or test"
+        )
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group
 

@@ -61,9 +61,16 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     """
     global _current
     world = dist.group.WORLD
-    if _current is not None and _current[1] is world and parallel_state.model_parallel_is_initialized():
+    if (
+        _current is not None
+        and _current[1] is world
+        and parallel_state.model_parallel_is_initialized()
+    ):
         before, topology = _current[0].parallel, replace(_current[0], parallel=parallel)
-        if all(getattr(before, axis) == getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep")):
+        if all(
+            getattr(before, axis) == getattr(parallel, axis)
+            for axis in ("tp", "pp", "vpp", "cp", "ep")
+        ):
             _current = (topology, world)
             return topology
     destroy()
@@ -77,7 +84,11 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     # Megatron's model-parallel group leaves out cp. Gloo never waits for work that is queued on a GPU.
-    mp_group = parallel_state.get_model_parallel_group() if parallel.cp == 1 else _replica_group(parallel, timeout)
+    mp_group = (
+        parallel_state.get_model_parallel_group()
+        if parallel.cp == 1
+        else _replica_group(parallel, timeout)
+    )
     has_gloo = dist.get_backend(mp_group) == "gloo"
     topology = Topology(
         parallel=parallel,
@@ -98,12 +109,16 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     return topology
 
 
-def _replica_group(parallel: ParallelConfig, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+def _replica_group(
+    parallel: ParallelConfig, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     """Create this rank's tp x cp x pp group. Collective over the world."""
     # Megatron numbers ranks along tp first, then along cp, dp and pp.
     ranks = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
     replicas = [replica.flatten().tolist() for replica in ranks.unbind(1)]
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend=backend)[0]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
+        replicas, timeout=timeout, backend=backend
+    )[0]
     return group
 
 
@@ -116,7 +131,11 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
     global _host
     world: Any = dist.group.WORLD
     if _host is None or _host[0] is not world:
-        group: Any = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        group: Any = (
+            world
+            if dist.get_backend(world) == "gloo"
+            else dist.new_group(backend="gloo", timeout=timeout)
+        )
         _host = (world, group)
     return _host[1]
 

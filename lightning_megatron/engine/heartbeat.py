@@ -136,7 +136,11 @@ _SAVING = (os.path.join(_OWN, "checkpointing.py"), ("save", "finish"))
 _SAVING_HOOKS = {"on_save_checkpoint", "state_dict"}
 """Hooks from which Lightning collects what it saves."""
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_WAITING = (os.path.join("torch", "distributed", ""), os.path.join(_OWN, "engine", "collectives.py"), "filelock")
+_WAITING = (
+    os.path.join("torch", "distributed", ""),
+    os.path.join(_OWN, "engine", "collectives.py"),
+    "filelock",
+)
 _LIBRARIES = (
     *(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities")),
     os.path.join(_OWN, "engine", "cpu.py"),  # around every call of torch
@@ -144,7 +148,9 @@ _LIBRARIES = (
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 _WAITS = re.compile(r"\.wait\(|run_backward")
-_WAITS_FOR_GPU = re.compile(r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\(")
+_WAITS_FOR_GPU = re.compile(
+    r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\("
+)
 
 
 class Location(NamedTuple):
@@ -188,17 +194,23 @@ def _hook(frame: FrameType) -> str:
     if not frame.f_code.co_filename.endswith(_LIGHTNING_CALLS):
         return ""
     callback = frame.f_locals.get("callback")
-    name = str(frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_"))
+    name = str(
+        frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_")
+    )
     owner = "" if callback is None else f"{type(callback).__name__}."
     return "" if name.startswith("_call_") else owner + name
 
 
 def _worker_waited_for(frame: FrameType) -> str:
     """The worker process whose batch a frame of torch's DataLoader waits for; empty for any other frame."""
-    if frame.f_code.co_name != "_try_get_data" or not frame.f_code.co_filename.endswith(_DATA_LOADER):
+    if frame.f_code.co_name != "_try_get_data" or not frame.f_code.co_filename.endswith(
+        _DATA_LOADER
+    ):
         return ""
     iterator = frame.f_locals.get("self")
-    tasks = getattr(iterator, "_task_info", {})  # worker of each batch that was requested (torch 2.10 to 2.13)
+    tasks = getattr(
+        iterator, "_task_info", {}
+    )  # worker of each batch that was requested (torch 2.10 to 2.13)
     task = tasks.get(getattr(iterator, "_rcvd_idx", None), ())
     if not task:
         return "a wait for a DataLoader's worker"
@@ -215,8 +227,14 @@ def _waiting_in(frames: Sequence[FrameType]) -> str:
     """Name of the collective, or a description of the wait, that the thread is in; empty if it waits for no rank."""
     innermost = frames[0].f_code
     if any(each in innermost.co_filename for each in _WAITING):
-        inside = itertools.takewhile(lambda each: any(name in each.f_code.co_filename for name in _WAITING), frames)
-        return next(name for f in reversed(list(inside)) if (name := f.f_code.co_name) != "wrapper" or f is frames[0])
+        inside = itertools.takewhile(
+            lambda each: any(name in each.f_code.co_filename for name in _WAITING), frames
+        )
+        return next(
+            name
+            for f in reversed(list(inside))
+            if (name := f.f_code.co_name) != "wrapper" or f is frames[0]
+        )
     line = linecache.getline(innermost.co_filename, frames[0].f_lineno)
     pattern = _WAITS_FOR_GPU if torch.cuda.is_initialized() else _WAITS
     return "a wait for other ranks or the GPU" if pattern.search(line) else ""
@@ -259,7 +277,9 @@ class Verdict(NamedTuple):
     """Exit code of the others."""
 
 
-def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: float) -> Verdict | None:
+def find_hang(
+    beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: float
+) -> Verdict | None:
     """Find the ranks that hang; None if some rank makes progress.
 
     Args:
@@ -271,11 +291,23 @@ def find_hang(beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: flo
     awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
     if any(beat.stale < min(beat.limit, cap) for beat in awake.values()):
         return None
-    hanging = sorted(silent) or [rank for rank, beat in awake.items() if not beat.is_waiting] or _suspects(awake)
+    hanging = (
+        sorted(silent)
+        or [rank for rank, beat in awake.items() if not beat.is_waiting]
+        or _suspects(awake)
+    )
     first = beats[hanging[0]]
     elsewhere = Counter(beat.location for beat in awake.values() if beat.location != first.location)
-    state = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last" if silent else "is"
-    names = f"rank {hanging[0]} hangs" if len(hanging) == 1 else f"ranks {', '.join(map(str, hanging[:8]))} hang"
+    state = (
+        "gives no sign of life (stopped, dead, or in code that holds Python's lock), last"
+        if silent
+        else "is"
+    )
+    names = (
+        f"rank {hanging[0]} hangs"
+        if len(hanging) == 1
+        else f"ranks {', '.join(map(str, hanging[:8]))} hang"
+    )
     others = f", and the others {elsewhere.most_common(1)[0][0]}" if elsewhere else ""
     return Verdict(
         text=f"{names}: expected progress within {min(mine.limit, cap):.0f} s, got none for {mine.stale:.0f} s: rank "
@@ -290,15 +322,23 @@ def _suspects(awake: Mapping[int, Beat]) -> list[int]:
     Among these, those with the fewest batches: under NCCL the others may be steps ahead before their hosts wait.
     """
     shared = Counter(beat.location for beat in awake.values())
-    rarity = {rank: (shared[beat.location], not beat.in_user_code, beat.steps) for rank, beat in awake.items()}
+    rarity = {
+        rank: (shared[beat.location], not beat.in_user_code, beat.steps)
+        for rank, beat in awake.items()
+    }
     return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
 
 
 def find_straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
     """The rank that the others wait for, and a line about it; None if there is none, or too few samples."""
     slowest, beat = min(enumerate(beats), key=lambda each: each[1].wait_fraction)
-    others = statistics.median(each.wait_fraction for rank, each in enumerate(beats) if rank != slowest)
-    if min(each.sampled_steps for each in beats) < _MIN_SAMPLED_STEPS or others - beat.wait_fraction < _WAIT_GAP:
+    others = statistics.median(
+        each.wait_fraction for rank, each in enumerate(beats) if rank != slowest
+    )
+    if (
+        min(each.sampled_steps for each in beats) < _MIN_SAMPLED_STEPS
+        or others - beat.wait_fraction < _WAIT_GAP
+    ):
         return None
     return slowest, (
         f"rank {slowest} is slower than the others: over the last {beat.sampled_steps} steps they waited for other "
@@ -394,7 +434,10 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
         self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._sample_loop, self._report_loop)]
+        self._threads = [
+            threading.Thread(target=run, daemon=True)
+            for run in (self._sample_loop, self._report_loop)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -422,13 +465,24 @@ class Watch:
             self._sampled_at = now
             self._sample(now)
             with contextlib.suppress(OSError):
-                received = [n for n in os.read(self._signal_pipe[0], 4096) if n in (signal.SIGTERM, signal.SIGINT)]
-                self._end_signal = self._end_signal or next(((now, signum) for signum in received), None)
+                received = [
+                    n
+                    for n in os.read(self._signal_pipe[0], 4096)
+                    if n in (signal.SIGTERM, signal.SIGINT)
+                ]
+                self._end_signal = self._end_signal or next(
+                    ((now, signum) for signum in received), None
+                )
             if self._verdict is None:
                 self._propose_verdict(now)
             if self._verdict is not None:
                 self._terminate(self._verdict)
-            if self._rank == 0 and self._beats and (slow := find_straggler(self._beats)) and slow[0] not in self._slow:
+            if (
+                self._rank == 0
+                and self._beats
+                and (slow := find_straggler(self._beats))
+                and slow[0] not in self._slow
+            ):
                 self._slow.add(slow[0])
                 warnings.warn(slow[1], stacklevel=2)
 
@@ -436,9 +490,17 @@ class Watch:
         """Record where the main thread is, and whether it made progress."""
         frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
         location, steps, cpu_time = locate(frames), progress.steps, time.process_time()
-        ticks, stack = progress.ticks + steps, hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
-        may_compute = location.kind == "setup" and now < self._shown_at + _MAX_COMPUTING * self._limit("setup")
-        computes = may_compute and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
+        ticks, stack = (
+            progress.ticks + steps,
+            hash(tuple((id(each.f_code), each.f_lasti) for each in frames)),
+        )
+        may_compute = (
+            location.kind == "setup"
+            and now < self._shown_at + _MAX_COMPUTING * self._limit("setup")
+        )
+        computes = (
+            may_compute and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
+        )
         is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
         if ticks != self._ticks:
             self._stacks.clear()
@@ -479,7 +541,9 @@ class Watch:
 
     def _limit(self, kind: Kind) -> float:
         options, is_step = self._options, kind == "step"
-        limit, seconds = (options.step, self._step_seconds) if is_step else (options.checkpoint, progress.saves)
+        limit, seconds = (
+            (options.step, self._step_seconds) if is_step else (options.checkpoint, progress.saves)
+        )
         if kind == "setup" or not seconds:
             limit = options.setup
         elif limit is None:
@@ -490,14 +554,20 @@ class Watch:
         """Propose a verdict if no rank makes progress."""
         cap = math.inf
         is_saving = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats))
-        if self._end_signal is not None and not is_saving:  # a checkpoint that all ranks have begun may be finished
-            cap = max(self._options.grace, _GRACE_MEDIANS * statistics.median(self._step_seconds or [0.0]))
+        if (
+            self._end_signal is not None and not is_saving
+        ):  # a checkpoint that all ranks have begun may be finished
+            cap = max(
+                self._options.grace, _GRACE_MEDIANS * statistics.median(self._step_seconds or [0.0])
+            )
         mine = self._beat
         if mine.stale < min(mine.limit, cap):
             return
         verdict, is_answered = None, now - self._answered_at <= _SILENCE
         if not is_answered:
-            server = "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+            server = (
+                "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
+            )
             text = f"{server} hangs, whose store has not answered for {now - self._answered_at:.0f} s (stopped or dead)"
             verdict = Verdict(text=f"{text}: rank {self._rank} waits {mine.location}", silent=[0])
         elif self._beats:
@@ -518,12 +588,20 @@ class Watch:
 
     def _terminate(self, verdict: Verdict) -> None:
         """Print the verdict, dump this rank's stacks, leave time for those of others, and end the process."""
-        if self._launcher is None or 0 in verdict.silent:  # otherwise rank 0 prints it on the same terminal
+        if (
+            self._launcher is None or 0 in verdict.silent
+        ):  # otherwise rank 0 prints it on the same terminal
             print(f"error: {verdict.text}", file=sys.stderr, flush=True)
-        threading.Thread(target=self._dump_stacks, daemon=True).start()  # the disk may be what hangs
-        time.sleep(_EXIT_DELAY)  # others read the verdict from its store, and end with it if it has launched them
+        threading.Thread(
+            target=self._dump_stacks, daemon=True
+        ).start()  # the disk may be what hangs
+        time.sleep(
+            _EXIT_DELAY
+        )  # others read the verdict from its store, and end with it if it has launched them
         if self._launcher is not None and 0 in verdict.silent:
-            os.kill(self._launcher, signal.SIGKILL)  # it was stopped, and only it waits for this process
+            os.kill(
+                self._launcher, signal.SIGKILL
+            )  # it was stopped, and only it waits for this process
         os._exit(verdict.code)
 
     def _dump_stacks(self) -> None:
@@ -546,7 +624,9 @@ class Watch:
     def _report_loop(self) -> None:
         # Not after the verdict: the store may be gone, and torch would print a stack of its own each time.
         while self._verdict is None and not self._stopped.wait(_INTERVAL):
-            with contextlib.suppress(RuntimeError):  # no answer or no connection: the sampling thread handles it
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no answer or no connection: the sampling thread handles it
                 self._exchange_beats()
                 self._answered_at = time.monotonic()
 
@@ -561,8 +641,12 @@ class Watch:
             self._verdict = Verdict(*json.loads(value))
         if self._reads_beats or self._end_signal is not None:
             now, beats = time.monotonic(), self._read_beats()
-            changes = zip(beats, self._beats or beats, self._heard_at or [now] * len(beats), strict=True)
-            self._heard_at = [heard if beat.serial == before.serial else now for beat, before, heard in changes]
+            changes = zip(
+                beats, self._beats or beats, self._heard_at or [now] * len(beats), strict=True
+            )
+            self._heard_at = [
+                heard if beat.serial == before.serial else now for beat, before, heard in changes
+            ]
             self._beats = beats
 
     def _read_beats(self) -> list[Beat]:

@@ -64,7 +64,9 @@ class LRSchedule:
     def follows_run(self) -> bool:
         """Whether the curves depend on the number of steps of the run."""
         has_length = self.style != "constant" or bool(self.warmup_fraction)
-        return (has_length and self.decay_steps is None) or self.weight_decay_incr_style != "constant"
+        return (
+            has_length and self.decay_steps is None
+        ) or self.weight_decay_incr_style != "constant"
 
     def __post_init__(self) -> None:
         """Check everything that depends on neither the peak learning rate nor the number of steps.
@@ -76,25 +78,39 @@ class LRSchedule:
             if name in _STYLES:
                 require_choice(name, value, _STYLES[name])
             elif value is not None:
-                require_number(name, value, at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0)
+                require_number(
+                    name, value, at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0
+                )
         if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} differ; leave one out"
             )
         if self.warmup_fraction is not None and not self.warmup_fraction < 1.0:
-            raise ConfigError(f"warmup_fraction={self.warmup_fraction} must be in [0, 1); correct it")
+            raise ConfigError(
+                f"warmup_fraction={self.warmup_fraction} must be in [0, 1); correct it"
+            )
         if self.style == "WSD" and self.wsd_decay_steps is None:
-            raise ConfigError("style='WSD' needs the length of its final decay; set wsd_decay_steps")
+            raise ConfigError(
+                "style='WSD' needs the length of its final decay; set wsd_decay_steps"
+            )
         if self.style != "WSD" and self.wsd_decay_steps is not None:
-            raise ConfigError(f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it")
-        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+            raise ConfigError(
+                f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it"
+            )
+        start, end, style = (
+            self.start_weight_decay,
+            self.end_weight_decay,
+            self.weight_decay_incr_style,
+        )
         has_ends = start is not None or end is not None
         if style == "constant" and has_ends:
             raise ConfigError(
                 f"start_weight_decay={start}, end_weight_decay={end} have no effect; set weight_decay_incr_style"
             )
         if style != "constant" and not has_ends:
-            raise ConfigError(f"weight_decay_incr_style={style!r} has nothing to ramp between; set end_weight_decay")
+            raise ConfigError(
+                f"weight_decay_incr_style={style!r} has nothing to ramp between; set end_weight_decay"
+            )
 
 
 def scheduler_settings(
@@ -112,31 +128,49 @@ def scheduler_settings(
         ConfigError: If a needed number of steps is unknown, the warm-up or WSD's decay does not fit into the decay, or
             the peak is below ``min_lr`` or ``init_lr``, or the weight decay would fall.
     """
-    known_steps = total_steps if total_steps is not None and total_steps > 0 else None  # Lightning's -1: no limit
+    known_steps = (
+        total_steps if total_steps is not None and total_steps > 0 else None
+    )  # Lightning's -1: no limit
     decay = schedule.decay_steps or known_steps
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
-        raise ConfigError(f"{what} needs the number of steps; set max_steps or max_epochs of Trainer, or decay_steps")
+        raise ConfigError(
+            f"{what} needs the number of steps; set max_steps or max_epochs of Trainer, or decay_steps"
+        )
     # As in Megatron, a fraction need not give a whole number of steps.
-    warmup = schedule.warmup_fraction * (decay or 0) if schedule.warmup_fraction else schedule.warmup_steps
+    warmup = (
+        schedule.warmup_fraction * (decay or 0)
+        if schedule.warmup_fraction
+        else schedule.warmup_steps
+    )
     if decay is not None:
         source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
         if warmup >= decay:
-            raise ConfigError(f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it")
+            raise ConfigError(
+                f"warmup_steps={schedule.warmup_steps} must be less than {source}={decay}; lower it"
+            )
         if schedule.wsd_decay_steps is not None and schedule.wsd_decay_steps > decay - warmup:
             raise ConfigError(
                 f"wsd_decay_steps={schedule.wsd_decay_steps}: expected at most {decay - warmup:g}, what warm-up leaves"
             )
     if schedule.style != "constant" and schedule.min_lr > lr:
-        raise ConfigError(f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr")
+        raise ConfigError(
+            f"min_lr={schedule.min_lr} is above the peak lr={lr}; lower min_lr or raise lr"
+        )
     if warmup and schedule.init_lr > lr:
-        raise ConfigError(f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr")
+        raise ConfigError(
+            f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr"
+        )
     start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
     end = weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
     if start > end:
-        raise ConfigError(f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them")
+        raise ConfigError(
+            f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them"
+        )
     if schedule.weight_decay_incr_style != "constant" and known_steps is None:
-        raise ConfigError(f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs max_steps or max_epochs")
+        raise ConfigError(
+            f"weight_decay_incr_style={schedule.weight_decay_incr_style!r} needs max_steps or max_epochs"
+        )
     return {
         # Megatron refuses values above the peak even if they have no effect.
         "init_lr": min(schedule.init_lr, lr),

@@ -103,7 +103,8 @@ class OptimizerOptions:
             ConfigError: If the name is unknown, or a value is out of range.
         """
         factors = {
-            glob: as_options(GroupMultipliers, each, "multipliers") for glob, each in dict(self.multipliers).items()
+            glob: as_options(GroupMultipliers, each, "multipliers")
+            for glob, each in dict(self.multipliers).items()
         }
         object.__setattr__(self, "multipliers", factors)
         require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
@@ -111,7 +112,9 @@ class OptimizerOptions:
             require_number(name, getattr(self, name))
         for name in ("beta1", "beta2"):
             if not getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options"
+                )
         for name in ("loss_scale_window", "loss_scale_hysteresis"):
             require_number(name, getattr(self, name), at_least=1)
         require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE, math.inf)
@@ -132,7 +135,9 @@ class OptimizerReport:
     """[1], fp32, on the device (reading it waits): the loss scale of the next step; 1 unless ``16-mixed``."""
 
 
-def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions) -> GroupMultipliers:
+def multipliers_of(
+    name: str, parameter: torch.Tensor, options: OptimizerOptions
+) -> GroupMultipliers:
     """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
 
     Args:
@@ -151,10 +156,14 @@ def multipliers_of(name: str, parameter: torch.Tensor, options: OptimizerOptions
     return GroupMultipliers(wd_mult=0.0 if is_one_dimensional else 1.0)
 
 
-def _group_overrides(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> dict[ParamKey, dict[str, float]]:
+def _group_overrides(
+    chunks: Iterable[torch.nn.Module], options: OptimizerOptions
+) -> dict[ParamKey, dict[str, float]]:
     """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
     default = GroupMultipliers()
-    distinct = {multipliers_of(n, p, options) for chunk in chunks for n, p in chunk.named_parameters()}
+    distinct = {
+        multipliers_of(n, p, options) for chunk in chunks for n, p in chunk.named_parameters()
+    }
     distinct |= {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
 
     def has(multipliers: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
@@ -194,7 +203,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, chunks: list[torch.nn.Module], options: OptimizerOptions, lr: float, context: OptimizerContext
+        self,
+        chunks: list[torch.nn.Module],
+        options: OptimizerOptions,
+        lr: float,
+        context: OptimizerContext,
     ) -> None:
         """Build Megatron's optimizer for DDP-wrapped chunks. Every rank must call, inside ``context.engine()``.
 
@@ -205,7 +218,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         require_number("lr", lr)
         config = _engine_config(options, lr, context.settings)
-        self.inner: Any = get_megatron_optimizer(config, chunks, config_overrides=_group_overrides(chunks, options))
+        self.inner: Any = get_megatron_optimizer(
+            config, chunks, config_overrides=_group_overrides(chunks, options)
+        )
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
@@ -366,7 +381,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Optimizers of the parts; a part without weights on this rank has none."""
         return [part.optimizer for part in self.parts if part.optimizer is not None]
 
-    def _finish(self, norm: float, check_finite: Callable[[float], None], *, overflow: bool = False) -> None:
+    def _finish(
+        self, norm: float, check_finite: Callable[[float], None], *, overflow: bool = False
+    ) -> None:
         # Gradients that overflow only because of the loss scale are normal in 16-mixed.
         is_nonfinite = not math.isfinite(self.loss if overflow else norm)
         if is_nonfinite or not overflow:
@@ -415,7 +432,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
             "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
         }
 
-    def sharded_state_dict(self, models: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, models: Mapping[str, Any], *, is_loading: bool = False
+    ) -> dict[str, Any]:
         """Build the state dict: sharded tensors that view the live state, and plain data; every rank must call.
 
         Args:
@@ -427,10 +446,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
         entries: dict[str, ShardedTensor] = {}
         for number, held in enumerate(self._param_states()):
             for name, tensor in held.tensors.items():
-                flat = torch.empty_like(tensor) if is_loading and name == "param" and held.is_own_master else tensor
-                shards = _shards(placements[id(held.parameter)], held, flat, f"optimizer.state.{name}")
+                flat = (
+                    torch.empty_like(tensor)
+                    if is_loading and name == "param" and held.is_own_master
+                    else tensor
+                )
+                shards = _shards(
+                    placements[id(held.parameter)], held, flat, f"optimizer.state.{name}"
+                )
                 entries |= {f"{number}.{name}.{index}": shard for index, shard in enumerate(shards)}
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.param_groups
+        ]
         scaler = getattr(self.parts[0], "grad_scaler", None)
         return {
             "param_state": entries,
@@ -452,13 +480,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
         for number, held in enumerate(self._param_states()):
             prefix = f"{number}.param."
             # In the order of sharded_state_dict.
-            keys = sorted((int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix))
+            keys = sorted(
+                (int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix)
+            )
             if held.is_own_master and keys:
                 held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in keys]))
-        saved = {_group_key(group): group for group in loaded.get("optimizer", loaded)["param_groups"]}
+        saved = {
+            _group_key(group): group for group in loaded.get("optimizer", loaded)["param_groups"]
+        }
         for group in self.param_groups:
             kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
-            group.update({name: value for name, value in saved[_group_key(group)].items() if name not in kept})
+            group.update(
+                {
+                    name: value
+                    for name, value in saved[_group_key(group)].items()
+                    if name not in kept
+                }
+            )
         for part in self.parts:
             scaler = getattr(part, "grad_scaler", None)
             if scaler is not None and "grad_scaler" in loaded:
@@ -472,7 +510,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """This rank's state of each parameter, in a fixed order."""
         for part in self.parts:
             for parameter, master, start in _master_weights(part):
-                moments = {name: part.optimizer.state[master][name].view(-1) for name in part.optimizer.state_names}
+                moments = {
+                    name: part.optimizer.state[master][name].view(-1)
+                    for name in part.optimizer.state_names
+                }
                 tensors = {"param": master.detach().view(-1), **moments}
                 yield _ParamState(parameter, start, isinstance(part, DistributedOptimizer), tensors)
 
@@ -507,10 +548,16 @@ def _counted_gradients(part: Any) -> tuple[list[Tensor], list[Tensor]]:
     The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages.
     """
     has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
-    counted: list[Tensor] = (part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm)()
+    counted: list[Tensor] = (
+        part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm
+    )()
     counted_ids = {id(gradient) for gradient in counted}
     gradients = (parameter.grad for parameter in part.get_parameters())
-    copies = [gradient for gradient in gradients if gradient is not None and id(gradient) not in counted_ids]
+    copies = [
+        gradient
+        for gradient in gradients
+        if gradient is not None and id(gradient) not in counted_ids
+    ]
     return counted, copies
 
 
@@ -524,7 +571,16 @@ def _zero_or_nan(value: Tensor) -> Tensor:
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Keys that identify a parameter group; each rank has all groups, in any order."""
 
-_GROUP_SETTINGS = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps", "momentum")
+_GROUP_SETTINGS = (
+    "max_lr",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+)
 """Keys of parameter groups that each run sets; the others, such as ``lr`` and ``step``, are restored on resume."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -566,9 +622,16 @@ def _master_weights(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
             yield parameter, part.optimizer.param_groups[group]["params"][order], first
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from ((parameter, master, 0) for parameter, master in zip(parameters, masters, strict=True))
-        yield from ((parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group)
+        for parameters, masters in zip(
+            part.float16_groups, part.fp32_from_float16_groups, strict=True
+        ):
+            yield from (
+                (parameter, master, 0)
+                for parameter, master in zip(parameters, masters, strict=True)
+            )
+        yield from (
+            (parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group
+        )
         return
     yield from ((parameter, parameter, 0) for parameter in part.get_parameters())
 
@@ -579,11 +642,15 @@ def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
     placements = {}
     for placement in nested_values(sharded):
         is_factory = isinstance(placement, ShardedTensorFactory)
-        placements[id(placement.data)] = list(nested_values(placement.build())) if is_factory else [placement]
+        placements[id(placement.data)] = (
+            list(nested_values(placement.build())) if is_factory else [placement]
+        )
     return placements
 
 
-def _shards(placements: Sequence[ShardedTensor], held: _ParamState, flat: Tensor, name: str) -> Iterator[ShardedTensor]:
+def _shards(
+    placements: Sequence[ShardedTensor], held: _ParamState, flat: Tensor, name: str
+) -> Iterator[ShardedTensor]:
     """Sharded tensors of the full model that make up ``flat``, the held elements of a state tensor, in its order."""
     for placement in placements:
         data = placement.data
@@ -603,7 +670,9 @@ def _shards(placements: Sequence[ShardedTensor], held: _ParamState, flat: Tensor
                 dtype=flat.dtype,
                 local_shape=shape,
                 global_shape=placement.global_shape,
-                global_offset=tuple(a + b for a, b in zip(placement.global_offset, inside, strict=True)),
+                global_offset=tuple(
+                    a + b for a, b in zip(placement.global_offset, inside, strict=True)
+                ),
                 axis_fragmentations=None,
                 replica_id=replica,
                 allow_shape_mismatch=placement.allow_shape_mismatch,
@@ -625,5 +694,11 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
     if first > last:
         return within(last, start - last * row, stop - last * row)
-    complete = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return [*within(first - 1, start - (first - 1) * row, row), *complete, *within(last, 0, stop - last * row)]
+    complete = (
+        [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    )
+    return [
+        *within(first - 1, start - (first - 1) * row, row),
+        *complete,
+        *within(last, 0, stop - last * row),
+    ]

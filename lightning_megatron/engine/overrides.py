@@ -37,8 +37,22 @@ _OPTIONS = {
     DistributedDataParallelConfig: "ddp_config_overrides",
 }
 SAME_NAME_FIELDS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+    ),
+    *(
+        "normalization",
+        "layernorm_epsilon",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+    ),
     *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
 )
 """Fields that have the same name in ``TransformerConfig`` and ``ModelConfig``."""
@@ -136,7 +150,9 @@ class Overrides:
         Raises:
             ConfigError: If there is no such field, its value has another type, or it may not be overridden.
         """
-        for kind, overrides in zip(_OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True):
+        for kind, overrides in zip(
+            _OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True
+        ):
             for name, value in overrides.items():
                 _check(kind, name, value)
 
@@ -146,7 +162,9 @@ def _check(kind: type, name: str, value: object) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         fix = f"did you mean {close[0]!r}?" if close else "remove it"
-        raise ConfigError(f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}")
+        raise ConfigError(
+            f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}"
+        )
     for fix, refused in _REFUSED[kind].items():
         if name not in _EXPERT_FIELDS and any(fnmatch(name, glob) for glob in refused.split()):
             raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {fix}")
@@ -166,7 +184,9 @@ def _annotations(kind: type) -> dict[str, str]:
     return {name: plain.get(hint, "") for name, hint in get_type_hints(kind).items()}
 
 
-def build_config(kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]) -> _Config:
+def build_config(
+    kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> _Config:
     """Build a Megatron config from this package's choices and the user's overrides, which win.
 
     Raises:
@@ -178,4 +198,6 @@ def build_config(kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapp
         if not overrides:
             raise
         fields_set = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
-        raise ConfigError(f"{_OPTIONS[kind]}: got {fields_set}, and Megatron says: {error}; correct it") from error
+        raise ConfigError(
+            f"{_OPTIONS[kind]}: got {fields_set}, and Megatron says: {error}; correct it"
+        ) from error

@@ -80,7 +80,9 @@ class ParallelConfig:
         for name in UNEVEN_STAGES:
             require_kind(name, getattr(self, name), "int | None")
             if getattr(self, name) is not None and self.pp < 2:
-                raise ConfigError(f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for pipelines, but pp={self.pp}; raise pp"
+                )
 
     @property
     def model_parallel_size(self) -> int:
@@ -143,14 +145,18 @@ class ParallelConfig:
         groups = model.num_query_groups
         # With more ranks than groups, neighboring ranks hold the same key/value head.
         if groups % self.tp != 0 and self.tp % groups != 0:
-            choices = [d for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0]
+            choices = [
+                d for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0
+            ]
             raise ConfigError(
                 f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
                 f"{', '.join(str(d) for d in choices)}"
             )
         # With more ranks than groups, each keeps a slice of the rows, which may end within a head.
         rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
-        require_divides("tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
+        require_divides(
+            "tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows
+        )
         self._check_experts(model)
         if model.architecture == "t5":
             self._check_joint_stack(model)
@@ -183,10 +189,14 @@ class ParallelConfig:
         experts = model.experts
         if experts is None:
             if self.ep > 1:
-                raise ConfigError(f"ep={self.ep}: expected a model with experts, got {model.family} without; use ep=1")
+                raise ConfigError(
+                    f"ep={self.ep}: expected a model with experts, got {model.family} without; use ep=1"
+                )
             return
         require_divides("ep", self.ep, "num_experts", experts.num_experts)
-        require_divides("tp", self.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size or self.tp)
+        require_divides(
+            "tp", self.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size or self.tp
+        )
 
     def check_function(self, model: ModelConfig, function: str | None) -> None:
         """Raise unless the Trainer's ``function`` can run with this layout; ``check_model`` has passed.
@@ -199,7 +209,12 @@ class ParallelConfig:
             raise ConfigError(
                 f"ep={self.ep}: Trainer.predict gives replicas that share experts different rows; use ep=1, or generate"
             )
-        if function == "fit" and model.experts is not None and self.tp > 1 and not self.sequence_parallel:
+        if (
+            function == "fit"
+            and model.experts is not None
+            and self.tp > 1
+            and not self.sequence_parallel
+        ):
             # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses this, too.
             raise ConfigError(
                 f"tp={self.tp}: a model with experts is trained with sequence_parallel=True; set it, or use tp=1"
@@ -217,7 +232,12 @@ class ParallelConfig:
         ends = [each for each in (first, last) if each is not None]
         others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
         share = rest // others if others else 0
-        if min(ends, default=1) < 1 or share * others != rest or any(n % chunks for n in (*ends, share)) or rest < 0:
+        if (
+            min(ends, default=1) < 1
+            or share * others != rest
+            or any(n % chunks for n in (*ends, share))
+            or rest < 0
+        ):
             sizes = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN_STAGES)
             raise ConfigError(
                 f"{sizes}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
@@ -243,7 +263,11 @@ class ParallelConfig:
             )
 
     def check_sequence(
-        self, seq_length: int, max_position_embeddings: int | None = None, *, name: str = "seq_length"
+        self,
+        seq_length: int,
+        max_position_embeddings: int | None = None,
+        *,
+        name: str = "seq_length",
     ) -> None:
         """Raise unless sequences of ``seq_length`` tokens can be split this way and the model has positions for them.
 
@@ -258,7 +282,11 @@ class ParallelConfig:
         """
         if (rest := seq_length % (divisor := self.sequence_divisor)) != 0:
             reasons = [f"cp={self.cp} splits it into 2 x cp runs"] if self.cp > 1 else []
-            reasons += [f"tp={self.tp} splits it with sequence_parallel=True"] if self.uses_sequence_parallel else []
+            reasons += (
+                [f"tp={self.tp} splits it with sequence_parallel=True"]
+                if self.uses_sequence_parallel
+                else []
+            )
             raise ConfigError(
                 f"{name}={seq_length}: expected a multiple of {divisor}, because {' and '.join(reasons)}; use "
                 f"{seq_length - rest + divisor}"

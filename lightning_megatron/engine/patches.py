@@ -21,7 +21,11 @@ from packaging.requirements import Requirement
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.fillers import adam, kernels
 from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
-from lightning_megatron.engine.fillers.experts import AllGatherDispatcher, AllToAllDispatcher, dispatcher
+from lightning_megatron.engine.fillers.experts import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    dispatcher,
+)
 
 
 class Patch(NamedTuple):
@@ -96,16 +100,31 @@ MEGATRON: tuple[Patch, ...] = (
     # It asserts that it shards an Adam, and uses the name only in isinstance(), which takes a tuple as well.
     Patch(_DISTRIBUTED, "Adam", lambda original: (original, adam.MasterOptimizer)),
     # Float32 shards are views with a grad_fn: torch warns whenever the optimizer reads their .grad.
-    Patch(_DISTRIBUTED, "DistributedOptimizer._build_model_and_main_param_groups", adam.with_leaf_shards),
+    Patch(
+        _DISTRIBUTED,
+        "DistributedOptimizer._build_model_and_main_param_groups",
+        adam.with_leaf_shards,
+    ),
     # It loops with one kernel per bf16 parameter.
-    Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _use(kernels.copy)),
+    Patch(
+        "megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _use(kernels.copy)
+    ),
     # It loops with one kernel per parameter, also to copy fp32 parameters onto themselves.
-    Patch(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", _use(kernels.copy_shards)),
+    Patch(
+        _DISTRIBUTED,
+        "DistributedOptimizer._copy_main_params_to_model_params",
+        _use(kernels.copy_shards),
+    ),
     # It needs Transformer Engine, and saves and restores random states that norms do not use.
-    Patch("megatron.core.tensor_parallel", "CheckpointWithoutOutput", _use(kernels.RecomputedOutput)),
+    Patch(
+        "megatron.core.tensor_parallel", "CheckpointWithoutOutput", _use(kernels.RecomputedOutput)
+    ),
     # The router checks whether it is None, but without Transformer Engine the name is not defined: NameError.
     Patch(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original, "megatron-core<0.19"
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        lambda original: original,
+        "megatron-core<0.19",
     ),
     # The host waits three times per layer, a token is sent once per expert, sums are atomic additions in bf16.
     Patch(_MOE, "MoEAlltoAllTokenDispatcher", _use(dispatcher(AllToAllDispatcher))),
@@ -132,7 +151,9 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     # Linear layers refuse to fuse without Apex's extension.
     Patch(_LAYERS, "_grad_accum_fusion_available", _use(True)),
     # The bias is added in a separate pass.
-    Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.fuse_linear_bias),
+    Patch(
+        _LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.fuse_linear_bias
+    ),
     # Its gradient is a dense tensor, which is then added to the buffer.
     Patch(_LAYERS, "F", _use(SimpleNamespace(embedding=kernels.embedding))),
 )
@@ -174,21 +195,29 @@ class _SideStream(torch.cpu.Stream):
 
 _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_device": _returning(lambda: cpu.DEVICE),  # buffers are created on it
-    "current_stream": _returning(torch.cpu.Stream),  # distributed/param_and_grad_buffer.py orders its communication
-    "default_stream": _returning(torch.cpu.Stream),  # pipeline_parallel/schedules.py returns to the default stream
+    "current_stream": _returning(
+        torch.cpu.Stream
+    ),  # distributed/param_and_grad_buffer.py orders its communication
+    "default_stream": _returning(
+        torch.cpu.Stream
+    ),  # pipeline_parallel/schedules.py returns to the default stream
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
     "Stream": _use(_SideStream),  # side streams are created in constructors
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _use(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
-    "get_rng_state": _returning(torch.get_rng_state),  # tensor_parallel/random.py reads the device generator
+    "get_rng_state": _returning(
+        torch.get_rng_state
+    ),  # tensor_parallel/random.py reads the device generator
     "set_rng_state": _set_rng_state,  # tensor_parallel/random.py sets the device generator
     "FloatTensor": _use(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
 }
 
 CPU: tuple[Patch, ...] = (
     *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
-    Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),  # reads torch.cuda.random directly
+    Patch(
+        _RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)
+    ),  # reads torch.cuda.random directly
     Patch(_RANDOM, "_set_cuda_rng_state", _set_rng_state),  # sets torch.cuda.default_generators
 )
 """Replacements of every CUDA call that the engine makes in training, where there is no GPU."""

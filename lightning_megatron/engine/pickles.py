@@ -93,7 +93,9 @@ class StandIn:
 
     def __repr__(self) -> str:
         """The call; arguments that may hold others are left out, as their text may double with each level."""
-        plain = tuple(each if isinstance(each, (str, int, float)) else ... for each in self.arguments)
+        plain = tuple(
+            each if isinstance(each, (str, int, float)) else ... for each in self.arguments
+        )
         return f"{type(self).__name__}{plain}"
 
 
@@ -129,14 +131,18 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
                 is_mapped = foreign and is_zip and isinstance(file, Path)
                 source = file if is_mapped else opened
                 value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-        _check_containers(value, _MAX_ITEMS + _MAX_ITEMS_PER_BYTE * num_bytes, size if foreign else None)
+        _check_containers(
+            value, _MAX_ITEMS + _MAX_ITEMS_PER_BYTE * num_bytes, size if foreign else None
+        )
         return value
     except CheckpointError as error:
         raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{name} is not loaded: {pickle_refusal(error)}") from None
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be read ({error.strerror or error}); check the path") from None
+        raise CheckpointError(
+            f"{name} cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except Exception as error:  # arbitrary bytes raise anything
         reason = " ".join(str(error).split())[:100]
         raise CheckpointError(
@@ -195,7 +201,9 @@ def check_archive(stream: BinaryIO, offset: int, length: int, name: str) -> None
     except CheckpointError as error:
         raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
     except Exception as error:  # arbitrary bytes raise anything
-        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error}); use another copy") from None
+        raise CheckpointError(
+            f"{name} is damaged ({type(error).__name__}: {error}); use another copy"
+        ) from None
 
 
 def _archive_pickle(opened: BinaryIO, size: int) -> io.BytesIO:
@@ -203,11 +211,19 @@ def _archive_pickle(opened: BinaryIO, size: int) -> io.BytesIO:
     with zipfile.ZipFile(opened) as archive:
         members = archive.infolist()
     total = sum(member.file_size for member in members)
-    largest = max((each.file_size for each in members if each.filename.endswith("/data.pkl")), default=0)
-    if total > size or largest > _MAX_PICKLE_BYTES or any(each.compress_type != zipfile.ZIP_STORED for each in members):
+    largest = max(
+        (each.file_size for each in members if each.filename.endswith("/data.pkl")), default=0
+    )
+    if (
+        total > size
+        or largest > _MAX_PICKLE_BYTES
+        or any(each.compress_type != zipfile.ZIP_STORED for each in members)
+    ):
         raise CheckpointError(f"its {size:,} bytes would become {total:,} in memory")
     opened.seek(0)
-    return io.BytesIO(torch._C.PyTorchFileReader(opened).get_record("data.pkl"))  # found as torch.load will find it
+    return io.BytesIO(
+        torch._C.PyTorchFileReader(opened).get_record("data.pkl")
+    )  # found as torch.load will find it
 
 
 def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list[tuple[Any, str]]:
@@ -223,7 +239,9 @@ def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list
                 resolved.setdefault(name, _KNOWN_GLOBALS.get(name) or stand_in(name))
             elif _RESERVING.fullmatch(name):
                 what = name.removeprefix("builtins.")
-                raise CheckpointError(f"it would reserve memory for a {what}, of whatever length it says")
+                raise CheckpointError(
+                    f"it would reserve memory for a {what}, of whatever length it says"
+                )
     return [(replacement, name) for name, replacement in resolved.items()]
 
 
@@ -232,7 +250,9 @@ class _Operand:
 
     __slots__ = ("items", "size", "text")
 
-    def __init__(self, size: int, text: str = "", items: tuple[_Operand, ...] | None = None) -> None:
+    def __init__(
+        self, size: int, text: str = "", items: tuple[_Operand, ...] | None = None
+    ) -> None:
         self.size = size
         """Number of objects in it; those in several containers count several times."""
         self.text = text
@@ -259,11 +279,15 @@ def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCO
     memo: dict[int, _Operand | None] = {}
     for opcode, argument, position in pickletools.genops(pickled):
         if opcode.proto > max_protocol:
-            raise ValueError(f"pickle protocol {opcode.proto}, where torch.save writes {max_protocol}")
+            raise ValueError(
+                f"pickle protocol {opcode.proto}, where torch.save writes {max_protocol}"
+            )
         if opcode.name in _PUTS or opcode.name == "MEMOIZE":
             index = len(memo) if argument is None else int(argument)
             if index > (position or 0):
-                raise CheckpointError(f"it would reserve memory for {index:,} objects in {position} bytes")
+                raise CheckpointError(
+                    f"it would reserve memory for {index:,} objects in {position} bytes"
+                )
             memo[index] = stack[-1]
             continue
         if opcode.name in _GETS:
@@ -328,7 +352,9 @@ def _check_call(function: str, arguments: tuple[_Operand, ...] | None) -> None:
         raise ValueError(f"a call of {function or 'data'} without a tuple of arguments")
     called = [function, *(each.text for each in arguments[:1])]
     if reserving := _RESERVING_CALLS & {*called}:
-        raise CheckpointError(f"it would reserve memory for a {min(reserving)}, of whatever length it says")
+        raise CheckpointError(
+            f"it would reserve memory for a {min(reserving)}, of whatever length it says"
+        )
     if "_codecs.encode" in called and [each.text for each in arguments[1:]] != ["latin1"]:
         raise CheckpointError("it would encode text over and over")
 
@@ -366,8 +392,12 @@ def _check_containers(value: Any, max_items: int, num_bytes: int | None) -> None
                 stack.append((item, depth + 1))
             elif isinstance(item, (Namespace, SimpleNamespace)):
                 stack.append((vars(item), depth + 1))
-            elif isinstance(item, torch.Tensor) and num_bytes is not None and item.nbytes > num_bytes:
-                raise CheckpointError(f"it has a tensor of shape {list(item.shape)[:8]} in {num_bytes:,} bytes")
+            elif (
+                isinstance(item, torch.Tensor) and num_bytes is not None and item.nbytes > num_bytes
+            ):
+                raise CheckpointError(
+                    f"it has a tensor of shape {list(item.shape)[:8]} in {num_bytes:,} bytes"
+                )
 
 
 def _scalar(dtype: Any, data: bytes) -> Any:

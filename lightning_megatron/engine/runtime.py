@@ -22,7 +22,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.patches import CPU, patches, replacements
@@ -60,7 +63,9 @@ class Runtime:
         self._parked_rng_state = None
         with self.active():
             user_state = torch.get_rng_state()
-            model_parallel_cuda_manual_seed(seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True)
+            model_parallel_cuda_manual_seed(
+                seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True
+            )
             engine_state = torch.get_rng_state()
             torch.set_rng_state(user_state)
         self._parked_rng_state = engine_state
@@ -106,7 +111,9 @@ class Runtime:
     def patch(self) -> None:
         """Apply the patches of Megatron until ``unpatch``."""
         if not self._is_patched:
-            self._patches.enter_context(patched(replacements(patches("cpu" if self._on_cpu else "cuda"))))
+            self._patches.enter_context(
+                patched(replacements(patches("cpu" if self._on_cpu else "cuda")))
+            )
             self._is_patched = True
 
     def unpatch(self) -> None:

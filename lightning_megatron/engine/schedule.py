@@ -129,7 +129,9 @@ class TrainStep(ABC):
         return next(data_iterator)
 
     @abstractmethod
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, LossFunc]:
         """Run the forward pass of a microbatch through a model chunk of this rank.
 
         Args:
@@ -240,7 +242,9 @@ class Schedule:
     _step: TrainStep
     _observe: Observer | None
 
-    def __init__(self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None) -> None:
+    def __init__(
+        self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None
+    ) -> None:
         """Set up the schedule of (wrapped) chunks; for training, before the optimizer is built.
 
         Args:
@@ -256,7 +260,9 @@ class Schedule:
         self._sequence_divisor = topology.parallel.sequence_divisor
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
-        self._weights = [(n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()]
+        self._weights = [
+            (n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()
+        ]
         self._denominators: dict[str, torch.Tensor] | None = None
         self._denominator_buffers: dict[tuple[str, ...], torch.Tensor] = {}
         self._targets_seen: list[torch.Tensor] = []
@@ -265,7 +271,11 @@ class Schedule:
         self._balance = LoadBalance(self._configs[0], chunks) if has_experts else None
 
     def train(
-        self, batch: Batch, train_step: TrainStep, optimizer: MegatronOptimizer, micro_batch_size: int | None = None
+        self,
+        batch: Batch,
+        train_step: TrainStep,
+        optimizer: MegatronOptimizer,
+        micro_batch_size: int | None = None,
     ) -> StepOutput:
         """Compute the gradients of ``batch``, replacing the previous ones.
 
@@ -296,7 +306,9 @@ class Schedule:
             raise ConfigError(_uneven_batch(rows, self._num_microbatches))
         return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
 
-    def evaluate(self, batch: Batch, train_step: TrainStep, observe: Observer | None = None) -> StepOutput:
+    def evaluate(
+        self, batch: Batch, train_step: TrainStep, observe: Observer | None = None
+    ) -> StepOutput:
         """Compute the losses of ``batch``, with any number of rows.
 
         Args:
@@ -348,7 +360,9 @@ class Schedule:
             ConfigError: If the gradients were divided by other target counts than ``loss_func`` returned.
         """
         if grad_norm == 0 and not sum(output.num_targets.values()):
-            rank_zero_warn("a global batch had no targets (all labels are -100); check labels and loss masks")
+            rank_zero_warn(
+                "a global batch had no targets (all labels are -100); check labels and loss masks"
+            )
         if math.isfinite(grad_norm):
             return
         auxiliary = 0.0 if output.experts is None else output.experts.loss
@@ -445,7 +459,11 @@ class Schedule:
 
     def _replay(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Run the microbatches as CUDA graphs and return their reports; None if Megatron's schedule must run them."""
-        if self._graphs is None or self._denominators is None or not self._graphs.is_ready(microbatches[0]):
+        if (
+            self._graphs is None
+            or self._denominators is None
+            or not self._graphs.is_ready(microbatches[0])
+        ):
             return None
         (chunk,), (config,) = self._chunks, self._configs
 
@@ -460,7 +478,9 @@ class Schedule:
         self._finalize_gradients(self._chunks)
         return reports
 
-    def _global_counts(self, batch: Batch, balance: LoadBalance | None) -> dict[str, torch.Tensor] | None:
+    def _global_counts(
+        self, batch: Batch, balance: LoadBalance | None
+    ) -> dict[str, torch.Tensor] | None:
         """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance."""
         counts, names = self._step.counts(batch), self._step.loss_terms
         if counts is None:
@@ -474,7 +494,9 @@ class Schedule:
         if balance is not None:
             mask = batch.get("attention_mask")
             tokens = _num_rows(batch) * self._step.seq_length(batch)
-            packed.append(packed[0].new_full((), tokens) if mask is None else (mask != 0).sum().float())
+            packed.append(
+                packed[0].new_full((), tokens) if mask is None else (mask != 0).sum().float()
+            )
         totals = torch.stack(packed)
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:
@@ -484,7 +506,9 @@ class Schedule:
         buffer = self._denominator_buffers.setdefault(tuple(names), totals).copy_(totals)
         return dict(zip(names, buffer.unbind(), strict=True))
 
-    def _forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, Any]:
+    def _forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, Any]:
         microbatch = next(data_iterator)
         progress.ticks += 1
         output, loss_func = self._step.forward_step(iter([microbatch]), model)
@@ -496,18 +520,24 @@ class Schedule:
 
         return output, report
 
-    def _scaled_loss(self, loss_func: LossFunc, output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:
+    def _scaled_loss(
+        self, loss_func: LossFunc, output: Output
+    ) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
         terms = loss_func(output)
         ordered = [terms[name] for name in self._step.loss_terms]
-        report = torch.stack([torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered])
+        report = torch.stack(
+            [torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered]
+        )
         if self._denominators is None:
             self._targets_seen += [term.targets.detach().float() for term in ordered]
             return torch.stack([term.sum for term in ordered]).sum(), 0, report
         loss = torch.stack([terms[name].sum / n for name, n in self._denominators.items()]).sum()
         return loss, 0, report
 
-    def _reduce(self, reports: list[torch.Tensor], shape: StepShape, device: torch.device) -> StepOutput:
+    def _reduce(
+        self, reports: list[torch.Tensor], shape: StepShape, device: torch.device
+    ) -> StepOutput:
         """Sum each term's [sum, count] over microbatches and dp, and broadcast them from the last stage."""
         names = self._step.loss_terms
         total = torch.zeros(len(names), 2, device=device)
@@ -520,7 +550,9 @@ class Schedule:
         counts = total[:, 1].clamp(min=1.0)
         means = total[:, 0] / counts
         loss = means.sum()
-        if self._denominators is not None:  # of the gradients; a mismatch makes the loss, and so the norm, NaN
+        if (
+            self._denominators is not None
+        ):  # of the gradients; a mismatch makes the loss, and so the norm, NaN
             expected = torch.stack([*self._denominators.values()])
             loss = loss.masked_fill(~torch.isclose(counts, expected, rtol=1e-3).all(), math.nan)
         return StepOutput(
@@ -543,13 +575,19 @@ class Schedule:
         megatron-core 0.16.1, distributed/finalize_model_grads.py divides after ``if num_tokens > 0``, which makes the
         host wait for the GPU; here the division stays on the device, and only happens if the count was unknown.
         """
-        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(
+            chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
+        )
         reduce_shared_gradients(chunks, self._topology.pp_group)
         if self._denominators is not None:
             return
         topology = self._topology
         device = next(chunks[0].parameters()).device
-        count = torch.stack(self._targets_seen).sum() if self._targets_seen else torch.zeros((), device=device)
+        count = (
+            torch.stack(self._targets_seen).sum()
+            if self._targets_seen
+            else torch.zeros((), device=device)
+        )
         if topology.parallel.pp > 1:
             dist.broadcast(count, topology.last_stage, group=topology.pp_group)
         dist.all_reduce(count, group=topology.dp_group)

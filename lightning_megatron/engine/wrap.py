@@ -34,7 +34,9 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk
 
 
-def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None) -> torch.nn.ModuleList:
+def to_16bit(
+    chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
+) -> torch.nn.ModuleList:
     """Wrap chunks to compute in ``dtype`` and return fp32 from the last stage, unless ``dtype`` is fp32.
 
     Evaluation needs no other wrapper. With ``fp8`` the linear layers of transformer layers multiply in fp8.
@@ -43,7 +45,9 @@ def to_16bit(chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
         return chunks
     if fp8 is not None:
         use_fp8(chunks)
-    return torch.nn.ModuleList([c if unwrap(c) is not c else Float16Module(unwrap(c).config, c) for c in chunks])
+    return torch.nn.ModuleList(
+        [c if unwrap(c) is not c else Float16Module(unwrap(c).config, c) for c in chunks]
+    )
 
 
 def to_ddp(
@@ -56,14 +60,18 @@ def to_ddp(
     if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
         context.use_peer_copies(chunks)
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():
-        return torch.nn.ModuleList([_ddp(_without_stale_ddp(c), settings, i) for i, c in enumerate(chunks)])
+        return torch.nn.ModuleList(
+            [_ddp(_without_stale_ddp(c), settings, i) for i, c in enumerate(chunks)]
+        )
 
 
 def _without_stale_ddp(chunk: Any) -> Any:
     """The chunk, without the DDP of an earlier fit if other weights were frozen in that fit."""
     weights = list(chunk.parameters())
     is_wrapped = isinstance(chunk, DistributedDataParallel)
-    if not is_wrapped or all(w.requires_grad == (w in chunk.param_to_bucket_group) for w in weights):
+    if not is_wrapped or all(
+        w.requires_grad == (w in chunk.param_to_bucket_group) for w in weights
+    ):
         return chunk
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook()
@@ -103,7 +111,11 @@ def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor
 
     megatron-core 0.16.1, tensor_parallel/random.py: ``CheckpointFunction`` does not see the weights.
     """
-    return output.detach().requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+    return (
+        output.detach().requires_grad_()
+        if torch.is_grad_enabled() and not output.requires_grad
+        else output
+    )
 
 
 def finish_parameter_gathers(chunks: list[Any]) -> None:
@@ -148,7 +160,11 @@ def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> No
     copies: list[tuple[str, torch.nn.Parameter]] = []
     for model in models:
         if hasattr(model, "shared_weights"):
-            copies += [(name, weight) for name, weight in model.shared_weights().weights.items() if weight is not None]
+            copies += [
+                (name, weight)
+                for name, weight in model.shared_weights().weights.items()
+                if weight is not None
+            ]
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
@@ -157,7 +173,9 @@ def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> No
     frozen = {name for name, weight in copies if not weight.requires_grad}
     dist.all_gather_object(of_ranks, (is_trained, frozen), group=group)
     if not any(trained for trained, _ in of_ranks):
-        raise ConfigError("every weight is frozen, and fit needs some to train; unfreeze some in configure_model")
+        raise ConfigError(
+            "every weight is frozen, and fit needs some to train; unfreeze some in configure_model"
+        )
     for name, weight in copies:
         if any(name in names for _, names in of_ranks):
             weight.requires_grad_(False)
@@ -172,13 +190,21 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    per_chunk = [model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")]
+    per_chunk = [
+        model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")
+    ]
     if dist.get_world_size(pp_group) == 1 or not per_chunk:
         return
-    sums = torch.zeros(len(per_chunk[0].weights), *per_chunk[0].shape, device=next(chunks[0].parameters()).device)
+    sums = torch.zeros(
+        len(per_chunk[0].weights), *per_chunk[0].shape, device=next(chunks[0].parameters()).device
+    )
     of_chunks = (zip(sums, shared.weights.values(), strict=True) for shared in per_chunk)
-    pairs = ((total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each)
-    copies = [(total, gradient) for total, gradient in pairs if gradient is not None]  # a frozen weight has none
+    pairs = (
+        (total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each
+    )
+    copies = [
+        (total, gradient) for total, gradient in pairs if gradient is not None
+    ]  # a frozen weight has none
     for total, gradient in copies:
         total += gradient
     dist.all_reduce(sums, group=pp_group)

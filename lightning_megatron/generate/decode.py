@@ -31,9 +31,20 @@ from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_r
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import Request, SpecialTokens, build_request, check_rows, inputs_for_logits
+from lightning_megatron.generate.inputs import (
+    Request,
+    SpecialTokens,
+    build_request,
+    check_rows,
+    inputs_for_logits,
+)
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.pipeline import ModelInputs, Stages, inference_mode, uses_static_cache
+from lightning_megatron.generate.pipeline import (
+    ModelInputs,
+    Stages,
+    inference_mode,
+    uses_static_cache,
+)
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch
 
@@ -107,7 +118,11 @@ class LiveModel:
         options = request.options
         if is_shared:
             settings = (options, request.eos_token_ids, request.pad_token_id)
-            _check_agreement(settings, *on_host.values(), request.stop_strings and request.stop_strings.embedding_vec)
+            _check_agreement(
+                settings,
+                *on_host.values(),
+                request.stop_strings and request.stop_strings.embedding_vec,
+            )
         static_cache = options.static_cache if self.is_own else bool(options.static_cache)
         static = uses_static_cache(static_cache, request.max_new_tokens, self.config, self.device)
         num_sequences = options.num_return_sequences
@@ -120,10 +135,18 @@ class LiveModel:
             if rows.stop > rows.start:
                 local = replace(request, prompts=request.prompts.expand(rows, copies, self.device))
                 uniform = uniform_numbers(options.seed, request.max_new_tokens, num_rows)[:, rows]
-                tokens, values = decode(models, self._replica, local, uniform, on_tokens, static=static)
+                tokens, values = decode(
+                    models, self._replica, local, uniform, on_tokens, static=static
+                )
             if is_shared:
-                counts, group = [count * num_sequences // copies for count in counts], self.topology.dp_group
-                tokens, values = all_gather_rows(tokens, counts, group), all_gather_rows(values, counts, group)
+                counts, group = (
+                    [count * num_sequences // copies for count in counts],
+                    self.topology.dp_group,
+                )
+                tokens, values = (
+                    all_gather_rows(tokens, counts, group),
+                    all_gather_rows(values, counts, group),
+                )
         tokens, values = tokens.to(device), values.to(device)
         longest = int(tokens[:, -1].max())
         prefix = request.prefix.repeat_interleave(num_sequences, dim=0).to(device)
@@ -136,7 +159,11 @@ class LiveModel:
     # ---- logits ------------------------------------------------------------------------------------------------------
 
     def logits(
-        self, inputs: Mapping[str, Tensor | None], *, is_shared: bool = True, last_stage_only: bool = False
+        self,
+        inputs: Mapping[str, Tensor | None],
+        *,
+        is_shared: bool = True,
+        last_stage_only: bool = False,
     ) -> Tensor | None:
         """Compute logits of rows: fp32, on the device of the weights.
 
@@ -170,10 +197,14 @@ class LiveModel:
         with inference_mode(self.chunks) as models:
             logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
             if shape[0] > 0:
-                batch = inputs_for_logits({name: tensor.long().to(self.device) for name, tensor in local.items()})
+                batch = inputs_for_logits(
+                    {name: tensor.long().to(self.device) for name, tensor in local.items()}
+                )
                 computed = Stages(models, self.topology, batch).prefill(every_position=True)
                 if computed is not None:
-                    logits = (computed[..., : model.vocab_size] if predicts_tokens else computed).contiguous()
+                    logits = (
+                        computed[..., : model.vocab_size] if predicts_tokens else computed
+                    ).contiguous()
                 if self.topology.parallel.pp > 1 and not last_stage_only:
                     dist.broadcast(logits, self.topology.last_stage, group=self.topology.pp_group)
             # A data-parallel group lies within one stage.
@@ -199,13 +230,19 @@ class LiveModel:
             return slice(0, rows), [rows]
         dp, rank = self.topology.dp, self.topology.dp_rank
         bounds = [rows * replica // dp for replica in range(dp + 1)]
-        return slice(bounds[rank], bounds[rank + 1]), [bounds[replica + 1] - bounds[replica] for replica in range(dp)]
+        return slice(bounds[rank], bounds[rank + 1]), [
+            bounds[replica + 1] - bounds[replica] for replica in range(dp)
+        ]
 
 
 def _on_host(inputs: Mapping[str, Tensor | None]) -> Batch:
     """Move the inputs that are not None to the host; other types than tensors are refused later, on all ranks."""
-    given: dict[str, Any] = {name: value for name, value in inputs.items() if value is not None or name == "input_ids"}
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}
+    given: dict[str, Any] = {
+        name: value for name, value in inputs.items() if value is not None or name == "input_ids"
+    }
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()
+    }
 
 
 def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
@@ -220,7 +257,9 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    digest = hashlib.sha256(repr((settings, [None if t is None else t.shape for t in tensors])).encode())
+    digest = hashlib.sha256(
+        repr((settings, [None if t is None else t.shape for t in tensors])).encode()
+    )
     for tensor in tensors:
         if tensor is not None:
             digest.update(tensor.long().contiguous().numpy().tobytes())
@@ -228,7 +267,9 @@ def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
     dist.all_gather_object(digests, digest.hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise ConfigError(f"rank {different[0]} has other prompts or options than rank 0; give every rank the same")
+        raise ConfigError(
+            f"rank {different[0]} has other prompts or options than rank 0; give every rank the same"
+        )
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -259,7 +300,11 @@ def decode(
         log-probabilities before temperature and other logits processors (0 after the end), and in the last column the
         row's score.
     """
-    prompts, max_new_tokens, num_beams = request.prompts, request.max_new_tokens, request.options.num_beams
+    prompts, max_new_tokens, num_beams = (
+        request.prompts,
+        request.max_new_tokens,
+        request.options.num_beams,
+    )
     device, rows = prompts.tokens.device, len(prompts.tokens) * num_beams
     can_end = num_beams > 1 or request.can_end
     stages = Stages(models, topology, prompts, max_new_tokens, static=static)
@@ -298,7 +343,11 @@ class _Sampler:
     """Greedy decoding and sampling on the choosing rank: each row on its own."""
 
     def __init__(self, request: Request, uniform: Tensor) -> None:
-        prompts, self._vocab_size, self._pad_token_id = request.prompts, request.vocab_size, request.pad_token_id
+        prompts, self._vocab_size, self._pad_token_id = (
+            request.prompts,
+            request.vocab_size,
+            request.pad_token_id,
+        )
         rows, self._width = prompts.tokens.shape
         self._uniform = uniform if request.samples else None
         self._processors = logits_processors(request)
@@ -327,12 +376,19 @@ class _Sampler:
         position = self._width + step
         for processor in self._processors:
             scores = processor(self._sequences[:, :position], scores)
-        tokens = scores.argmax(-1) if self._uniform is None else sample_tokens(scores, self._uniform[step])
+        tokens = (
+            scores.argmax(-1)
+            if self._uniform is None
+            else sample_tokens(scores, self._uniform[step])
+        )
         self._sequences[:, position] = tokens
         self._log_probabilities[:, step] = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
         reported = tokens.masked_fill(self._finished, ENDED)
         if self._stops is not None:
-            ends = self._stops.are_met(self._sequences[:, self._width : position + 1]) & ~self._finished
+            ends = (
+                self._stops.are_met(self._sequences[:, self._width : position + 1])
+                & ~self._finished
+            )
             self._lengths.masked_fill_(ends, step + 1)
             self._finished |= ends
         return torch.cat((self._parents, reported, self._finished.all()[None].long()))
@@ -392,7 +448,9 @@ class BeamSearch:
                 processed = processor(input_ids, processed)
         sums = processed.view(*self._growing_scores.shape, -1) + self._growing_scores[..., None]
         # The best continuations of each prompt, best first.
-        scores, indices = sums.flatten(1).topk(min(self._num_candidates, num_beams * self._vocab_size))
+        scores, indices = sums.flatten(1).topk(
+            min(self._num_candidates, num_beams * self._vocab_size)
+        )
         beams, tokens = indices // self._vocab_size, indices % self._vocab_size
         sequences, logs = _gather(beams, self._growing, self._growing_logs)
         sequences[:, :, step] = tokens
@@ -402,7 +460,9 @@ class BeamSearch:
             ends = torch.ones_like(ends)
         self._keep_complete(sequences, logs, scores, ends, step + 1)
         self._growing_scores, chosen = (scores + ends * _EXCLUDED).topk(num_beams)
-        self._growing, self._growing_logs, beams, tokens = _gather(chosen, sequences, logs, beams, tokens)
+        self._growing, self._growing_logs, beams, tokens = _gather(
+            chosen, sequences, logs, beams, tokens
+        )
         parents, tokens = (self._first_beams + beams).flatten(), tokens.flatten()
         self._update_can_improve(step + 1)
         # If all candidates end, no beam is left to extend.
@@ -416,7 +476,9 @@ class BeamSearch:
         count = self._options.num_return_sequences
         return sequences[:, :count].flatten(0, 1), values[:, :count].flatten(0, 1)
 
-    def _keep_complete(self, sequences: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int) -> None:
+    def _keep_complete(
+        self, sequences: Tensor, logs: Tensor, scores: Tensor, ends: Tensor, length: int
+    ) -> None:
         """Keep the best of the complete sequences and of the candidates that ``ends`` marks as complete."""
         num_beams = self._options.num_beams
         among_best = torch.arange(ends.shape[1], device=ends.device) < num_beams
@@ -424,22 +486,36 @@ class BeamSearch:
         scores = scores / length**self._options.length_penalty
         scores = scores + (~completes) * _EXCLUDED + self._is_closed() * _EXCLUDED
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
-        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(num_beams)
+        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(
+            num_beams
+        )
         old = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
-        merged = (torch.cat(pair, dim=1) for pair in zip(old, (sequences, logs, lengths, completes), strict=True))
-        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _gather(chosen, *merged)
+        merged = (
+            torch.cat(pair, dim=1)
+            for pair in zip(old, (sequences, logs, lengths, completes), strict=True)
+        )
+        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _gather(
+            chosen, *merged
+        )
 
     def _update_can_improve(self, length: int) -> None:
         """Update whether the best beam of a prompt may still become better than the worst of its complete sequences."""
         options = self._options
         at_limit = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = self._growing_scores[:, :1] / (self._max_new_tokens if at_limit else length) ** options.length_penalty
-        worst = torch.where(self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _EXCLUDED)
+        best = (
+            self._growing_scores[:, :1]
+            / (self._max_new_tokens if at_limit else length) ** options.length_penalty
+        )
+        worst = torch.where(
+            self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _EXCLUDED
+        )
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
     def _is_closed(self) -> Tensor:
         """[b, 1], bool: whether a prompt's complete sequences will not change any more."""
-        has_enough = self._is_complete.all(dim=-1, keepdim=True) & (self._options.early_stopping is True)
+        has_enough = self._is_complete.all(dim=-1, keepdim=True) & (
+            self._options.early_stopping is True
+        )
         return ~self._can_improve | has_enough
 
 
@@ -515,7 +591,9 @@ def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor
         processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
     if options.no_repeat_ngram_size > 0:
         padding = width - prompts.is_token.sum(-1)
-        processors.append(NoRepeatNGrams(options.no_repeat_ngram_size, padding.repeat_interleave(copies)))
+        processors.append(
+            NoRepeatNGrams(options.no_repeat_ngram_size, padding.repeat_interleave(copies))
+        )
     if request.min_new_tokens > 0 and request.eos_token_ids:
         ends = torch.tensor(request.eos_token_ids, device=prompts.tokens.device)
         processors.append(MinNewTokensLengthLogitsProcessor(width, request.min_new_tokens, ends))
@@ -551,9 +629,15 @@ def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Strictly below the total, or rounding could choose a last token of probability 0.
-    threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    threshold = torch.minimum(
+        uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     # If the logits are NaN, the index found is beyond the last token.
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return (
+        torch.searchsorted(cumulative, threshold, right=True)
+        .squeeze(-1)
+        .clamp(max=logits.shape[-1] - 1)
+    )
 
 
 def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:
@@ -574,13 +658,18 @@ class StopCriteria:
         strings, prompts = request.stop_strings, request.prompts
         self._sequences = [
             torch.tensor(sequence, device=prompts.tokens.device)
-            for sequence in (*((token,) for token in request.eos_token_ids), *request.options.stop_sequences)
+            for sequence in (
+                *((token,) for token in request.eos_token_ids),
+                *request.options.stop_sequences,
+            )
         ]
         self._min_new_tokens = request.min_new_tokens
         self._strings = strings
         if strings is not None:
             # A stop string may begin in the prompt; padding becomes the index that stands for no token.
-            prompt_ends = prompts.tokens.masked_fill(prompts.is_token == 0, len(strings.embedding_vec) - 1)
+            prompt_ends = prompts.tokens.masked_fill(
+                prompts.is_token == 0, len(strings.embedding_vec) - 1
+            )
             self._prompt_ends = prompt_ends[:, -strings.maximum_token_len :]
 
     def are_met(self, new_tokens: Tensor) -> Tensor:
@@ -597,6 +686,8 @@ class StopCriteria:
                     ends |= (new_tokens[:, length - len(sequence) :] == sequence).all(dim=-1)
         if self._strings is not None:
             prompt_ends = self._prompt_ends.repeat_interleave(rows // len(self._prompt_ends), dim=0)
-            tails = torch.cat((prompt_ends, new_tokens[:, -self._strings.maximum_token_len :]), dim=-1)
+            tails = torch.cat(
+                (prompt_ends, new_tokens[:, -self._strings.maximum_token_len :]), dim=-1
+            )
             ends |= self._strings(tails, None)
         return ends

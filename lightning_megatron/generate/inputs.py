@@ -31,7 +31,11 @@ from lightning_megatron.steps.base import Batch, check_token_inputs, check_token
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
 
-_MEGATRON_NAMES = {"bert": bert.MEGATRON_NAMES, "gpt": {"text": "input_ids"}, "t5": t5.MEGATRON_NAMES}
+_MEGATRON_NAMES = {
+    "bert": bert.MEGATRON_NAMES,
+    "gpt": {"text": "input_ids"},
+    "t5": t5.MEGATRON_NAMES,
+}
 """Hugging Face's names for the keys of Megatron's samples, by architecture."""
 
 _INPUT_NAMES = {
@@ -41,7 +45,9 @@ _INPUT_NAMES = {
 }
 
 
-def inputs_from_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, for_generation: bool) -> Batch:
+def inputs_from_batch(
+    batch: Mapping[str, Tensor], model: ModelConfig, *, for_generation: bool
+) -> Batch:
     """Model inputs from a batch, by Hugging Face's names, without rows that only fill it up (``sample_mask`` 0).
 
     Megatron's samples (``text``, ``text_enc``, ...) are read as in training. Without ``decoder_input_ids`` a T5's
@@ -60,21 +66,31 @@ def inputs_from_batch(batch: Mapping[str, Tensor], model: ModelConfig, *, for_ge
     names, read = _MEGATRON_NAMES[model.architecture], _INPUT_NAMES[model.architecture]
     if for_generation:
         names = names if model.architecture == "t5" else {}
-        read = tuple(x for x in read if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder")))
+        read = tuple(
+            x
+            for x in read
+            if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder"))
+        )
     names = {**names, **{name: name for name in read}}
     inputs = {name: batch[key] for key, name in names.items() if key in batch and name in read}
     if "input_ids" not in inputs:
         purpose = "prompts" if for_generation else "logits"
         or_megatron = " (or 'text_enc')" if model.architecture == "t5" else ""
-        raise DataError(f"batch: expected 'input_ids'{or_megatron} for {purpose}, got {', '.join(sorted(batch))}")
+        raise DataError(
+            f"batch: expected 'input_ids'{or_megatron} for {purpose}, got {', '.join(sorted(batch))}"
+        )
     if not for_generation and model.architecture == "gpt" and "text" in batch:
         inputs["input_ids"] = batch["text"][:, :-1].clamp(min=0)
     if model.architecture == "t5":
         if not for_generation and "decoder_input_ids" not in inputs:
             if "labels" not in batch:
-                raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}")
+                raise DataError(
+                    f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}"
+                )
             inputs["decoder_input_ids"] = t5.shift_right(batch["labels"].long(), model)
-        inputs = {name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in inputs.items()}
+        inputs = {
+            name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in inputs.items()
+        }
     if "sample_mask" in batch:
         inputs = {name: tensor[batch["sample_mask"] != 0] for name, tensor in inputs.items()}
     return inputs
@@ -138,17 +154,28 @@ def build_request(
     special = special or SpecialTokens()
     eos = special.eos if options.eos_token_id is None else options.eos_token_ids
     pad = special.pad if options.pad_token_id is None else options.pad_token_id
-    if "attention_mask" not in batch and isinstance(batch["input_ids"], Tensor) and pad is not None and pad not in eos:
+    if (
+        "attention_mask" not in batch
+        and isinstance(batch["input_ids"], Tensor)
+        and pad is not None
+        and pad not in eos
+    ):
         batch = {**batch, "attention_mask": batch["input_ids"].ne(pad).long()}
     for name, (tokens, mask) in _read_rows(batch, model, for_generation=True).items():
         if mask is not None:
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
-                raise ConfigError(f"the prompts {empty} are empty ({name} have padding only); give each a token")
+                raise ConfigError(
+                    f"the prompts {empty} are empty ({name} have padding only); give each a token"
+                )
             tokens = tokens.masked_fill(mask == 0, 0)
         _check_in_vocabulary(name, tokens, model)
     for sequence in ((options.bos_token_id or 0,), *options.stop_sequences):
         _check_in_vocabulary("bos_token_id or stop_sequences", torch.tensor(sequence), model)
-    criterion = stop_strings(options.stop_texts, options.tokenizer, model.vocab_size) if options.stop_texts else None
+    criterion = (
+        stop_strings(options.stop_texts, options.tokenizer, model.vocab_size)
+        if options.stop_texts
+        else None
+    )
     start = model.decoder_start_token_id if special.start is None else special.start
     prefix, prompts = _prefix_and_prompts(batch, options.bos_token_id, start, model)
     limit = model.max_position_embeddings if model.has_position_table else None
@@ -169,7 +196,9 @@ def build_request(
     )
 
 
-def _prefix_and_prompts(inputs: Batch, bos: int | None, start: int, model: ModelConfig) -> tuple[Tensor, ModelInputs]:
+def _prefix_and_prompts(
+    inputs: Batch, bos: int | None, start: int, model: ModelConfig
+) -> tuple[Tensor, ModelInputs]:
     """Tokens that precede the new ones in the result, [b, s], and the prompts as model inputs.
 
     As in Hugging Face's ``generate``, ``start`` is prepended to the prompts of a T5's decoder if none begins with it.
@@ -180,8 +209,13 @@ def _prefix_and_prompts(inputs: Batch, bos: int | None, start: int, model: Model
             prefix, mask = prepend_token(prefix, mask, bos)
         return prefix, left_padded(prefix, mask)
     if bos is not None:
-        raise ConfigError(f"bos_token_id={bos} is for prompts of GPTs; give the decoder_input_ids of a T5")
-    start_column, mask = torch.full((len(inputs["input_ids"]), 1), start), inputs.get("decoder_attention_mask")
+        raise ConfigError(
+            f"bos_token_id={bos} is for prompts of GPTs; give the decoder_input_ids of a T5"
+        )
+    start_column, mask = (
+        torch.full((len(inputs["input_ids"]), 1), start),
+        inputs.get("decoder_attention_mask"),
+    )
     prefix = inputs.get("decoder_input_ids", start_column).long()
     if bool((prefix[:, 0] != start).all()):
         prefix = torch.cat((start_column, prefix), dim=-1)
@@ -191,7 +225,9 @@ def _prefix_and_prompts(inputs: Batch, bos: int | None, start: int, model: Model
     if source_mask is None or bool(source_mask.all()):
         return prefix, replace(left_padded(prefix, mask), source=source)
     source_mask = source_mask.long()
-    return prefix, replace(left_padded(prefix, mask), source=source * source_mask, source_mask=source_mask)
+    return prefix, replace(
+        left_padded(prefix, mask), source=source * source_mask, source_mask=source_mask
+    )
 
 
 def check_rows(inputs: Batch, model: ModelConfig) -> None:
@@ -217,7 +253,9 @@ def _warn_beyond_trained_positions(longest: int, max_new: int, model: ModelConfi
     )
 
 
-def _read_rows(inputs: Batch, model: ModelConfig, *, for_generation: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _read_rows(
+    inputs: Batch, model: ModelConfig, *, for_generation: bool
+) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Check rows and return their tokens by name, each with its mask or None for no padding.
 
     Raises:
@@ -227,37 +265,59 @@ def _read_rows(inputs: Batch, model: ModelConfig, *, for_generation: bool) -> di
     for name in inputs:
         if name not in _INPUT_NAMES[model.architecture]:
             raise ConfigError(f"{name} is no input of {model.family}; leave it out")
-    needs_decoder = "decoder_attention_mask" in inputs or (model.architecture == "t5" and not for_generation)
+    needs_decoder = "decoder_attention_mask" in inputs or (
+        model.architecture == "t5" and not for_generation
+    )
     if needs_decoder and "decoder_input_ids" not in inputs:
-        raise ConfigError(f"{model.family} needs decoder_input_ids here, the tokens of its decoder; give them")
+        raise ConfigError(
+            f"{model.family} needs decoder_input_ids here, the tokens of its decoder; give them"
+        )
     has_segments = model.architecture == "gpt" and not for_generation
     rows = {}
     for name in [key for key in inputs if key.endswith("input_ids")]:
         tokens, mask_name = inputs[name], name.replace("input_ids", "attention_mask")
-        is_integer = isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.dtype != torch.bool
+        is_integer = (
+            isinstance(tokens, Tensor)
+            and not tokens.is_floating_point()
+            and tokens.dtype != torch.bool
+        )
         if not is_integer or tokens.dim() != 2 or tokens.numel() == 0:
-            raise ConfigError(f"{name}: expected a tensor of integers, [prompts, tokens], got {_describe(tokens)}")
+            raise ConfigError(
+                f"{name}: expected a tensor of integers, [prompts, tokens], got {_describe(tokens)}"
+            )
         mask: Any = inputs.get(mask_name)
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
-            raise ConfigError(f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_describe(mask)}")
+            raise ConfigError(
+                f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_describe(mask)}"
+            )
         if mask is not None and not has_segments and not bool(((mask == 0) | (mask == 1)).all()):
-            raise ConfigError(f"{mask_name}: expected 1 for tokens and 0 for padding, got other values")
+            raise ConfigError(
+                f"{mask_name}: expected 1 for tokens and 0 for padding, got other values"
+            )
         rows[name] = (tokens, mask)
     if "decoder_input_ids" in rows:
         expected, got = len(inputs["input_ids"]), len(rows["decoder_input_ids"][0])
         if expected != got:
-            raise ConfigError(f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}")
+            raise ConfigError(
+                f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}"
+            )
     return rows
 
 
 def _check_in_vocabulary(name: str, tokens: Tensor, model: ModelConfig) -> None:
     wrong = tokens[(tokens < 0) | (tokens >= model.vocab_size)].tolist()
     if wrong:
-        raise ConfigError(f"{name}: expected tokens of the vocabulary, 0 to {model.vocab_size - 1}, got {wrong[0]}")
+        raise ConfigError(
+            f"{name}: expected tokens of the vocabulary, 0 to {model.vocab_size - 1}, got {wrong[0]}"
+        )
 
 
 def _describe(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"{value.dtype} {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -294,7 +354,12 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> ModelInputs
     # Padding need not be a token of the vocabulary, but is embedded.
     tokens, mask = (tensor[:, -longest:] for tensor in _pad_left(tokens * mask, mask))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return ModelInputs(tokens=tokens, positions=positions, mask=mask if shortest < longest else None, longest=longest)
+    return ModelInputs(
+        tokens=tokens,
+        positions=positions,
+        mask=mask if shortest < longest else None,
+        longest=longest,
+    )
 
 
 def _pad_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,7 +367,9 @@ def _pad_left(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.gather(-1, order), mask.gather(-1, order)
 
 
-def prepend_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) -> tuple[Tensor, Tensor]:
+def prepend_token(
+    input_ids: Tensor, attention_mask: Tensor | None, token: int
+) -> tuple[Tensor, Tensor]:
     """Prepend ``token`` to the rows, unless all of them begin with it already; returns tokens and mask.
 
     Args:
@@ -325,7 +392,9 @@ def prepend_token(input_ids: Tensor, attention_mask: Tensor | None, token: int) 
 # ---- tokenization ----------------------------------------------------------------------------------------------------
 
 
-def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False) -> tuple[Tensor, Tensor]:
+def encode_prompts(
+    texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False
+) -> tuple[Tensor, Tensor]:
     """Tokens and attention mask of prompts, [b, s] each, padded on the left.
 
     Args:
@@ -338,16 +407,22 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, *, add_bos: bool = Fals
     """
     bos = tokenizer.bos_token_id
     if add_bos and bos is None:
-        raise ConfigError("add_bos: expected a tokenizer with a bos_token, got one without; leave it out")
+        raise ConfigError(
+            "add_bos: expected a tokenizer with a bos_token, got one without; leave it out"
+        )
     with panics_as_errors(getattr(tokenizer, "name_or_path", "tokenizer")):
         rows: list[list[int]] = [tokenizer.encode(text) for text in texts]
     if add_bos:
         rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
     for text, row in zip(texts, rows, strict=True):
         if not row:
-            raise ConfigError(f"the prompt {text!r} has no token to continue; give it text, or --add-bos")
+            raise ConfigError(
+                f"the prompt {text!r} has no token to continue; give it text, or --add-bos"
+            )
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    return padded([torch.tensor(row) for row in rows]), padded([torch.ones(len(row), dtype=torch.long) for row in rows])
+    return padded([torch.tensor(row) for row in rows]), padded(
+        [torch.ones(len(row), dtype=torch.long) for row in rows]
+    )
 
 
 def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
@@ -358,7 +433,12 @@ def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int])
 
 
 def decode_completions(
-    tokenizer: Any, sequences: Tensor, input_ids: Tensor, attention_mask: Tensor | None, *, is_t5: bool = False
+    tokenizer: Any,
+    sequences: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    is_t5: bool = False,
 ) -> list[str]:
     """Text of each completion, without special tokens.
 
@@ -375,7 +455,9 @@ def decode_completions(
     copies, width = len(sequences) // len(input_ids), input_ids.shape[1]
     masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
     return [
-        decode_completion(tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist())
+        decode_completion(
+            tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist()
+        )
         for index, row in enumerate(sequences.cpu())
     ]
 
@@ -414,7 +496,10 @@ def special_tokens(model: HFConfigLike) -> SpecialTokens:
         start = fields.get("decoder_start_token_id")
         start = fields.get("bos_token_id") if start is None else start
     else:
-        fields = {name: getattr(config_object(model), name, None) for name in ("eos_token_id", "pad_token_id")}
+        fields = {
+            name: getattr(config_object(model), name, None)
+            for name in ("eos_token_id", "pad_token_id")
+        }
     eos = fields.get("eos_token_id")
     eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return SpecialTokens(eos=eos_token_ids, pad=fields.get("pad_token_id"), start=start)
@@ -431,7 +516,9 @@ def _stop_criterion(strings: tuple[str, ...], tokenizer: Any, size: int) -> Stop
     try:
         return StopStringCriteria(tokenizer, list(strings))
     except ValueError as error:
-        raise ConfigError(f"stop_strings={strings!r} cannot be written with the tokens of the tokenizer") from error
+        raise ConfigError(
+            f"stop_strings={strings!r} cannot be written with the tokens of the tokenizer"
+        ) from error
 
 
 def stop_strings(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStringCriteria:
@@ -455,7 +542,9 @@ def stop_strings(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> Sto
     if isinstance(tokenizer, (str, Path)):
         tokenizer = _load_tokenizer(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(f"stop_strings: expected a tokenizer of transformers or its directory, got {tokenizer!r}")
+        raise ConfigError(
+            f"stop_strings: expected a tokenizer of transformers or its directory, got {tokenizer!r}"
+        )
     check_vocabulary(tokenizer, tokenizer.name_or_path, vocab_size)
     return _stop_criterion(tuple(strings), tokenizer, len(tokenizer))
 

@@ -18,7 +18,9 @@ _PYTHON_ONLY: Any = {"flag": ""}
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), (1, LARGEST_COUNT)),
     "max_length": (2, LARGEST_COUNT),
-    **dict.fromkeys(("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, LARGEST_COUNT)),
+    **dict.fromkeys(
+        ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, LARGEST_COUNT)
+    ),
     "seed": (-(2**63), LARGEST_SEED),
     **dict.fromkeys(("top_p", "top_p_decay", "top_p_bound", "min_p"), (0, 1)),
     # Dividing logits by less may overflow float32, and sampling from NaN would return the last token.
@@ -104,21 +106,37 @@ class GenerationOptions:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if name == "temperature" and value == 0:
-                raise ConfigError("temperature=0 must be more than 0; leave it out for the most likely tokens (greedy)")
+                raise ConfigError(
+                    "temperature=0 must be more than 0; leave it out for the most likely tokens (greedy)"
+                )
             if value is not None and not low <= value <= high:
-                bounds = f"from {low} to {high}" if isinstance(high, int) else f"from {low:g} to {high:g}"
+                bounds = (
+                    f"from {low} to {high}"
+                    if isinstance(high, int)
+                    else f"from {low:g} to {high:g}"
+                )
                 raise ConfigError(f"{name}={value!r} must be a number {bounds}; correct {name}")
         if self.early_stopping not in (True, False, "never"):
-            raise ConfigError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+            raise ConfigError(
+                f"early_stopping={self.early_stopping!r} must be True, False or 'never'"
+            )
         runs = self.stop_sequences
-        are_runs = isinstance(runs, Sequence) and all(isinstance(run, Sequence) and len(run) > 0 for run in runs)
-        if not are_runs or not all(isinstance(token, int) for run in (self.eos_token_ids, *runs) for token in run):
+        are_runs = isinstance(runs, Sequence) and all(
+            isinstance(run, Sequence) and len(run) > 0 for run in runs
+        )
+        if not are_runs or not all(
+            isinstance(token, int) for run in (self.eos_token_ids, *runs) for token in run
+        ):
             raise ConfigError(
                 f"eos_token_id={self.eos_token_id!r}, stop_sequences={runs!r}: expected integers, and tuples of them"
             )
         are_strings = isinstance(self.stop_strings, Sequence)
-        if not are_strings or not all(isinstance(string, str) and string for string in self.stop_texts):
-            raise ConfigError(f"stop_strings={self.stop_strings!r}: expected a non-empty string or a tuple of them")
+        if not are_strings or not all(
+            isinstance(string, str) and string for string in self.stop_texts
+        ):
+            raise ConfigError(
+                f"stop_strings={self.stop_strings!r}: expected a non-empty string or a tuple of them"
+            )
         for applies, message in self._contradictions():
             if applies:
                 raise ConfigError(message)
@@ -126,23 +144,49 @@ class GenerationOptions:
     def _contradictions(self) -> list[tuple[bool, str]]:
         """Combinations of options that exclude each other: whether each is present, and its error message."""
         o, sampling, is_search = self, self._sampling or "do_sample=True", self.num_beams > 1
-        max_new, max_length, min_new, min_length = o.max_new_tokens, o.max_length, o.min_new_tokens, o.min_length
+        max_new, max_length, min_new, min_length = (
+            o.max_new_tokens,
+            o.max_length,
+            o.min_new_tokens,
+            o.min_length,
+        )
         twice = "both limit the length, without and with the prompt; give one of them"
         greedy = f"do_sample=False takes the most likely token, but {sampling} is for sampling; leave it out, or set "
         search = f"num_beams={o.num_beams} is for beam search, but {sampling} is for sampling; use one of the two"
         beams = "is for beam search; set num_beams"
         several = f"num_return_sequences={o.num_return_sequences}"
         return [
-            (None not in (max_new, max_length), f"max_new_tokens={max_new} and max_length={max_length} {twice}"),
-            (min_new > 0 and min_length > 0, f"min_new_tokens={min_new} and min_length={min_length} {twice}"),
-            (o.top_p_decay > 0 and o.top_p == 0, f"top_p_decay={o.top_p_decay} has no top_p to shrink; give top_p"),
-            (o.top_p_bound > 0 == o.top_p_decay, f"top_p_bound={o.top_p_bound} bounds no decay; give top_p_decay"),
-            (o.top_p_bound > o.top_p, f"top_p_bound={o.top_p_bound} is above top_p={o.top_p}; lower it"),
+            (
+                None not in (max_new, max_length),
+                f"max_new_tokens={max_new} and max_length={max_length} {twice}",
+            ),
+            (
+                min_new > 0 and min_length > 0,
+                f"min_new_tokens={min_new} and min_length={min_length} {twice}",
+            ),
+            (
+                o.top_p_decay > 0 and o.top_p == 0,
+                f"top_p_decay={o.top_p_decay} has no top_p to shrink; give top_p",
+            ),
+            (
+                o.top_p_bound > 0 == o.top_p_decay,
+                f"top_p_bound={o.top_p_bound} bounds no decay; give top_p_decay",
+            ),
+            (
+                o.top_p_bound > o.top_p,
+                f"top_p_bound={o.top_p_bound} is above top_p={o.top_p}; lower it",
+            ),
             (o.do_sample is False and bool(self._sampling), f"{greedy}do_sample=True"),
             (is_search and o.samples, search),
-            (is_search and o.num_return_sequences > o.num_beams, f"{several} exceeds num_beams={o.num_beams}"),
+            (
+                is_search and o.num_return_sequences > o.num_beams,
+                f"{several} exceeds num_beams={o.num_beams}",
+            ),
             (not is_search and o.length_penalty != 1, f"length_penalty={o.length_penalty} {beams}"),
-            (not is_search and bool(o.early_stopping), f"early_stopping={o.early_stopping} {beams}"),
+            (
+                not is_search and bool(o.early_stopping),
+                f"early_stopping={o.early_stopping} {beams}",
+            ),
             (
                 not is_search and o.num_return_sequences > 1 and not o.samples,
                 f"{several} would return the same sequence each time; set do_sample=True, or num_beams",
@@ -152,10 +196,19 @@ class GenerationOptions:
     @property
     def _sampling(self) -> str:
         """The sampling options that are set, for error messages; none that has no effect if nothing is sampled."""
-        unset: dict[str, tuple[float, ...]] = {"temperature": (1.0,), "top_k": (0,), "top_p": (0.0,), "min_p": (0.0,)}
+        unset: dict[str, tuple[float, ...]] = {
+            "temperature": (1.0,),
+            "top_k": (0,),
+            "top_p": (0.0,),
+            "min_p": (0.0,),
+        }
         if self.do_sample is False:
             unset["top_p"] = (0.0, 1.0)
-        return " and ".join(f"{name}={getattr(self, name)}" for name in unset if getattr(self, name) not in unset[name])
+        return " and ".join(
+            f"{name}={getattr(self, name)}"
+            for name in unset
+            if getattr(self, name) not in unset[name]
+        )
 
     @property
     def samples(self) -> bool:
@@ -184,7 +237,9 @@ class GenerationOptions:
         minimum = max(self.min_new_tokens, self.min_length - width)
         if not max(minimum, 1) <= maximum:
             names = ("min_new_tokens", "min_length", "max_new_tokens", "max_length")
-            given = " and ".join(f"{option}={getattr(self, option)}" for option in names if getattr(self, option))
+            given = " and ".join(
+                f"{option}={getattr(self, option)}" for option in names if getattr(self, option)
+            )
             raise ConfigError(
                 f"{given or 'the default of max_new_tokens'} leaves rows of {width} (padding included) at least"
                 f" {max(minimum, 1)} and at most {maximum} new tokens; give a larger {name}"
@@ -200,7 +255,9 @@ class GenerationOptions:
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
-        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        return (
+            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -220,9 +277,13 @@ def options_from(arguments: Mapping[str, Any], on_tokens: object = None) -> Gene
         ConfigError: If ``GenerationOptions`` refuses a name or a value, or ``on_tokens`` is not callable or is combined
             with beam search.
     """
-    options = GenerationOptions(**{name: value for name, value in arguments.items() if value is not None})
+    options = GenerationOptions(
+        **{name: value for name, value in arguments.items() if value is not None}
+    )
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
     if on_tokens is not None and options.num_beams > 1:
-        raise ConfigError(f"on_tokens streams tokens, num_beams={options.num_beams} finds them at the end; use one")
+        raise ConfigError(
+            f"on_tokens streams tokens, num_beams={options.num_beams} finds them at the end; use one"
+        )
     return options

@@ -26,7 +26,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.attention import KeyValueCache, SDPAttention, TokenStep, slots_for
+from lightning_megatron.engine.fillers.attention import (
+    KeyValueCache,
+    SDPAttention,
+    TokenStep,
+    slots_for,
+)
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import ConfigError
@@ -82,7 +87,9 @@ def inference_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
         yield models
 
 
-def uses_static_cache(requested: bool | None, new_tokens: int, model: ModelConfig, device: torch.device) -> bool:
+def uses_static_cache(
+    requested: bool | None, new_tokens: int, model: ModelConfig, device: torch.device
+) -> bool:
     """Whether a call uses static caches: as ``static_cache`` says, by default where a GPU gains by it.
 
     Args:
@@ -104,7 +111,9 @@ def uses_static_cache(requested: bool | None, new_tokens: int, model: ModelConfi
     if requested is None:
         return device.type == "cuda" and reason is None and new_tokens >= MIN_NEW_TOKENS
     if requested and reason is not None:
-        raise ConfigError(f"static_cache=True: {model.family} does not support it, as {reason}; leave it out")
+        raise ConfigError(
+            f"static_cache=True: {model.family} does not support it, as {reason}; leave it out"
+        )
     return requested
 
 
@@ -130,7 +139,9 @@ class ModelInputs:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
         """A copy with ``function`` applied to each tensor."""
-        tensors: dict[str, Any] = {name: function(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        tensors: dict[str, Any] = {
+            name: function(x) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         return replace(self, **tensors)
 
     def rows(self, rows: slice) -> ModelInputs:
@@ -175,7 +186,11 @@ class _Chunk:
             return None
         config, (count, length) = self.model.config, rows.tokens.shape
         length += 0 if rows.source is None else rows.source.shape[1]
-        return torch.empty((length, count, config.hidden_size), dtype=config.pipeline_dtype, device=rows.tokens.device)
+        return torch.empty(
+            (length, count, config.hidden_size),
+            dtype=config.pipeline_dtype,
+            device=rows.tokens.device,
+        )
 
     def run(
         self,
@@ -206,7 +221,11 @@ class _Chunk:
         if hidden is not None:
             model.set_input_tensor(hidden)
         try:
-            with model.output_layer.register_forward_pre_hook(_last_position) if trim else contextlib.nullcontext():
+            with (
+                model.output_layer.register_forward_pre_hook(_last_position)
+                if trim
+                else contextlib.nullcontext()
+            ):
                 output = self._forward(rows)
         finally:
             if hidden is not None:
@@ -220,18 +239,24 @@ class _Chunk:
     def _forward(self, rows: ModelInputs) -> Tensor:
         model = self.model
         if rows.source is not None:
-            decoded: Tensor = model(rows.source, rows.tokens, rows.source_mask, rows.mask, runtime_gather_output=True)
+            decoded: Tensor = model(
+                rows.source, rows.tokens, rows.source_mask, rows.mask, runtime_gather_output=True
+            )
             return decoded
         if isinstance(model, BertChunk):
             # In training padding attends to padding; here, as in Hugging Face, to tokens: its logits are returned, too.
             masked_keys = None if rows.mask is None else (rows.mask == 0)[:, None, None, :]
             out = model(rows.tokens, rows.positions, masked_keys, rows.token_types)
             # A pretraining model also returns logits for the order of sentences, which are dropped.
-            logits: Tensor = gather_from_tensor_model_parallel_region(out[0]) if isinstance(out, tuple) else out
+            logits: Tensor = (
+                gather_from_tensor_model_parallel_region(out[0]) if isinstance(out, tuple) else out
+            )
             return logits
         model.rotary_length = rows.longest
         try:
-            output: Tensor = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)
+            output: Tensor = model(
+                rows.tokens, rows.positions, rows.mask, runtime_gather_output=True
+            )
         finally:
             model.rotary_length = None
         return output
@@ -266,7 +291,9 @@ def _tasks(
         for group, rows in enumerate(groups):
             inputs = batch.rows(rows)
             buffer = chunk.receive_buffer(inputs)
-            work = functools.partial(chunk.run, buffer, inputs, group, every_position=every_position, slot=slot)
+            work = functools.partial(
+                chunk.run, buffer, inputs, group, every_position=every_position, slot=slot
+            )
             yield _Task(buffer=buffer, work=work, is_last=chunk.model.post_process)
 
 
@@ -291,7 +318,12 @@ class Stages:
             new_tokens: Maximum number of new tokens per row; None for no caches.
             static: Whether all passes after the first one, of one token per row, have the same shapes.
         """
-        self._topology, self._batch, self._mask, self._is_static = topology, batch, batch.mask, static
+        self._topology, self._batch, self._mask, self._is_static = (
+            topology,
+            batch,
+            batch.mask,
+            static,
+        )
         ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
         # The last stage's first: tp ranks could sample differently, as sums on a GPU are not exactly reproducible.
         self._choosing_rank = ranks[-topology.parallel.tp * topology.parallel.cp]
@@ -315,7 +347,9 @@ class Stages:
         Args:
             every_position: Return the logits after every token instead, [b, s, padded vocabulary].
         """
-        return self._pass(_tasks(self._chunks, self._groups, self._batch, every_position=every_position))
+        return self._pass(
+            _tasks(self._chunks, self._groups, self._batch, every_position=every_position)
+        )
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Append one token to each row, [b], and return the logits after it as ``prefill`` does."""
@@ -328,7 +362,9 @@ class Stages:
             positions=batch.positions[:, -1:] + 1,
             mask=None if self._mask is None else self._mask[:, : self._num_read],
             longest=batch.longest + 1,
-            source=None if batch.source is None else tokens.new_empty(len(tokens), 0),  # the encoder runs once
+            source=None
+            if batch.source is None
+            else tokens.new_empty(len(tokens), 0),  # the encoder runs once
         )
         if not self._is_static:
             return self._pass(_tasks(self._chunks, self._groups, batch))
@@ -367,9 +403,13 @@ class Stages:
             rows: [b], a multiple of the prompts; rows of a prompt come from rows of the same prompt.
         """
         old_groups, old, new = self._groups, self._groups[-1].stop, len(rows)
-        self._groups = [slice(group.start * new // old, group.stop * new // old) for group in old_groups]
+        self._groups = [
+            slice(group.start * new // old, group.stop * new // old) for group in old_groups
+        ]
         for chunk in self._chunks:
-            for old_group, new_group, caches in zip(old_groups, self._groups, chunk.caches, strict=True):
+            for old_group, new_group, caches in zip(
+                old_groups, self._groups, chunk.caches, strict=True
+            ):
                 for layer, cache in zip(chunk.layers, caches, strict=True):
                     # Row i and row rows[i] have the same source, so cross-attention keeps its cache.
                     if old != new or not layer.is_cross:
@@ -390,7 +430,12 @@ class StaticSteps:
     """Passes of one token per row at fixed shapes and addresses, captured as graphs where the device supports it."""
 
     def __init__(
-        self, chunks: Sequence[_Chunk], groups: Sequence[slice], batch: ModelInputs, slot: int, slots: int
+        self,
+        chunks: Sequence[_Chunk],
+        groups: Sequence[slice],
+        batch: ModelInputs,
+        slot: int,
+        slots: int,
     ) -> None:
         """Allocate the inputs of the steps besides caches and weights.
 
@@ -401,7 +446,11 @@ class StaticSteps:
             slot: Their cache slot.
             slots: Number of cache slots.
         """
-        self._chunks, self._groups, self._batch = chunks, groups, replace(batch, mask=None).map(Tensor.clone)
+        self._chunks, self._groups, self._batch = (
+            chunks,
+            groups,
+            replace(batch, mask=None).map(Tensor.clone),
+        )
         device = batch.tokens.device
         self._recorder = graph_recorder(device)
         self._slot = torch.full((1,), slot, dtype=torch.long, device=device)
@@ -435,10 +484,15 @@ class StaticSteps:
             self._tasks = list(_tasks(self._chunks, self._groups, batch, slot=self._slot))
             if self._recorder is not None:
                 warm_up = self._recorder.warm_up
-                return [replace(task, work=functools.partial(warm_up, task.work)) for task in self._tasks]
+                return [
+                    replace(task, work=functools.partial(warm_up, task.work))
+                    for task in self._tasks
+                ]
         elif self._recorder is not None and not self._is_captured:
             captured = self._recorder.capture([task.work for task in self._tasks])
-            self._tasks = [replace(task, work=work) for task, work in zip(self._tasks, captured, strict=True)]
+            self._tasks = [
+                replace(task, work=work) for task, work in zip(self._tasks, captured, strict=True)
+            ]
             self._is_captured = True
         return self._tasks
 
@@ -495,7 +549,9 @@ class CudaGraphs:
     def _capture(self, work: Work, pool: Any) -> Work:
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog queries events in its own thread, which only this mode allows.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             output = work()
 
         def replay() -> Tensor:

@@ -35,7 +35,9 @@ class BertChunk(Chunk):
         """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
         if self.pre_process and model.pad_token_id >= 0:
-            self.embedding.word_embeddings.register_forward_hook(_padding_idx_hook(model.pad_token_id))
+            self.embedding.word_embeddings.register_forward_hook(
+                _padding_idx_hook(model.pad_token_id)
+            )
         self.encoder = self.create_layers()
         if self.post_process:
             self._create_head(model)
@@ -82,7 +84,9 @@ class BertChunk(Chunk):
         embedded = None
         if self.pre_process:
             if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
+                    input_ids
+                )
             if tokentype_ids is None and self.embedding.num_tokentypes > 0:
                 tokentype_ids = torch.zeros_like(input_ids)
             inputs = (input_ids, position_ids, tokentype_ids)
@@ -96,7 +100,11 @@ class BertChunk(Chunk):
             return self._broadcast_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
             return self.gather_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
-        order = self._broadcast_first_token(self.binary_head(self.pooler(hidden))) if task == "pretraining" else None
+        order = (
+            self._broadcast_first_token(self.binary_head(self.pooler(hidden)))
+            if task == "pretraining"
+            else None
+        )
         return self.predictions(self.lm_head(hidden), labels), order
 
     def _broadcast_first_token(self, output: Tensor) -> Tensor:
@@ -126,11 +134,15 @@ def _gather_sequence(shard: Tensor) -> Tensor:
 
     All ranks compute the same with it, so the backward pass takes a shard's gradient from its own rank, without a sum.
     """
-    gathered: Tensor = gather_from_sequence_parallel_region(shard, tensor_parallel_output_grad=False)
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        shard, tensor_parallel_output_grad=False
+    )
     return gathered
 
 
-def _linear(rows: int, columns: int, config: TransformerConfig, *, on_sequence_shard: bool) -> torch.nn.Linear:
+def _linear(
+    rows: int, columns: int, config: TransformerConfig, *, on_sequence_shard: bool
+) -> torch.nn.Linear:
     linear = torch.nn.Linear(rows, columns, dtype=config.params_dtype)
     for parameter in linear.parameters():
         # distributed/finalize_model_grads.py sums these gradients over TP, as each rank saw a shard of the sequence.
@@ -182,16 +194,22 @@ class Classifier(MegatronModule):
         """Create uninitialized weights."""
         super().__init__(config=config)
         # Hugging Face's head for question answering has no dropout.
-        self.dropout = torch.nn.Dropout(0.0 if model.task == "question_answering" else model.classifier_dropout)
+        self.dropout = torch.nn.Dropout(
+            0.0 if model.task == "question_answering" else model.classifier_dropout
+        )
         per_token = model.task != "sequence_classification"
-        self.dense = _linear(model.hidden_size, model.num_labels, config, on_sequence_shard=per_token)
+        self.dense = _linear(
+            model.hidden_size, model.num_labels, config, on_sequence_shard=per_token
+        )
         self.is_sharded: bool = config.sequence_parallel and per_token
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
         drops = self.training and self.dropout.p > 0.0
         # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
-        with get_cuda_rng_tracker().fork() if self.is_sharded and drops else contextlib.nullcontext():
+        with (
+            get_cuda_rng_tracker().fork() if self.is_sharded and drops else contextlib.nullcontext()
+        ):
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
         return _gather_sequence(logits) if self.is_sharded else logits

@@ -43,21 +43,31 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
     else:
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
         create_chunk = partial(chunk_class, model, transformer_config(model, settings))
-    stages: list[int | None] = list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
+    stages: list[int | None] = (
+        list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
+    )
     try:
         chunks = torch.nn.ModuleList([create_chunk(stage).to(settings.device) for stage in stages])
         for chunk in chunks:
             add_adapters(chunk, model)
     except RuntimeError as error:
-        if not re.search("can't allocate memory|Storage size calculation overflowed|must be .* positive", str(error)):
+        if not re.search(
+            "can't allocate memory|Storage size calculation overflowed|must be .* positive",
+            str(error),
+        ):
             raise
-        raise ConfigError(f"this model cannot be built ({error}); correct the sizes in its config") from error
+        raise ConfigError(
+            f"this model cannot be built ({error}); correct the sizes in its config"
+        ) from error
     return chunks
 
 
 @torch.no_grad()
 def initialize_weights(
-    chunks: Iterable[torch.nn.Module], model: ModelConfig, seed: int, only: Collection[str] | None = None
+    chunks: Iterable[torch.nn.Module],
+    model: ModelConfig,
+    seed: int,
+    only: Collection[str] | None = None,
 ) -> None:
     """Initialize matrices from a normal distribution and biases with zeros; norms keep their ones.
 
@@ -94,7 +104,9 @@ def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.num_layers)
     digest = hashlib.sha256(f"{seed}/{shard.key}/{layer}".encode()).digest()
-    generator = torch.Generator(device=shard.data.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator(device=shard.data.device).manual_seed(
+        int.from_bytes(digest[:8], "little") >> 1
+    )
     full = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
@@ -104,7 +116,9 @@ def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
         if model.architecture == "t5":
             full *= torch.as_tensor(_t5_std(shard.key, model), device=full.device)
     values = full[shard.global_slice()[layer_axes:]]
-    shard.data.zero_()[tuple(map(slice, values.shape))] = values  # the remaining rows are vocabulary padding
+    shard.data.zero_()[tuple(map(slice, values.shape))] = (
+        values  # the remaining rows are vocabulary padding
+    )
 
 
 def _t5_std(key: str, model: ModelConfig) -> float | torch.Tensor:

@@ -273,27 +273,48 @@ class ModelConfig:
         if isinstance(self.lora, Mapping):  # from a checkpoint
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
             object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size")
+        sizes = (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+            "vocab_size",
+        )
         for name in sizes:
             require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         self._check_counts()
-        for name in (f"{of}_dropout" for of in ("embedding", "hidden", "attention", "activation", "classifier")):
+        for name in (
+            f"{of}_dropout"
+            for of in ("embedding", "hidden", "attention", "activation", "classifier")
+        ):
             if not 0 <= (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name}={value}: expected a probability below 1; correct the model's config")
+                raise ConfigError(
+                    f"{name}={value}: expected a probability below 1; correct the model's config"
+                )
         if not 0 <= self.init_method_std < math.inf:
             raise ConfigError(
                 f"init_method_std={self.init_method_std}: expected a finite number, at least 0; correct the model's"
                 " config"
             )
-        require_divides("num_query_groups", self.num_query_groups, "num_attention_heads", self.num_attention_heads)
-        if self.position_embedding_type == "rope" and (self.rotary_width % 2 != 0 or self.rotary_width < 2):
+        require_divides(
+            "num_query_groups",
+            self.num_query_groups,
+            "num_attention_heads",
+            self.num_attention_heads,
+        )
+        if self.position_embedding_type == "rope" and (
+            self.rotary_width % 2 != 0 or self.rotary_width < 2
+        ):
             raise ConfigError(
                 f"kv_channels={self.kv_channels} x rotary_percent={self.rotary_percent} = {self.rotary_width} is odd "
                 "or 0, and rotary positions rotate pairs of dimensions; use an even width"
             )
         for name in ("attention_softcap", "logits_softcap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
-                raise ConfigError(f"{name}={cap} must be positive; correct the model's config, or use null for none")
+                raise ConfigError(
+                    f"{name}={cap} must be positive; correct the model's config, or use null for none"
+                )
 
     def _check_counts(self) -> None:
         """Check products of sizes for which something is built before there is a weight.
@@ -317,7 +338,9 @@ class ModelConfig:
     @property
     def has_mlp_norm(self) -> bool:
         """Whether the MLP has an input norm of its own."""
-        return self.pre_norms and not (self.parallel_attention and self.parallel_attention_norms == 1)
+        return self.pre_norms and not (
+            self.parallel_attention and self.parallel_attention_norms == 1
+        )
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer (from 0) has sliding-window attention."""
@@ -331,12 +354,18 @@ class ModelConfig:
         """Intermediate size of a layer's (from 0) MLP, or of all experts that a token goes through in it."""
         if self.experts is None or not self.has_experts(layer):
             return self.ffn_hidden_size
-        return self.experts.topk * self.experts.ffn_hidden_size + self.experts.shared_ffn_hidden_size
+        return (
+            self.experts.topk * self.experts.ffn_hidden_size + self.experts.shared_ffn_hidden_size
+        )
 
     @property
     def has_attention_output_bias(self) -> bool:
         """Whether the attention's output projection has a bias."""
-        return self.add_bias_linear if self.add_attention_output_bias is None else self.add_attention_output_bias
+        return (
+            self.add_bias_linear
+            if self.add_attention_output_bias is None
+            else self.add_attention_output_bias
+        )
 
     @cached_property
     def has_position_table(self) -> bool:
@@ -351,7 +380,10 @@ class ModelConfig:
     @property
     def has_pooler(self) -> bool:
         """Whether a BERT has a pooler."""
-        return self.architecture == "bert" and self.task in ("pretraining", "sequence_classification")
+        return self.architecture == "bert" and self.task in (
+            "pretraining",
+            "sequence_classification",
+        )
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary size padded to a multiple of ``make_vocab_size_divisible_by * tp``.
@@ -376,7 +408,11 @@ def _require_at_most(name: str, value: int, largest: int) -> None:
         raise ConfigError(f"{name}={value}: expected at most {largest}; correct the model's config")
 
 
-_POSITIONS: dict[str, PositionEmbedding] = {"absolute": "learned_absolute", "rotary": "rope", "alibi": "alibi"}
+_POSITIONS: dict[str, PositionEmbedding] = {
+    "absolute": "learned_absolute",
+    "rotary": "rope",
+    "alibi": "alibi",
+}
 
 
 def with_variant(
@@ -421,6 +457,11 @@ def variant_of(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
     """
     if model.architecture != "gpt":
         return model
-    positions = next((key for key, name in _POSITIONS.items() if name == stored.get("position_embedding_type")), None)
-    heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(stored.get("num_query_groups", 0))
+    positions = next(
+        (key for key, name in _POSITIONS.items() if name == stored.get("position_embedding_type")),
+        None,
+    )
+    heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(
+        stored.get("num_query_groups", 0)
+    )
     return with_variant(model, positions, heads)

@@ -54,10 +54,16 @@ class Chunk(LanguageModule):
         self._padded_vocab_size = model.padded_vocab_size(config.tensor_model_parallel_size)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = vp_stage
-        self.pre_process: bool = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        self.post_process: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        self.pre_process: bool = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        )
+        self.post_process: bool = parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        )
         self.has_output_layer = model.has_output_layer
-        self.share_embeddings_and_output_weights = self.has_output_layer and model.share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = (
+            self.has_output_layer and model.share_embeddings_and_output_weights
+        )
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
@@ -84,12 +90,15 @@ class Chunk(LanguageModule):
                 init_method=self.config.init_method,
                 bias=bias,
                 gather_output=False,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=self.pre_process
+                and self.share_embeddings_and_output_weights,
             )
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
-    def predictions(self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None) -> Tensor:
+    def predictions(
+        self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None
+    ) -> Tensor:
         """Compute logits [b, s, v/tp or v], or with ``labels`` [b, s] per-token losses, [b, s] fp32.
 
         Args:
@@ -98,13 +107,23 @@ class Chunk(LanguageModule):
             runtime_gather_output: Whether to all-gather logits over the tp group.
         """
         if self.description.logits_multiplier != 1.0:
-            hidden = hidden * self.description.logits_multiplier  # on h values per token instead of v
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden, weight=tied, runtime_gather_output=runtime_gather_output)
+            hidden = (
+                hidden * self.description.logits_multiplier
+            )  # on h values per token instead of v
+        tied = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
+        logits, _ = self.output_layer(
+            hidden, weight=tied, runtime_gather_output=runtime_gather_output
+        )
         if self.description.logits_softcap is not None:
             logits = soft_capped(logits, self.description.logits_softcap)
         is_gathered = logits.shape[-1] == self._padded_vocab_size
-        mask_padded_vocab_(logits, self.description.vocab_size, 0 if is_gathered else self.pg_collection.tp.rank())
+        mask_padded_vocab_(
+            logits, self.description.vocab_size, 0 if is_gathered else self.pg_collection.tp.rank()
+        )
         if labels is None:
             return self.gather_tokens(logits.transpose(0, 1).contiguous())
         return self.gather_tokens(self.compute_language_model_loss(self.own_tokens(labels), logits))
@@ -147,11 +166,15 @@ class GPTChunk(Chunk):
         self.rotary_length: int | None = None
         """Length of the longest row, for calls with only some rows of a batch; None: take it from the positions."""
         # Rounded to the weights' dtype, as in Gemma's training.
-        self._multiplier: float = torch.tensor(model.embedding_multiplier, dtype=config.params_dtype).item()
+        self._multiplier: float = torch.tensor(
+            model.embedding_multiplier, dtype=config.params_dtype
+        ).item()
         if self.pre_process and model.embedding_layernorm:
             self.embedding.norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         if model.position_embedding_type == "rope":
-            self._depends_on_length = model.rope_scaling is not None and model.rope_scaling.depends_on_length
+            self._depends_on_length = (
+                model.rope_scaling is not None and model.rope_scaling.depends_on_length
+            )
             self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
             """By length of the longest row. Entries are never dropped: captured CUDA graphs read their memory."""
         self.decoder = self.create_layers()
@@ -179,7 +202,9 @@ class GPTChunk(Chunk):
             On the last chunk per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v]; before it hidden states,
             [s/cp or s/cp/tp, b, h].
         """
-        embedded = self._embed(input_ids, position_ids, attention_mask) if self.pre_process else None
+        embedded = (
+            self._embed(input_ids, position_ids, attention_mask) if self.pre_process else None
+        )
         angles = None
         if self.description.position_embedding_type == "rope":
             angles = self._angles(input_ids, position_ids)
@@ -189,15 +214,23 @@ class GPTChunk(Chunk):
             rotary_pos_emb=angles,
             padding_mask=self._padding_mask(attention_mask),
         )
-        return self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
+        return (
+            self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
+        )
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None) -> Tensor:
+    def _embed(
+        self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None
+    ) -> Tensor:
         model = self.description
         if position_ids is None and model.position_offset and segments is not None:
             is_token = (segments != 0).long()
-            position_ids = is_token.cumsum(-1) * is_token - 1  # padding: -1, whose row precedes position 0's in OPT
+            position_ids = (
+                is_token.cumsum(-1) * is_token - 1
+            )  # padding: -1, whose row precedes position 0's in OPT
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
+                input_ids
+            )
         positions = self.own_tokens(position_ids + model.position_offset)
         embedded: Tensor = self.embedding(self.own_tokens(input_ids), positions)
         if model.embedding_layernorm:
@@ -211,7 +244,9 @@ class GPTChunk(Chunk):
             return None
         padding = self.own_tokens(attention_mask == 0)
         if self.config.sequence_parallel:
-            padding = padding.chunk(self.config.tensor_model_parallel_size, dim=1)[self.pg_collection.tp.rank()]
+            padding = padding.chunk(self.config.tensor_model_parallel_size, dim=1)[
+                self.pg_collection.tp.rank()
+            ]
         return padding
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -227,14 +262,20 @@ class GPTChunk(Chunk):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         positions = self.own_tokens(position_ids)
-        return rotary_angles(positions, self._frequencies[length], interleaved=self.description.rotary_interleaved)
+        return rotary_angles(
+            positions, self._frequencies[length], interleaved=self.description.rotary_interleaved
+        )
 
     def _frequencies_at(self, length: int | None) -> Tensor:
         model = self.description
         # Megatron-Core supports only the constants of Llama 3.1.
-        frequencies = inverse_frequencies(model.rotary_width, model.rotary_base, model.rope_scaling, length)
+        frequencies = inverse_frequencies(
+            model.rotary_width, model.rotary_base, model.rope_scaling, length
+        )
         if model.rotary_base_of_windows is not None:
-            window_frequencies = inverse_frequencies(model.rotary_width, model.rotary_base_of_windows, None)
+            window_frequencies = inverse_frequencies(
+                model.rotary_width, model.rotary_base_of_windows, None
+            )
             frequencies = torch.stack((frequencies, window_frequencies))
         return frequencies.to(torch.cuda.current_device())
 

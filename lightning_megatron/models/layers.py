@@ -39,7 +39,12 @@ from typing_extensions import override
 from lightning_megatron.engine.fillers.attention import SDPAttention
 from lightning_megatron.engine.fillers.context import ContextParallelAttention
 from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
-from lightning_megatron.engine.fillers.kernels import BiasDropoutAdd, Norm, NormOfAllHeads, RecomputedOutput
+from lightning_megatron.engine.fillers.kernels import (
+    BiasDropoutAdd,
+    Norm,
+    NormOfAllHeads,
+    RecomputedOutput,
+)
 from lightning_megatron.models.config import ModelConfig
 
 CHECKPOINT_NAMES = {
@@ -56,7 +61,11 @@ _MASK_TYPES = {
 
 
 def layer_spec(
-    model: ModelConfig, config: TransformerConfig, number: int = 0, *, has_cross_attention: bool = False
+    model: ModelConfig,
+    config: TransformerConfig,
+    number: int = 0,
+    *,
+    has_cross_attention: bool = False,
 ) -> ModuleSpec:
     """Spec of one layer: self-attention, cross-attention in T5's decoder, and MLP.
 
@@ -76,8 +85,12 @@ def layer_spec(
             linear_proj=RowParallelLinear,
         ),
     )
-    fc2 = _output_linear(model, has_bias=model.add_bias_linear, input_dropout=model.activation_dropout)
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2))
+    fc2 = _output_linear(
+        model, has_bias=model.add_bias_linear, input_dropout=model.activation_dropout
+    )
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2)
+    )
     names = dict(CHECKPOINT_NAMES)
     if model.has_experts(number):
         del names["pre_mlp_layernorm."]  # not followed by a linear to fuse it into
@@ -111,9 +124,14 @@ def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
 def _experts(model: ModelConfig) -> ModuleSpec:
     assert model.experts is not None
     linears = MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if model.experts.shared_ffn_hidden_size else None
+    shared = (
+        ModuleSpec(module=SharedExpertMLP, submodules=linears)
+        if model.experts.shared_ffn_hidden_size
+        else None
+    )
     return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
+        module=MoELayer,
+        submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared),
     )
 
 
@@ -127,7 +145,9 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     is_rotary = model.position_embedding_type == "rope"
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
     width = 0 if layer in model.no_rope_layers else model.rotary_width
-    if is_rotary and (model.rotary_base_of_windows is not None or factor != 1.0 and width < model.kv_channels):
+    if is_rotary and (
+        model.rotary_base_of_windows is not None or factor != 1.0 and width < model.kv_channels
+    ):
         module = PartialRotaryAttention
         params |= {"width": width, "uses_second_angles": model.has_window(layer), "factor": factor}
     q_norm, k_norm = (
@@ -163,21 +183,32 @@ def _attention_class(config: TransformerConfig) -> type[SDPAttention]:
     return ContextParallelAttention if config.context_parallel_size > 1 else SDPAttention
 
 
-def _core_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> Callable[..., SDPAttention]:
+def _core_attention(
+    model: ModelConfig, config: TransformerConfig, layer: int
+) -> Callable[..., SDPAttention]:
     options: dict[str, Any] = {}
     if model.position_embedding_type == "alibi":
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
     window = model.sliding_window if model.has_window(layer) else None
-    return partial(_attention_class(config), sliding_window=window, softcap=model.attention_softcap, **options)
+    return partial(
+        _attention_class(config), sliding_window=window, softcap=model.attention_softcap, **options
+    )
 
 
 def block_spec(
-    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, *, has_cross_attention: bool = False
+    model: ModelConfig,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    has_cross_attention: bool = False,
 ) -> TransformerBlockSubmodules:
     """Specs of the layers that ``config`` assigns to one chunk; arguments as for ``layer_spec``."""
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    layers = [layer_spec(model, config, number, has_cross_attention=has_cross_attention) for number in numbers]
+    layers = [
+        layer_spec(model, config, number, has_cross_attention=has_cross_attention)
+        for number in numbers
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_spec(model))
 
 
@@ -192,13 +223,20 @@ class LayerStack(TransformerBlock):
         if recompute == "selective" and self.config.recompute_modules != ["core_attn"]:
             return  # the norms are recomputed from their inputs
         following = [*(layer.input_layernorm for layer in self.layers[1:]), self.final_layernorm]
-        for layer, next_norm in zip(self.layers, following, strict=False):  # a chunk may have no layer
+        for layer, next_norm in zip(
+            self.layers, following, strict=False
+        ):  # a chunk may have no layer
             if not isinstance(layer, ParallelTransformerLayer):
                 after_attention = layer.self_attn_bda
                 if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
-                    after_attention.norm, after_attention = layer.pre_cross_attn_layernorm, layer.cross_attn_bda
+                    after_attention.norm, after_attention = (
+                        layer.pre_cross_attn_layernorm,
+                        layer.cross_attn_bda,
+                    )
                 after_attention.norm = _norm_or_none(layer.pre_mlp_layernorm)
-            if recompute != "full":  # a layer that is recomputed must not compute the norm of the next one
+            if (
+                recompute != "full"
+            ):  # a layer that is recomputed must not compute the norm of the next one
                 layer.mlp_bda.norm = _norm_or_none(next_norm)
 
     @override
@@ -210,7 +248,9 @@ class LayerStack(TransformerBlock):
         return self.layers[layer_number] if layer_number < len(self.layers) else _identity_layer
 
 
-def _identity_layer(hidden_states: Tensor, context: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
+def _identity_layer(
+    hidden_states: Tensor, context: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor | None]:
     return hidden_states, context
 
 
@@ -231,7 +271,9 @@ class OutputLinear(RowParallelLinear):
     T5 applies dropout to the input of the MLP's projection.
     """
 
-    def __init__(self, *args: Any, has_bias: bool, has_norm: bool, input_dropout: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, has_bias: bool, has_norm: bool, input_dropout: float, **kwargs: Any
+    ) -> None:
         """Create the linear; ``ModuleSpec.params`` has the arguments that differ between attention and MLP.
 
         Args:
@@ -244,12 +286,18 @@ class OutputLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": has_bias})
         if has_norm:
             self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
-            self.register_forward_hook(_normalize_output)  # after the adapters' hook, which is part of the linear
+            self.register_forward_hook(
+                _normalize_output
+            )  # after the adapters' hook, which is part of the linear
         self.input_dropout = input_dropout
         # Each rank has different columns. With sequence parallelism the entire layer already runs in the RNG fork.
-        self.forks_rng: bool = self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
+        self.forks_rng: bool = (
+            self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
+        )
         if input_dropout > 0.0:
-            self.register_forward_pre_hook(self._drop_input)  # not in forward: adapters read the same input
+            self.register_forward_pre_hook(
+                self._drop_input
+            )  # not in forward: adapters read the same input
 
     def _drop_input(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
         """Apply dropout to the input, [s, b, ffn/tp]."""
@@ -259,7 +307,9 @@ class OutputLinear(RowParallelLinear):
             return (F.dropout(inputs[0], self.input_dropout),)
 
 
-def _normalize_output(linear: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, None]:
+def _normalize_output(
+    linear: Any, args: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, None]:
     x, bias = output
     return linear.post_layernorm(x if bias is None else x + bias), None
 
@@ -272,7 +322,9 @@ class PartialRotaryAttention(SelfAttention):
     layers without rotary embedding, are divided by it.
     """
 
-    def __init__(self, *args: Any, width: int, uses_second_angles: bool, factor: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, width: int, uses_second_angles: bool, factor: float, **kwargs: Any
+    ) -> None:
         """Create the attention; ``ModuleSpec.params`` has the arguments that are not Megatron's.
 
         Args:
@@ -286,11 +338,15 @@ class PartialRotaryAttention(SelfAttention):
         self.rotary_width, self.factor = width, factor
         self.uses_second_angles = uses_second_angles
 
-    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Call Megatron's; ``rotary_pos_emb``: angles [s, 1 or b, 1, rotary_width], or twice the width for two sets."""
         if rotary_pos_emb is not None and rotary_pos_emb.shape[-1] > self.rotary_width:
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.uses_second_angles]
-        output: tuple[Tensor, Tensor | None] = super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            *args, rotary_pos_emb=rotary_pos_emb, **kwargs
+        )
         return output
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +358,9 @@ class PartialRotaryAttention(SelfAttention):
         return (*(self._unscale_unrotated(x) for x in (query, key)), *rest)
 
     def _unscale_unrotated(self, x: Tensor) -> Tensor:
-        return torch.cat((x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1)
+        return torch.cat(
+            (x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1
+        )
 
 
 class BiasedTransformerLayer(TransformerLayer):
@@ -313,9 +371,13 @@ class BiasedTransformerLayer(TransformerLayer):
     """
 
     @override
-    def forward(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Call Megatron's; ``attention_mask``: [b or 1, np, sq, sk], added to the scores."""
-        output: tuple[Tensor, Tensor | None] = super().forward(*args, **{**kwargs, "attention_bias": attention_mask})
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            *args, **{**kwargs, "attention_bias": attention_mask}
+        )
         return output
 
 
@@ -369,10 +431,15 @@ class ParallelTransformerLayer(TransformerLayer):
         )
         shares_norm = isinstance(self.pre_mlp_layernorm, IdentityOp)
         mlp_output, mlp_bias = self.mlp(
-            attention_input if shares_norm else mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
+            attention_input
+            if shares_norm
+            else mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
         )
         biases = [bias for bias in (proj_bias, mlp_bias) if bias is not None]
-        output = (attention_output + mlp_output, sum(biases[1:], start=biases[0]) if biases else None)
+        output = (
+            attention_output + mlp_output,
+            sum(biases[1:], start=biases[0]) if biases else None,
+        )
         if self.recompute_input_layernorm:
             for norm in (attention_norm,) if shares_norm else (attention_norm, mlp_norm):
                 norm.discard_output_and_register_recompute(output[0])

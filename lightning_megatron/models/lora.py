@@ -56,7 +56,11 @@ class Adapter(torch.nn.Module):
     """
 
     def __init__(
-        self, linear: ColumnParallelLinear | RowParallelLinear, name: str, parts: tuple[bool, ...], model: ModelConfig
+        self,
+        linear: ColumnParallelLinear | RowParallelLinear,
+        name: str,
+        parts: tuple[bool, ...],
+        model: ModelConfig,
     ) -> None:
         """Create uninitialized adapters, and hook them to ``linear``.
 
@@ -68,7 +72,11 @@ class Adapter(torch.nn.Module):
         """
         super().__init__()
         assert model.lora is not None
-        self.rank, self.scale, self.dropout = model.lora.rank, model.lora.alpha / model.lora.rank, model.lora_dropout
+        self.rank, self.scale, self.dropout = (
+            model.lora.rank,
+            model.lora.alpha / model.lora.rank,
+            model.lora_dropout,
+        )
         self.base = (linear,)  # in a tuple, so that it is no submodule
         self.is_row = isinstance(linear, RowParallelLinear)
         self.is_gated = name == "linear_fc1" and model.gated_linear_unit
@@ -86,9 +94,13 @@ class Adapter(torch.nn.Module):
         if len(parts) > 1:
             adapted = torch.eye(len(parts), dtype=weight.dtype)[:, list(parts)]
             self.owners = adapted[_matrix_of_rows(linear, name, model)].to(weight.device)
-        linear.register_forward_hook(self._add, prepend=True)  # before hooks that need the sum, e.g. norms
+        linear.register_forward_hook(
+            self._add, prepend=True
+        )  # before hooks that need the sum, e.g. norms
 
-    def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def _add(
+        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
         # Called as a module: with overlapped parameter all-gathers, module hooks wait for the parameters.
         return self(inputs[0], output[0]), output[1]
 
@@ -108,12 +120,20 @@ class Adapter(torch.nn.Module):
         if group.size() > 1:
             # Column-parallel: the gradient of ``low`` is summed over ranks, as each uses it for its rows of B.
             # Row-parallel: ``low`` itself is summed, as each rank computes it from its columns of A.
-            scatter, gather = reduce_scatter_to_sequence_parallel_region, gather_from_sequence_parallel_region
-            reduce, copy = reduce_from_tensor_model_parallel_region, copy_to_tensor_model_parallel_region
+            scatter, gather = (
+                reduce_scatter_to_sequence_parallel_region,
+                gather_from_sequence_parallel_region,
+            )
+            reduce, copy = (
+                reduce_from_tensor_model_parallel_region,
+                copy_to_tensor_model_parallel_region,
+            )
             row, column = (scatter, gather) if sequence_parallel else (reduce, copy)
             low = (row if self.is_row else column)(low, group=group)
         flat = output.reshape(-1, output.shape[-1])
-        return torch.addmm(flat, low.reshape(len(flat), -1), self._expanded_b().t(), alpha=self.scale).view_as(output)
+        return torch.addmm(
+            flat, low.reshape(len(flat), -1), self._expanded_b().t(), alpha=self.scale
+        ).view_as(output)
 
     def _project_down(self, x: Tensor) -> Tensor:
         """Multiply the input with A, [..., n r]; dropout is independent for each adapter."""
@@ -123,7 +143,9 @@ class Adapter(torch.nn.Module):
         # Each rank has different columns; with sequence parallelism the entire layer already runs in the RNG fork.
         forks = self.is_row and linear.tp_group.size() > 1 and not linear.sequence_parallel
         with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
-            return torch.cat([F.linear(F.dropout(x, self.dropout), a) for a in self.A.split(self.rank)], dim=-1)
+            return torch.cat(
+                [F.linear(F.dropout(x, self.dropout), a) for a in self.A.split(self.rank)], dim=-1
+            )
 
     def _expanded_b(self) -> Tensor:
         """[out/tp, n r]: B with each row in the columns of its matrix, and zeros elsewhere."""
@@ -173,7 +195,9 @@ def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:
         parts = parts_by_linear.get(_LAYER.sub(r"\1.", path))
         if parts is not None:
             parent, _, name = path.rpartition(".")
-            chunk.get_submodule(parent).add_module(name + ADAPTER_SUFFIX, Adapter(linear, name, parts, model))
+            chunk.get_submodule(parent).add_module(
+                name + ADAPTER_SUFFIX, Adapter(linear, name, parts, model)
+            )
     freeze_base(chunk)
 
 

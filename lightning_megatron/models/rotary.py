@@ -30,7 +30,9 @@ def inverse_frequencies(
     if scaling is None:
         wavelengths: torch.Tensor = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         return 1.0 / wavelengths
-    return scaled_frequencies(asdict(scaling), width, base, scaling.original_max_position_embeddings, seq_length)[0]
+    return scaled_frequencies(
+        asdict(scaling), width, base, scaling.original_max_position_embeddings, seq_length
+    )[0]
 
 
 def scaled_frequencies(
@@ -48,20 +50,31 @@ def scaled_frequencies(
     Returns:
         The frequencies, and the multiplier of sines and cosines.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow import, only for scaled models
+    from transformers.modeling_rope_utils import (
+        ROPE_INIT_FUNCTIONS,
+    )  # slow import, only for scaled models
 
-    fields = {**rope, "rope_theta": base, "partial_rotary_factor": 1.0, "original_max_position_embeddings": original}
+    fields = {
+        **rope,
+        "rope_theta": base,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": original,
+    }
     config: Any = SimpleNamespace(
         rope_parameters=fields,
         standardize_rope_params=lambda: None,
         max_position_embeddings=original,
         **{"head_dim": width, "hidden_size": width, "num_attention_heads": 1},
     )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=seq_length)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+        config, seq_len=seq_length
+    )
     return frequencies, attention_factor
 
 
-def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: RopeScaling | None) -> float | None:
+def rope_softmax_scale(
+    softmax_scale: float | None, kv_channels: int, scaling: RopeScaling | None
+) -> float | None:
     """Softmax scale that includes the attention factor of yarn and longrope, instead of sines and cosines.
 
     The factor multiplies sines and cosines of both queries and keys, so its square multiplies the scores. Dimensions
@@ -77,10 +90,14 @@ def rope_softmax_scale(softmax_scale: float | None, kv_channels: int, scaling: R
     """
     if scaling is None or scaling.attention_factor == 1.0:
         return softmax_scale
-    return (1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale) * scaling.attention_factor**2
+    return (
+        1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+    ) * scaling.attention_factor**2
 
 
-def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+def rotary_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
     """Rotary angles of each dimension at each token's position, in Megatron's order.
 
     Args:
@@ -93,5 +110,7 @@ def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor, *, interle
         [s, b, 1, rotary_width], float32; for two types of layers the angles of both in turn, twice the width.
     """
     angles = positions.t()[:, :, None, None].float() * frequencies
-    doubled = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    doubled = (
+        angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    )
     return doubled.flatten(2)[:, :, None]

@@ -52,7 +52,9 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     """
     overrides = dict(settings.overrides.transformer)
     layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))
-    config = transformer_config(model, replace(settings, overrides=replace(settings.overrides, transformer=overrides)))
+    config = transformer_config(
+        model, replace(settings, overrides=replace(settings.overrides, transformer=overrides))
+    )
     return partial(T5Chunk, model, config, layer_ranges(model.num_layers, layout))
 
 
@@ -60,7 +62,11 @@ class T5Chunk(Chunk):
     """One chunk; ``encoder`` and ``decoder`` hold its layers of either stack, possibly none."""
 
     def __init__(
-        self, model: ModelConfig, config: TransformerConfig, layers: list[tuple[range, range]], vp_stage: int | None
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        layers: list[tuple[range, range]],
+        vp_stage: int | None,
     ) -> None:
         """Create this rank's layers.
 
@@ -75,10 +81,16 @@ class T5Chunk(Chunk):
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
         self._input_tensor: Tensor | None = None
         stack = partial(T5Stack, model, config, vp_stage)
-        encoder, decoder = ([len(numbers) for numbers in layout] for layout in zip(*layers, strict=True))
-        self.encoder = stack(encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in encoder_layers)
+        encoder, decoder = (
+            [len(numbers) for numbers in layout] for layout in zip(*layers, strict=True)
+        )
+        self.encoder = stack(
+            encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in encoder_layers
+        )
         self.decoder = stack(decoder, is_decoder=True, has_final_norm=self.post_process)
-        if config.recompute_method == "block":  # recompute_num_layers counts encoder and decoder layers of a chunk
+        if (
+            config.recompute_method == "block"
+        ):  # recompute_num_layers counts encoder and decoder layers of a chunk
             self.decoder.config.recompute_num_layers -= len(self.encoder.layers)
         if len(layers) > 1:
             for stack in (self.encoder, self.decoder):
@@ -92,7 +104,9 @@ class T5Chunk(Chunk):
         tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
         return SharedWeights(
             shape=(self.description.relative_attention_num_buckets, heads),
-            weights={name: None if table is None else table.weight for name, table in tables.items()},
+            weights={
+                name: None if table is None else table.weight for name, table in tables.items()
+            },
         )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -137,10 +151,16 @@ class T5Chunk(Chunk):
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: sequence parallelism scatters encoder and decoder separately.
-            encoder = self.embedding(self.own_tokens(encoder_ids), None) if encoder_ids.shape[1] > 0 else None
+            encoder = (
+                self.embedding(self.own_tokens(encoder_ids), None)
+                if encoder_ids.shape[1] > 0
+                else None
+            )
             decoder = self.embedding(self.own_tokens(decoder_ids), None)
             return decoder[:0] if encoder is None else encoder, decoder
-        assert self._input_tensor is not None, "the schedule sets the input of every chunk but the first"
+        assert self._input_tensor is not None, (
+            "the schedule sets the input of every chunk but the first"
+        )
         shards = _num_sequence_shards(self.config)
         lengths = [ids.shape[1] // shards for ids in (encoder_ids, decoder_ids)]
         encoder, decoder = self._input_tensor.split(lengths)
@@ -206,7 +226,11 @@ class T5Stack(LayerStack):
         if self.final_layernorm is None:
             return hidden
         # With sequence parallelism each rank draws its own dropout mask, as in Megatron's TransformerBlock.
-        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
+        with (
+            get_cuda_rng_tracker().fork()
+            if self.config.sequence_parallel
+            else contextlib.nullcontext()
+        ):
             return F.dropout(hidden, self.config.hidden_dropout, self.training)
 
     def _num_cached(self) -> int:
@@ -250,7 +274,9 @@ class RelativeBias(MegatronModule):
     buckets: Tensor
     """[2 * max_distance + 1], int64: bucket of each distance between key and query, from -max_distance on."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, *, bidirectional: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, config: TransformerConfig, *, bidirectional: bool
+    ) -> None:
         """Create the table.
 
         Args:
@@ -259,11 +285,16 @@ class RelativeBias(MegatronModule):
             bidirectional: Whether keys to the right of the query have buckets of their own (encoder).
         """
         super().__init__(config=config)
-        num_buckets, max_distance = model.relative_attention_num_buckets, model.relative_attention_max_distance
+        num_buckets, max_distance = (
+            model.relative_attention_num_buckets,
+            model.relative_attention_max_distance,
+        )
         self.max_distance, self.bidirectional = max_distance, bidirectional
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
-            torch.empty(num_buckets, heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            torch.empty(
+                num_buckets, heads, dtype=config.params_dtype, device=torch.cuda.current_device()
+            )
         )
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
         # The module itself would look up all queries, without context parallelism and masks. This method needs no self.
@@ -286,10 +317,14 @@ class RelativeBias(MegatronModule):
         """
         positions = torch.arange(-(-length // _ALIGNMENT) * _ALIGNMENT, device=self.weight.device)
         distances = positions - positions[length - queries : length, None]
-        buckets = self.buckets[distances.clamp(-self.max_distance, self.max_distance) + self.max_distance]
+        buckets = self.buckets[
+            distances.clamp(-self.max_distance, self.max_distance) + self.max_distance
+        ]
         context = ContextParallel(self.config)
         weight = context.own_heads(self.weight, 1)
-        bias = F.embedding(context.own_queries(buckets, 0), weight).permute(2, 0, 1)[None].contiguous()
+        bias = (
+            F.embedding(context.own_queries(buckets, 0), weight).permute(2, 0, 1)[None].contiguous()
+        )
         mask = None
         if not self.bidirectional and queries > 1:
             mask = torch.ones_like(buckets, dtype=torch.bool).triu(1 + length - queries)[None, None]

@@ -27,18 +27,27 @@ def layer_ranges(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[r
     """Encoder layers and decoder layers of each chunk of ``layout``, in pipeline order, each stack numbered from 0."""
     split, bounds = num_encoder_layers, itertools.accumulate(layout, initial=0)
     return [
-        (range(min(start, split), min(end, split)), range(max(start, split) - split, max(end, split) - split))
+        (
+            range(min(start, split), min(end, split)),
+            range(max(start, split) - split, max(end, split) - split),
+        )
         for start, end in itertools.pairwise(bounds)
     ]
 
 
-def t5_layout(model: ModelConfig, parallel: ParallelConfig, override: object = None) -> tuple[int, ...]:
+def t5_layout(
+    model: ModelConfig, parallel: ParallelConfig, override: object = None
+) -> tuple[int, ...]:
     """Number of layers of the joint stack in each chunk, as set by ``override`` or balanced.
 
     Raises:
         ConfigError: If ``override`` does not fit the model and ``parallel``.
     """
-    encoder, decoder, num_chunks = model.num_layers, model.num_decoder_layers, parallel.pp * parallel.num_model_chunks
+    encoder, decoder, num_chunks = (
+        model.num_layers,
+        model.num_decoder_layers,
+        parallel.pp * parallel.num_model_chunks,
+    )
     if override is None:
         return balanced_layout(encoder, decoder, num_chunks)
     layout = parse_layout(override)
@@ -57,7 +66,9 @@ def t5_layout(model: ModelConfig, parallel: ParallelConfig, override: object = N
 
 
 @functools.cache
-def balanced_layout(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> tuple[int, ...]:
+def balanced_layout(
+    num_encoder_layers: int, num_decoder_layers: int, num_chunks: int
+) -> tuple[int, ...]:
     """Layers per chunk that minimize the cost of the slowest chunk, then the sum of squared costs.
 
     Args:
@@ -93,7 +104,9 @@ def parse_layout(layout: object) -> tuple[int, ...]:
     """
     try:
         if isinstance(layout, str):
-            from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+            from megatron.core.transformer.pipeline_parallel_layer_layout import (
+                PipelineParallelLayerLayout,
+            )
 
             chunks = PipelineParallelLayerLayout.parse_str_to_list(layout)
             return tuple(sum(layer.name == "decoder" for layer in chunk) for chunk in chunks)

@@ -78,11 +78,15 @@ class EngineSettings:
         self.parallel.check_model(model)
         _check_expert_fields(model, self.overrides.transformer)
         if self.recompute.granularity == "selective":
-            _check_recompute_modules(model, self.overrides.transformer.get("recompute_modules") or ())
+            _check_recompute_modules(
+                model, self.overrides.transformer.get("recompute_modules") or ()
+            )
         if model.experts is not None:
             _check_experts(self)
             if function is not None:  # conversions compute nothing
-                _check_grouped_mm(self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size)
+                _check_grouped_mm(
+                    self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size
+                )
             self.parallel.check_function(model, function)
         if self.cuda_graphs:
             _check_graphs(self)
@@ -112,17 +116,22 @@ def _check_experts(settings: EngineSettings) -> None:
     reasons = {
         "cuda_graphs=True (the host must know how many tokens go to each expert)": settings.cuda_graphs,
         "fp8 (experts are computed in bf16)": settings.fp8 is not None,
-        "16-mixed (megatron-core has a separate loss scale for experts)": settings.params_dtype is torch.float16,
+        "16-mixed (megatron-core has a separate loss scale for experts)": settings.params_dtype
+        is torch.float16,
     }
     _refuse("a model with experts", "bf16-mixed or 32-true", reasons)
 
 
 def _check_grouped_mm(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int) -> None:
-    multiple = 16 // dtype.itemsize  # torch.nn.functional.grouped_mm needs rows of a multiple of 16 bytes
+    multiple = (
+        16 // dtype.itemsize
+    )  # torch.nn.functional.grouped_mm needs rows of a multiple of 16 bytes
     for name, size in (("hidden_size", hidden_size), ("experts' ffn_hidden_size", ffn_hidden_size)):
         if size % multiple:
             dtype_name = str(dtype).removeprefix("torch.")
-            raise ConfigError(f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another")
+            raise ConfigError(
+                f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another"
+            )
 
 
 def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:
@@ -153,7 +162,9 @@ def _check_expert_fields(model: ModelConfig, overrides: Mapping[str, Any]) -> No
     """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, by which checkpoints identify it."""
     for name in overrides:
         if name.startswith("moe_") and model.experts is None:
-            raise ConfigError(f"{name}: expected a model with experts, got {model.family} without; leave it out")
+            raise ConfigError(
+                f"{name}: expected a model with experts, got {model.family} without; leave it out"
+            )
     names = "moe_router_score_function", "moe_router_enable_expert_bias"
     is_sigmoid, has_bias = overrides.get(names[0]) == "sigmoid", overrides.get(names[1], False)
     if is_sigmoid != has_bias:
@@ -194,7 +205,9 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     return {
         **{name: getattr(model, name) for name in SAME_NAME_FIELDS},
         "activation_func": ACTIVATIONS[model.activation],
-        "bias_activation_fusion": device.type == "cuda" and model.gated_linear_unit and model.activation == "silu",
+        "bias_activation_fusion": device.type == "cuda"
+        and model.gated_linear_unit
+        and model.activation == "silu",
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]
         if model.no_rope_layers and model.position_embedding_type == "rope"
@@ -213,7 +226,9 @@ def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
         # With pp=2 the first stage implies the last: megatron-core 0.16.1, transformer/transformer_layer.py, would
         # divide by the number of stages in between.
-        "num_layers_in_last_pipeline_stage": None if implies_last else parallel.num_layers_in_last_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": None
+        if implies_last
+        else parallel.num_layers_in_last_pipeline_stage,
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.uses_sequence_parallel,
         "pipeline_dtype": dtype,
@@ -260,7 +275,11 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
 
 def _can_fuse_qkv_rope(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Whether QKV split and rotary embedding can be fused: full heads, rotated as halves, in all layers, no QK norm."""
-    is_full = model.rotary_width == model.kv_channels and not model.rotary_interleaved and not model.no_rope_layers
+    is_full = (
+        model.rotary_width == model.kv_channels
+        and not model.rotary_interleaved
+        and not model.no_rope_layers
+    )
     is_rotary = model.position_embedding_type == "rope" and is_full
     return is_rotary and not model.qk_layernorm and model.num_query_groups >= parallel.tp
 
@@ -300,4 +319,8 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
 def _recompute(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    return {f"recompute_{name}": value for name, value in vars(recompute).items() if recompute.granularity}
+    return {
+        f"recompute_{name}": value
+        for name, value in vars(recompute).items()
+        if recompute.granularity
+    }

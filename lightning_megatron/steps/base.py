@@ -114,7 +114,10 @@ def rename_keys(
     Raises:
         DataError: With the key, and the alternatives.
     """
-    names = {**{name: name for name in known}, **{alias: n for alias, n in (aliases or {}).items() if n in known}}
+    names = {
+        **{name: name for name in known},
+        **{alias: n for alias, n in (aliases or {}).items() if n in known},
+    }
     keys: dict[str, str] = {}
     for key in batch:
         if key not in names:
@@ -122,11 +125,15 @@ def rename_keys(
                 f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or prepare_batch"
             )
         if names[key] in keys:
-            raise DataError(f"batch keys {keys[names[key]]!r} and {key!r} mean the same; leave one of them out")
+            raise DataError(
+                f"batch keys {keys[names[key]]!r} and {key!r} mean the same; leave one of them out"
+            )
         keys[names[key]] = key
     for name, hint in required.items():
         if name not in keys:
-            raise DataError(f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}")
+            raise DataError(
+                f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}"
+            )
     return {name: batch[key] for name, key in keys.items()}
 
 
@@ -144,10 +151,14 @@ def check_values(name: str, values: Tensor, is_valid: Tensor, rule: str) -> None
     """
     if not is_valid.all():
         index = (~is_valid).nonzero()[0].tolist()
-        raise DataError(f"{name}{index} is {values[tuple(index)].item()} and must be {rule}; correct the data")
+        raise DataError(
+            f"{name}{index} is {values[tuple(index)].item()} and must be {rule}; correct the data"
+        )
 
 
-def check_range(name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()) -> None:
+def check_range(
+    name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()
+) -> None:
     """Raise unless all ``values`` are in 0..limit-1 or in ``ignored``.
 
     Args:
@@ -164,7 +175,9 @@ def check_range(name: str, values: Tensor, limit: int | None, rule: str, ignored
     if ignored:
         is_valid |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
     allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
-    check_values(name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed)
+    check_values(
+        name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed
+    )
 
 
 def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
@@ -175,7 +188,9 @@ def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) 
     """
     if tuple(tensor.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise DataError(f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it")
+        raise DataError(
+            f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it"
+        )
 
 
 def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
@@ -185,13 +200,20 @@ def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...
         DataError: With the dtype or the shape, and the rule.
     """
     if tensor.is_floating_point() or tensor.dtype is torch.bool:
-        raise DataError(f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()")
+        raise DataError(
+            f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()"
+        )
     if shapes:
         check_shape(name, tensor, rule, *shapes)
 
 
 def check_tokens(
-    name: str, tokens: Tensor, model: ModelConfig, *, shortest: int = 1, ignored: tuple[int, ...] = ()
+    name: str,
+    tokens: Tensor,
+    model: ModelConfig,
+    *,
+    shortest: int = 1,
+    ignored: tuple[int, ...] = (),
 ) -> None:
     """Raise unless ``tokens`` are rows of token ids that fit the model's vocabulary and maximum length.
 
@@ -206,12 +228,16 @@ def check_tokens(
         DataError: If the shape, the dtype, a token or the length is wrong.
     """
     if tokens.dim() != 2 or tokens.shape[1] < shortest:
-        raise DataError(f"{name}: expected [rows, tokens >= {shortest}], got shape {list(tokens.shape)}; correct it")
+        raise DataError(
+            f"{name}: expected [rows, tokens >= {shortest}], got shape {list(tokens.shape)}; correct it"
+        )
     check_integers(name, tokens, "token ids")
     check_range(name, tokens, model.vocab_size, "vocab_size", ignored)
     length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
     if model.has_position_table and length > limit:
-        raise DataError(f"{name}: expected at most max_position_embeddings={limit} tokens, got {length}; truncate them")
+        raise DataError(
+            f"{name}: expected at most max_position_embeddings={limit} tokens, got {length}; truncate them"
+        )
 
 
 def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
@@ -238,4 +264,6 @@ def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig)
         mask = batch["attention_mask"]
         check_range("attention_mask", mask, None, "")
         if not torch.equal(mask.long().to(mask.dtype), mask):
-            raise DataError("attention_mask: expected integers, got fractions; use 0 for padding, else segment numbers")
+            raise DataError(
+                "attention_mask: expected integers, got fractions; use 0 for padding, else segment numbers"
+            )

@@ -107,11 +107,17 @@ class BertTrainStep(MaskedLossStep):
             ConfigError: If the model is no BERT, or its ``num_labels`` or ``problem_type`` does not fit its task.
         """
         super().bind(model)
-        self._heads = {name: h for name, h in _HEADS[model.task].items() if self.binary_head or name != "sop_loss"}
+        self._heads = {
+            name: h
+            for name, h in _HEADS[model.task].items()
+            if self.binary_head or name != "sop_loss"
+        }
         self.loss_terms = tuple(self._heads)  # type: ignore[misc]
         self.masks = {name: head.mask for name, head in self._heads.items()}
         per_row, n = model.task == "sequence_classification", model.num_labels
-        self._problem: ProblemType | None = model.problem_type if per_row else "single_label_classification"
+        self._problem: ProblemType | None = (
+            model.problem_type if per_row else "single_label_classification"
+        )
         if self._problem is not None:
             require_choice("problem_type", self._problem, get_args(ProblemType))
         if "label_loss" in self._heads and self._problem == "single_label_classification" and n < 2:
@@ -120,7 +126,9 @@ class BertTrainStep(MaskedLossStep):
                 "problem_type='regression' for one value"
             )
         if model.task == "question_answering" and n != 2:
-            raise ConfigError(f"num_labels={n}: expected 2 for task='question_answering'; use num_labels=2")
+            raise ConfigError(
+                f"num_labels={n}: expected 2 for task='question_answering'; use num_labels=2"
+            )
 
     def _infer_problem(self, labels: Tensor) -> ProblemType:
         """Problem type of the config, else of the first batch, as ``MegatronBertForSequenceClassification`` does."""
@@ -128,7 +136,11 @@ class BertTrainStep(MaskedLossStep):
             return self._problem
         if self.model.num_labels == 1:
             return "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        return (
+            "multi_label_classification"
+            if labels.is_floating_point()
+            else "single_label_classification"
+        )
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
@@ -152,7 +164,9 @@ class BertTrainStep(MaskedLossStep):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
     def _check_first_tokens(self, batch: Batch) -> None:
-        reads_first_token = self.model.task == "sequence_classification" or "sop_loss" in self._heads
+        reads_first_token = (
+            self.model.task == "sequence_classification" or "sop_loss" in self._heads
+        )
         if not reads_first_token or "attention_mask" not in batch:
             return
         counted = batch["sample_mask"] != 0 if "sample_mask" in batch else True
@@ -168,16 +182,24 @@ class BertTrainStep(MaskedLossStep):
         if (problem := self._infer_problem(labels)) != "single_label_classification":
             rule = f"num_labels={n}, problem_type={problem!r}"
             if not labels.is_floating_point():
-                raise DataError(f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()")
+                raise DataError(
+                    f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
+                )
             base.check_values(name, labels, labels.isfinite(), "finite")
             base.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
             if problem == "multi_label_classification":
                 base.check_values(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
             return
         shapes = [(rows, length)] if head.per_token else [(rows,), (rows, 1)]
-        base.check_integers(name, labels, f"one per {'token' if head.per_token else 'row'}", *shapes)
+        base.check_integers(
+            name, labels, f"one per {'token' if head.per_token else 'row'}", *shapes
+        )
         if name == "labels" and model.has_output_layer:
-            counted = labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX) if "loss_mask" in batch else labels
+            counted = (
+                labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
+                if "loss_mask" in batch
+                else labels
+            )
             base.check_range(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
         elif name == "labels":
             base.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
@@ -191,7 +213,10 @@ class BertTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         renamed = self._renamed(batch)
-        prepared = {"tokens": renamed["input_ids"].long(), **{n: renamed[n].long() for n in _INPUTS if n in renamed}}
+        prepared = {
+            "tokens": renamed["input_ids"].long(),
+            **{n: renamed[n].long() for n in _INPUTS if n in renamed},
+        }
         for head in self._heads.values():
             labels, length = renamed[head.labels], renamed["input_ids"].shape[1]
             self._problem = self._infer_problem(labels)
@@ -214,9 +239,13 @@ class BertTrainStep(MaskedLossStep):
         if "next_sentence_label" in required:
             required["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_INPUTS, "sample_mask", *required, *_OPTIONAL.get(task, ())}
-        return base.rename_keys(batch, known, required, f"BertTrainStep for task {task!r}", MEGATRON_NAMES)
+        return base.rename_keys(
+            batch, known, required, f"BertTrainStep for task {task!r}", MEGATRON_NAMES
+        )
 
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, LossFunc]:
         """Run a microbatch: losses or logits on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         mask = batch.get("attention_mask")
@@ -225,7 +254,13 @@ class BertTrainStep(MaskedLossStep):
             # of its own it would attend to padding.
             mask = (mask == 0)[:, None, None, :]
         labels = batch["targets"] if self.model.has_output_layer else None
-        output = model(batch["tokens"], batch.get("position_ids"), mask, batch.get("token_type_ids"), labels=labels)
+        output = model(
+            batch["tokens"],
+            batch.get("position_ids"),
+            mask,
+            batch.get("token_type_ids"),
+            labels=labels,
+        )
         return output, partial(self.loss_func, batch)
 
     def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
@@ -236,8 +271,14 @@ class BertTrainStep(MaskedLossStep):
             output: The output of ``BertChunk.forward``.
         """
         terms = {}
-        for (name, head), head_output in zip(self._heads.items(), self._head_outputs(output), strict=False):
-            losses = head_output if name == "lm_loss" else self._losses(head_output.float(), batch[head.targets])
+        for (name, head), head_output in zip(
+            self._heads.items(), self._head_outputs(output), strict=False
+        ):
+            losses = (
+                head_output
+                if name == "lm_loss"
+                else self._losses(head_output.float(), batch[head.targets])
+            )
             terms[name] = base.loss_term(losses, batch[head.mask])
         if self.model.task == "pretraining" and "sop_loss" not in terms:
             # Gives the unused pooler and binary head zero gradients: gradient reduction waits for every parameter.
@@ -266,15 +307,25 @@ class BertTrainStep(MaskedLossStep):
         """
         n, heads = self.model.num_labels, self._heads
         if "lm_loss" in heads:
-            return {**super().metrics(), **({"sop_accuracy": base.WeightedMean()} if "sop_loss" in heads else {})}
+            return {
+                **super().metrics(),
+                **({"sop_accuracy": base.WeightedMean()} if "sop_loss" in heads else {}),
+            }
         if "start_loss" in heads:
             return {"exact_match": base.WeightedMean()}
         if self._problem == "regression" or (self._problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self._problem != "multi_label_classification":
-            options: dict[str, Any] = {"task": "multiclass", "num_classes": n, "ignore_index": base.IGNORE_INDEX}
+            options: dict[str, Any] = {
+                "task": "multiclass",
+                "num_classes": n,
+                "ignore_index": base.IGNORE_INDEX,
+            }
             options["validate_args"] = False
-            return {"accuracy": Accuracy(**options, average="micro"), "f1": F1Score(**options, average="macro")}
+            return {
+                "accuracy": Accuracy(**options, average="micro"),
+                "f1": F1Score(**options, average="macro"),
+            }
         options = {"task": "multilabel" if n > 1 else "binary", "num_labels": n, "average": "macro"}
         return {"accuracy": Accuracy(**options), "f1": F1Score(**options)}
 
@@ -283,18 +334,27 @@ class BertTrainStep(MaskedLossStep):
         if "lm_loss" in self._heads:
             super().update_metrics(metrics, batch, output[0])
             if "sop_loss" in self._heads:
-                metrics["sop_accuracy"].update(output[1].argmax(-1) == batch["order"], batch["order_mask"] > 0)
+                metrics["sop_accuracy"].update(
+                    output[1].argmax(-1) == batch["order"], batch["order_mask"] > 0
+                )
         elif "start_loss" in self._heads:
             positions = output.argmax(1)
             is_correct = (positions[:, 0] == batch["start"]) & (positions[:, 1] == batch["end"])
-            metrics["exact_match"].update(is_correct, (batch["start_mask"] > 0) & (batch["end_mask"] > 0))
+            metrics["exact_match"].update(
+                is_correct, (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
+            )
         else:
             self._update_label_metrics(metrics, batch, output)
 
-    def _update_label_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor) -> None:
+    def _update_label_metrics(
+        self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor
+    ) -> None:
         targets, counted = batch["targets"], batch["loss_mask"] > 0
         if self._problem == "single_label_classification":
-            preds, targets = output.flatten(0, -2).float(), targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
+            preds, targets = (
+                output.flatten(0, -2).float(),
+                targets.masked_fill(~counted, base.IGNORE_INDEX).flatten(),
+            )
         elif not counted.any():
             return
         elif self._problem == "regression":

@@ -17,7 +17,15 @@ from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.steps import base
 
-_KNOWN_KEYS = {"text", "input_ids", "labels", "attention_mask", "position_ids", "sample_mask", "loss_mask"}
+_KNOWN_KEYS = {
+    "text",
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "position_ids",
+    "sample_mask",
+    "loss_mask",
+}
 
 
 class MaskedLossStep(TrainStep):
@@ -45,7 +53,10 @@ class MaskedLossStep(TrainStep):
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Pad the batch to ``num_rows`` by repeating the last row, with target weights of 0."""
         rows = next(iter(batch.values())).shape[0]
-        padded = {k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])]) for k, v in batch.items()}
+        padded = {
+            k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])])
+            for k, v in batch.items()
+        }
         for mask in self.masks.values():
             padded[mask][rows:] = 0
         return padded
@@ -126,7 +137,9 @@ class GPTTrainStep(MaskedLossStep):
         self.eod_mask_loss = eod_mask_loss
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and eod_token is None:
-                raise ConfigError(f"{name}=True: expected eod_token, got None; give the tokenizer's end of document")
+                raise ConfigError(
+                    f"{name}=True: expected eod_token, got None; give the tokenizer's end of document"
+                )
 
     def bind(self, model: ModelConfig) -> None:
         """Set the model to train.
@@ -161,8 +174,12 @@ class GPTTrainStep(MaskedLossStep):
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
         base.check_token_inputs(batch, rows, length, self.model)
         if "labels" in batch:
-            base.check_integers("labels", batch["labels"], "each token's label at its own position", (rows, length))
-            base.check_range("labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,))
+            base.check_integers(
+                "labels", batch["labels"], "each token's label at its own position", (rows, length)
+            )
+            base.check_range(
+                "labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,)
+            )
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]
 
@@ -171,9 +188,13 @@ class GPTTrainStep(MaskedLossStep):
         base.rename_keys(batch, _KNOWN_KEYS, required, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
-                raise DataError(f"batch keys 'text' and {key!r} both define the targets; leave one of them out")
+                raise DataError(
+                    f"batch keys 'text' and {key!r} both define the targets; leave one of them out"
+                )
         if "position_ids" in batch and self.reset_position_ids:
-            raise DataError("position_ids are given, and reset_position_ids=True would replace them; leave one out")
+            raise DataError(
+                "position_ids are given, and reset_position_ids=True would replace them; leave one out"
+            )
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return ``tokens``, ``targets`` int64, ``loss_mask`` fp32, segments and positions int64 if any: [b, s] each.
@@ -182,13 +203,20 @@ class GPTTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
-        inputs: Batch = {name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch}
+        inputs: Batch = {
+            name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch
+        }
         tokens, targets = _tokens_and_targets(batch, inputs.get("attention_mask"))
         # All negative labels are ignored, as labels may not have been checked.
         loss_mask = base.target_weights(targets >= 0, batch)
         if self.eod_token is not None and self.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == self.eod_token, 0.0)
-        prepared: Batch = {"tokens": tokens, "targets": targets.clamp(min=0), "loss_mask": loss_mask, **inputs}
+        prepared: Batch = {
+            "tokens": tokens,
+            "targets": targets.clamp(min=0),
+            "loss_mask": loss_mask,
+            **inputs,
+        }
         if self.eod_token is not None and self.reset_attention_mask:
             documents = document_ids(tokens, self.eod_token)
             prepared["attention_mask"] = intersect_segments(documents, inputs.get("attention_mask"))
@@ -196,19 +224,30 @@ class GPTTrainStep(MaskedLossStep):
             prepared["position_ids"] = document_positions(tokens, self.eod_token)
         return prepared
 
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
-        output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"), labels=batch["targets"])
+        output = model(
+            batch["tokens"],
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch["targets"],
+        )
         return output, partial(self.loss_func, batch)
 
 
-def _tokens_and_targets(batch: Batch, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_and_targets(
+    batch: Batch, attention_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Input tokens and the target of each, [b, s] int64; ``IGNORE_INDEX`` for no target."""
     if "text" in batch:
         text = batch["text"].long()
         targets = text[:, 1:]
-        return text[:, :-1].clamp(min=0).contiguous(), targets.masked_fill(targets < 0, base.IGNORE_INDEX).contiguous()
+        return text[:, :-1].clamp(min=0).contiguous(), targets.masked_fill(
+            targets < 0, base.IGNORE_INDEX
+        ).contiguous()
     tokens = batch["input_ids"].long()
     if "labels" not in batch:
         return tokens, next_tokens(tokens, attention_mask)
@@ -242,7 +281,9 @@ def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     return positions - starts.cummax(-1).values
 
 
-def intersect_segments(documents: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def intersect_segments(
+    documents: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
     """Split the segments of an attention mask by document: [b, s] int64.
 
     Args:
@@ -251,7 +292,9 @@ def intersect_segments(documents: torch.Tensor, attention_mask: torch.Tensor | N
     """
     if attention_mask is None:
         return documents
-    return (attention_mask * (documents.shape[1] + 1) + documents).masked_fill(attention_mask == 0, 0)
+    return (attention_mask * (documents.shape[1] + 1) + documents).masked_fill(
+        attention_mask == 0, 0
+    )
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -283,7 +326,9 @@ def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> to
     if attention_mask is None:
         return shift_labels(tokens)
     is_padding = attention_mask == 0
-    return shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX)).masked_fill(is_padding, base.IGNORE_INDEX)
+    return shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX)).masked_fill(
+        is_padding, base.IGNORE_INDEX
+    )
 
 
 # ---- last word (LAMBADA) --------------------------------------------------------------------------------------------
@@ -310,7 +355,9 @@ class LastWordTrainStep(GPTTrainStep):
     """
 
     @override
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Output, LossFunc]:
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, LossFunc]:
         """Run a microbatch: ``TokenOutput`` on the last stage, with all-reduces over tp; hidden states before it."""
         batch = self.get_batch(data_iterator)
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
@@ -318,7 +365,9 @@ class LastWordTrainStep(GPTTrainStep):
         if chunk.post_process:
             predicted = base.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
             # The loss may overwrite the logits.
-            losses = chunk.compute_language_model_loss(batch["targets"], output.transpose(0, 1).contiguous())
+            losses = chunk.compute_language_model_loss(
+                batch["targets"], output.transpose(0, 1).contiguous()
+            )
             output = TokenOutput(losses=losses, is_predicted=predicted == batch["targets"])
         return output, partial(self.loss_func, batch)
 

@@ -21,7 +21,14 @@ MEGATRON_NAMES = {
 }
 """Keys of Megatron's samples, and Hugging Face's names for them."""
 
-_KNOWN = (*MEGATRON_NAMES.values(), "enc_dec_mask", "labels", "loss_mask", "sample_mask", "truncated")
+_KNOWN = (
+    *MEGATRON_NAMES.values(),
+    "enc_dec_mask",
+    "labels",
+    "loss_mask",
+    "sample_mask",
+    "truncated",
+)
 """Keys of a batch by Hugging Face's names; ``truncated`` is ignored."""
 
 
@@ -73,10 +80,14 @@ class T5TrainStep(MaskedLossStep):
                 is_valid = (renamed[name] == 0) | (renamed[name] == 1)
                 base.check_values(name, renamed[name], is_valid, "1 (visible) or 0")
         if "enc_dec_mask" in renamed:
-            visible = visible_keys(renamed.get("attention_mask", torch.ones_like(renamed["input_ids"])))
+            visible = visible_keys(
+                renamed.get("attention_mask", torch.ones_like(renamed["input_ids"]))
+            )
             # Keys visible to any query, as decoder padding may attend to nothing.
             if not torch.equal(visible_keys(renamed["enc_dec_mask"]).bool(), visible.bool()):
-                raise DataError("enc_dec_mask: expected the visible encoder tokens of enc_mask, got others; correct it")
+                raise DataError(
+                    "enc_dec_mask: expected the visible encoder tokens of enc_mask, got others; correct it"
+                )
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return ``encoder_ids``, ``decoder_ids``, ``targets`` int64, ``loss_mask`` fp32, and masks [b, s] if any.
@@ -89,7 +100,9 @@ class T5TrainStep(MaskedLossStep):
         # All negative labels are ignored, including Megatron's -1.
         labels = labels.masked_fill(labels < 0, base.IGNORE_INDEX)
         decoder_ids = (
-            renamed["decoder_input_ids"].long() if "decoder_input_ids" in renamed else shift_right(labels, self.model)
+            renamed["decoder_input_ids"].long()
+            if "decoder_input_ids" in renamed
+            else shift_right(labels, self.model)
         )
         prepared = {
             "encoder_ids": renamed["input_ids"].long(),
@@ -97,7 +110,10 @@ class T5TrainStep(MaskedLossStep):
             "targets": labels.clamp(min=0),
             "loss_mask": base.target_weights(labels != base.IGNORE_INDEX, renamed),
         }
-        for mask, name in (("encoder_mask", "attention_mask"), ("decoder_mask", "decoder_attention_mask")):
+        for mask, name in (
+            ("encoder_mask", "attention_mask"),
+            ("decoder_mask", "decoder_attention_mask"),
+        ):
             if name in renamed:
                 prepared[mask] = visible_keys(renamed[name])
         return prepared
@@ -113,7 +129,9 @@ class T5TrainStep(MaskedLossStep):
             "length of labels": batch["decoder_ids"].shape[1],
         }
 
-    def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunc]:
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s_dec] on the last stage, hidden states of both stacks before it."""
         batch = self.get_batch(data_iterator)
         output = model(
@@ -128,7 +146,9 @@ class T5TrainStep(MaskedLossStep):
 
 def _renamed(batch: Batch) -> Batch:
     """Return the batch by Hugging Face's names."""
-    return base.rename_keys(batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES)
+    return base.rename_keys(
+        batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES
+    )
 
 
 def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:

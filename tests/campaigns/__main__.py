@@ -42,7 +42,9 @@ def _initialize_worker(parent: int, folder: str) -> None:
     die_with_parent(parent)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the process that prints the table handles Ctrl-C
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # only the process that prints the table handles Ctrl-C
 
 
 def _run(
@@ -53,11 +55,18 @@ def _run(
     running = set[Future[tuple[str, Outcome]]]()
     with tempfile.TemporaryDirectory(prefix="campaigns_", ignore_cleanup_errors=True) as folder:
         executor = ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("fork"), initializer=_initialize_worker, initargs=(os.getpid(), folder)
+            jobs,
+            multiprocessing.get_context("fork"),
+            initializer=_initialize_worker,
+            initargs=(os.getpid(), folder),
         )
         try:
             while True:
-                while len(running) < jobs and time.monotonic() < deadline and (number := next(numbers)) < max_attempts:
+                while (
+                    len(running) < jobs
+                    and time.monotonic() < deadline
+                    and (number := next(numbers)) < max_attempts
+                ):
                     name = names[number % len(names)]
                     running.add(executor.submit(_attempt, name, attempts[name], number, seed))
                 if not running:
@@ -71,15 +80,25 @@ def _run(
 
 def _table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     """Table with a row for each kind of attempt, and one for all."""
-    rows = [("campaign", "tried", "lost", "hung", "noticed after (s): median, most", "steps compared")]
+    rows = [
+        ("campaign", "tried", "lost", "hung", "noticed after (s): median, most", "steps compared")
+    ]
     for name, results in {**outcomes, "all": list(chain(*outcomes.values()))}.items():
-        seconds = [result.noticed for result in results if result.noticed is not None and name != "all"]
+        seconds = [
+            result.noticed for result in results if result.noticed is not None and name != "all"
+        ]
         noticed = f"{median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-"
-        hung, wrong = sum(result.hung for result in results), sum(bool(result.wrong) for result in results)
+        hung, wrong = (
+            sum(result.hung for result in results),
+            sum(bool(result.wrong) for result in results),
+        )
         steps = sum(result.steps for result in results)
         rows.append((name, str(len(results)), str(wrong - hung), str(hung), noticed, str(steps)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def _interrupt(*_: object) -> None:
@@ -91,8 +110,12 @@ def main() -> int:
     names = f"of {', '.join(_CAMPAIGNS)}, or a row of their tables; all if left out"
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=names)
     parser.add_argument("--minutes", type=float, default=30, help="when the last attempt begins")
-    parser.add_argument("--fuzz", type=int, metavar="N", help="only fuzz, N attempts, however long they take")
-    parser.add_argument("--jobs", type=int, default=1, help="attempts at a time; one with ranks takes two cores")
+    parser.add_argument(
+        "--fuzz", type=int, metavar="N", help="only fuzz, N attempts, however long they take"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="attempts at a time; one with ranks takes two cores"
+    )
     parser.add_argument("--seed", type=int, default=0, help="another one makes other attempts")
     options = parser.parse_args()
     chosen = set(options.campaigns or (_CAMPAIGNS if options.fuzz is None else ["fuzzed"]))
@@ -100,13 +123,17 @@ def main() -> int:
     if unknown := chosen - set(_CAMPAIGNS) - set(attempts):
         parser.error(f"expected some {names}, got {', '.join(unknown)}")
     rows = [row for name, rows in _CAMPAIGNS.items() for row in rows if {name, row} & chosen]
-    minutes, count_limit = (options.minutes, math.inf) if options.fuzz is None else (math.inf, options.fuzz)
+    minutes, count_limit = (
+        (options.minutes, math.inf) if options.fuzz is None else (math.inf, options.fuzz)
+    )
     chosen_attempts = {row: attempts[row] for row in rows}
     outcomes: dict[str, list[Outcome]] = {row: [] for row in rows}
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            for name, outcome in _run(chosen_attempts, options.jobs, minutes, count_limit, options.seed):
+            for name, outcome in _run(
+                chosen_attempts, options.jobs, minutes, count_limit, options.seed
+            ):
                 outcomes[name].append(outcome)
     finally:
         print(f"\n{_table(outcomes)}", flush=True)

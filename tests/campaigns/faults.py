@@ -60,7 +60,12 @@ class Fault:
 
 def _run_of(layout: str, **strategy: Any) -> Run:
     """Run of ten steps that saves, validates and generates every other step."""
-    trainer = {"max_steps": 10, "val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    trainer = {
+        "max_steps": 10,
+        "val_check_interval": 2,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+    }
     return Run(strategy={**_LAYOUTS[layout], **strategy}, trainer=trainer, validate=True)
 
 
@@ -75,9 +80,15 @@ def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
         fault.act()
 
     def enter(trainer: Any, *_: Any) -> None:
-        if pending and trainer.global_rank in pending[0].ranks and trainer.global_step >= pending[0].step:
+        if (
+            pending
+            and trainer.global_rank in pending[0].ranks
+            and trainer.global_step >= pending[0].step
+        ):
             now = pending.pop()
-            threading.Thread(target=trigger, args=(now,), daemon=True).start() if now.is_async else trigger(now)
+            threading.Thread(
+                target=trigger, args=(now,), daemon=True
+            ).start() if now.is_async else trigger(now)
 
     def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         with (folder / f"losses_{trainer.global_rank}.txt").open("a") as file:
@@ -98,7 +109,10 @@ def _train(run: Run, folder: Path, fault: Fault | None) -> None:
         fsync = os.fsync
         os.fsync = lambda descriptor: (time.sleep(float(delay)), fsync(descriptor))[1]  # type: ignore[assignment]
     try:
-        fit(run.but(trainer={"default_root_dir": str(folder)}, ckpt_path="last"), *_callbacks(fault, folder))
+        fit(
+            run.but(trainer={"default_root_dir": str(folder)}, ckpt_path="last"),
+            *_callbacks(fault, folder),
+        )
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:
@@ -121,7 +135,11 @@ class _Ended:
 
 
 def _run_to_end(
-    run: Run, folder: Path, fault: Fault | None = None, patience: float = 60, stopped: tuple[int, ...] = ()
+    run: Run,
+    folder: Path,
+    fault: Fault | None = None,
+    patience: float = 60,
+    stopped: tuple[int, ...] = (),
 ) -> _Ended:
     """Start the run, wait until all ranks except ``stopped`` have ended, and kill the rest.
 
@@ -138,14 +156,20 @@ def _run_to_end(
     begin = time.time()
     try:
         while True:
-            left = [rank for rank in _RANKS if rank not in stopped and job.processes[rank].is_alive()]
+            left = [
+                rank for rank in _RANKS if rank not in stopped and job.processes[rank].is_alive()
+            ]
             times = faults.read_text().split() if faults.exists() else []
             if not left or time.time() > (float(times[0]) if times else begin + 60) + patience:
                 break
             time.sleep(0.02)
         seconds = time.time() - (float(times[0]) if times else begin)
         printed = job.logs()
-        codes = {rank: code for rank in _RANKS if (code := job.processes[rank].exitcode) is not None and code >= 0}
+        codes = {
+            rank: code
+            for rank in _RANKS
+            if (code := job.processes[rank].exitcode) is not None and code >= 0
+        }
     finally:
         job.close()
     return _Ended(codes=codes, left=left, seconds=seconds, printed=printed)
@@ -208,7 +232,9 @@ def _kill(signum: int, max_times: int, rng: random.Random, folder: Path) -> Outc
     )
     ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, fault, patience=45)
     is_wrong = signum == signal.SIGTERM and set(ended.codes.values()) - {143, 0}
-    return _outcome(layout, folder, fault, ended, f"SIGTERM ends with {ended.codes}" if is_wrong else "")
+    return _outcome(
+        layout, folder, fault, ended, f"SIGTERM ends with {ended.codes}" if is_wrong else ""
+    )
 
 
 # ---- hanging ranks ------------------------------------------------------------------------------------------------
@@ -240,14 +266,26 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _hang(act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
+def _hang(
+    act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path
+) -> Outcome:
     from lightning_megatron.engine.heartbeat import Heartbeat
 
     layout, rank = rng.choice(list(_LAYOUTS)), rng.choice(_RANKS)
-    fault = Fault(phase=rng.choice(phases), ranks=(rank,), step=rng.randrange(2, 8), act=act, is_async=act is _stop)
+    fault = Fault(
+        phase=rng.choice(phases),
+        ranks=(rank,),
+        step=rng.randrange(2, 8),
+        act=act,
+        is_async=act is _stop,
+    )
     run = _run_of(layout, heartbeat=Heartbeat(**_LIMITS))
     ended = _run_to_end(run, folder, fault, _LIMITS["setup"] + 15, (rank,) if act is _stop else ())
-    lines, stack, wrong = re.findall(r"^error: .*", ended.printed, re.MULTILINE), folder / f"stacks/rank_{rank}.txt", ""
+    lines, stack, wrong = (
+        re.findall(r"^error: .*", ended.printed, re.MULTILINE),
+        folder / f"stacks/rank_{rank}.txt",
+        "",
+    )
     if not lines or any(not line.startswith(f"error: rank {rank} hangs") for line in lines):
         wrong = f"rank {rank} is not named in {lines}"
     elif act not in (_stop, _dead_disk) and act.__name__ not in stack.read_text():
@@ -280,7 +318,9 @@ def _delete(kept: Path, rng: random.Random) -> Callable[[], None]:
     return lambda: None
 
 
-def _break_disk(harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path) -> Outcome:
+def _break_disk(
+    harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path
+) -> Outcome:
     """Run on a separate disk that fails and is repaired when the run has ended."""
     layout, kept = rng.choice(list(_LAYOUTS)), folder / "kept"
     kept.mkdir()
@@ -298,7 +338,9 @@ def _break_disk(harm: Callable[[Path, random.Random], Callable[[], None]], rng: 
             "cannot be saved",
             *(["does not exist", "No such file"] if harm is _delete else []),
         ]
-        is_reported = codes == {0} or (codes <= {0, 1} and any(reason in printed for reason in reasons))
+        is_reported = codes == {0} or (
+            codes <= {0, 1} and any(reason in printed for reason in reasons)
+        )
         wrong = "" if is_reported else f"codes {ended.codes} without a reason"
         return _outcome(layout, folder, harm.__name__, ended, wrong)
     finally:

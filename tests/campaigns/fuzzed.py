@@ -42,7 +42,10 @@ _MAX_CHARACTERS = 3000
 """Maximum output of a refusal: warnings may precede its one line."""
 
 _FIT = "fit --config fit.yaml"
-_CHECKPOINT, _LEGACY = ("run.ckpt/*", "run.ckpt/.metadata"), ("legacy/*", "legacy/*/*/*", "legacy/*/*")
+_CHECKPOINT, _LEGACY = (
+    ("run.ckpt/*", "run.ckpt/.metadata"),
+    ("legacy/*", "legacy/*/*/*", "legacy/*/*"),
+)
 _TOKENIZER = ("hf/tok*", "hf/vocab*")
 
 _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -56,7 +59,10 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inspect, model": ("inspect hf", ("hf/*",)),
     "inspect, checkpoint": ("inspect run.ckpt", _CHECKPOINT),
     "inspect, legacy": ("inspect legacy", _LEGACY),
-    "inspect, dataset": ("inspect corpus_text_document --tokenizer hf", ("corpus*.bin", "corpus*.idx", *_TOKENIZER)),
+    "inspect, dataset": (
+        "inspect corpus_text_document --tokenizer hf",
+        ("corpus*.bin", "corpus*.idx", *_TOKENIZER),
+    ),
     "generate": (
         "generate --checkpoint run.ckpt --tokenizer hf --prompt w1 --max-new-tokens 4",
         (*_CHECKPOINT, *_TOKENIZER, "hf/special*", "hf/merges*"),
@@ -72,7 +78,20 @@ _Mutation = Callable[[random.Random, Path, Path], str]
 
 _NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 _VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1e300, float("nan"), 2**31, 2**62, "", "\x1b[31m", "../../etc/passwd", "x" * 100_000),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        float("nan"),
+        2**31,
+        2**62,
+        "",
+        "\x1b[31m",
+        "../../etc/passwd",
+        "x" * 100_000,
+    ),
     *([], {}, [[]], {"a": 1}, [2**31] * 3),
 )
 _LARGEST_CHANGED = 1 << 22
@@ -126,7 +145,9 @@ def _another_kind(rng: random.Random, file: Path, marker: Path) -> str:
     elif target == "fifo":
         os.mkfifo(file)
     elif target != "missing":
-        file.symlink_to({"loop": file.name, "nowhere": "/nowhere/x", "parent": ".."}.get(target, target))
+        file.symlink_to(
+            {"loop": file.name, "nowhere": "/nowhere/x", "parent": ".."}.get(target, target)
+        )
     return f"is now: {target}"
 
 
@@ -144,7 +165,9 @@ def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as archive:
             for name in names:
-                archive.writestr(name, pickle.dumps({"a": evil}, 2) if name.endswith("data.pkl") else b"3")
+                archive.writestr(
+                    name, pickle.dumps({"a": evil}, 2) if name.endswith("data.pkl") else b"3"
+                )
         file.write_bytes(content.getvalue())
         return "data.pkl of the archive would run code"
     if rng.random() < 0.5:
@@ -160,11 +183,17 @@ def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
 def _remote_code(rng: random.Random, file: Path, marker: Path) -> str:
     """Add an ``auto_map``, by which transformers loads a module next to a config."""
     value = _json(file)
-    (file.parent / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass _Evil: pass\n")
+    (file.parent / "evil.py").write_text(
+        f"import os\nos.mkdir({str(marker)!r})\nclass _Evil: pass\n"
+    )
     classes = ("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer")
     evil = {"auto_map": dict.fromkeys(classes, "evil.Evil"), "trust_remote_code": True}
     if rng.random() < 0.5:
-        evil |= {"model_type": "evil", "tokenizer_class": "Evil", "custom_pipelines": {"x": {"impl": "evil.Evil"}}}
+        evil |= {
+            "model_type": "evil",
+            "tokenizer_class": "Evil",
+            "custom_pipelines": {"x": {"impl": "evil.Evil"}},
+        }
     file.write_text(json.dumps({**(value if isinstance(value, dict) else {}), **evil}))
     return f"names a module with code: {sorted(evil)}"
 
@@ -195,18 +224,27 @@ def _json_value(rng: random.Random, file: Path, marker: Path) -> str:
 
 def _nested(rng: random.Random, file: Path, marker: Path) -> str:
     depth = rng.choice((100, 5_000, 200_000))
-    file.write_text(rng.choice(('{"a":' * depth + "1" + "}" * depth, "[" * depth + "]" * depth, "[" * depth)))
+    file.write_text(
+        rng.choice(('{"a":' * depth + "1" + "}" * depth, "[" * depth + "]" * depth, "[" * depth))
+    )
     return f"{depth} nested brackets"
 
 
 def _malicious_yaml(rng: random.Random, file: Path, marker: Path) -> str:
-    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    bomb = "a0: &a0 [x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+    )
     mkdir = f"!!python/object/apply:os.mkdir [{marker}]"
     text = file.read_text()
     system = f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
     harm = rng.choice(
         [
-            *(f"x: {mkdir}\n{text}", f"{bomb}{text}", f"&a [*a]\n{text}", f"trainer: *nowhere\n{text}"),
+            *(
+                f"x: {mkdir}\n{text}",
+                f"{bomb}{text}",
+                f"&a [*a]\n{text}",
+                f"trainer: *nowhere\n{text}",
+            ),
             *(f"{text}\n? {text}", "\0" + text, text.replace("lr: 0.001", "lr: " + "9" * 5000)),
             text.replace("max_steps: 1", f"max_steps: {mkdir}"),
             text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"),
@@ -218,7 +256,17 @@ def _malicious_yaml(rng: random.Random, file: Path, marker: Path) -> str:
     return f"YAML: {harm[:60]!r}"
 
 
-_ANY: tuple[_Mutation, ...] = (_flip, _flip, _cut, _cut, _number, _number, _splice, _another_kind, _evil_pickle)
+_ANY: tuple[_Mutation, ...] = (
+    _flip,
+    _flip,
+    _cut,
+    _cut,
+    _number,
+    _number,
+    _splice,
+    _another_kind,
+    _evil_pickle,
+)
 _BY_SUFFIX: dict[str, tuple[_Mutation, ...]] = {
     ".json": (*_ANY, _json_value, _json_value, _json_value, _nested, _remote_code, _remote_code),
     ".yaml": (_flip, _cut, _splice, _another_kind, _nested, *[_malicious_yaml] * 6),
@@ -245,7 +293,14 @@ def _intact() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         corpus = make_corpus(folder)
-    sizes = {**GPT2, "n_layer": 2, "n_positions": 32, "vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        **GPT2,
+        "n_layer": 2,
+        "n_positions": 32,
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "hf")
     shutil.copytree(folder / "tok", folder / "hf", dirs_exist_ok=True)
     config = configuration(Path(corpus.name), folder)
@@ -304,7 +359,9 @@ def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
     if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
         return f"ended with {ended.code}"
     if ended.cpu_seconds > usual.cpu_seconds + _MAX_SECONDS:
-        return f"took {ended.cpu_seconds:.1f} s of CPU time, {usual.cpu_seconds:.1f} s on intact files"
+        return (
+            f"took {ended.cpu_seconds:.1f} s of CPU time, {usual.cpu_seconds:.1f} s on intact files"
+        )
     if ended.megabytes > usual.megabytes + max_megabytes:
         return f"took {ended.megabytes:.0f} MB, {usual.megabytes:.0f} MB on intact files"
     if ended.code == 2 and len(ended.printed) > _MAX_CHARACTERS:
@@ -316,15 +373,22 @@ def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: P
     usual = _usual(command)
     files, marker = folder / "files", folder / "code_has_run"
     shutil.copytree(_intact(), files)
-    file = rng.choice(sorted({file for pattern in globs for file in files.glob(pattern) if file.is_file()}))
+    file = rng.choice(
+        sorted({file for pattern in globs for file in files.glob(pattern) if file.is_file()})
+    )
     change = rng.choice(_BY_SUFFIX.get(file.suffix, _ANY))(rng, file, marker)
     begin = time.monotonic()
     ended = _run(command, files)
     wrong = _wrong(ended, usual, marker, file)
     text = f"{command}: {file.relative_to(files)} {change}: {wrong}\n{ended.printed[-_MAX_CHARACTERS:]}"
-    return Outcome(wrong=text if wrong else "", hung=ended.code is None, noticed=time.monotonic() - begin)
+    return Outcome(
+        wrong=text if wrong else "", hung=ended.code is None, noticed=time.monotonic() - begin
+    )
 
 
 CAMPAIGNS: dict[str, dict[str, Attempt]] = {
-    "fuzzed": {f"fuzz: {row}": functools.partial(_attempt, *arguments) for row, arguments in _COMMANDS.items()}
+    "fuzzed": {
+        f"fuzz: {row}": functools.partial(_attempt, *arguments)
+        for row, arguments in _COMMANDS.items()
+    }
 }

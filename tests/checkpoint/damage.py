@@ -63,7 +63,10 @@ def malicious_data(name: str) -> Damage:
     def damage(path: Path) -> None:
         table, payload = _table(path), io.BytesIO()
         torch.save(Evil(marker_path(path)), payload)
-        index = min((index for index in table.storage_data if name in index.fqn), key=lambda index: len(index.fqn))
+        index = min(
+            (index for index in table.storage_data if name in index.fqn),
+            key=lambda index: len(index.fqn),
+        )
         entry = table.storage_data[index]
         file = path / entry.relative_path
         entry.offset, entry.length = file.stat().st_size, len(payload.getvalue())

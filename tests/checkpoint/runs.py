@@ -19,7 +19,12 @@ NUM_SAMPLES = 40
 """Five steps an epoch."""
 VOCAB_SIZE = 100
 
-GPT2: dict[str, Any] = {"model_type": "gpt2", **models.GPT2, "vocab_size": VOCAB_SIZE, "n_positions": SEQ_LENGTH}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    **models.GPT2,
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": SEQ_LENGTH,
+}
 """Dropout is transformers' default of 0.1."""
 LLAMA: dict[str, Any] = {"model_type": "llama", **models.LLAMA, "vocab_size": VOCAB_SIZE}
 LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "intermediate_size": 64}  # fp8 can take half of it
@@ -159,7 +164,9 @@ def train(run: Run, save_as: Path | None = None) -> Trace:
     return trace
 
 
-def train_with_checkpoints(run: Run, folder: Path, options: Mapping[str, Any] | None = None) -> Trace:
+def train_with_checkpoints(
+    run: Run, folder: Path, options: Mapping[str, Any] | None = None
+) -> Trace:
     """Train with a stock ``ModelCheckpoint`` that keeps every checkpoint unless ``options`` change that."""
     return fit(run, checkpoints_at(folder, **(options or {})))[1]
 
@@ -173,10 +180,21 @@ def _data(run: Run, trainer: Any) -> dict[str, Any]:
     rows = run.global_batch // dp
     if run.indexed is None:
         validation = DataLoader(rows_dataset(12), batch_size=rows) if run.validate else None
-        return {"train_dataloaders": (run.loader or shuffled_loader)(dp), "val_dataloaders": validation}
-    arguments = {"data_path": run.indexed, "split": "1,0,0"} if isinstance(run.indexed, str) else run.indexed
+        return {
+            "train_dataloaders": (run.loader or shuffled_loader)(dp),
+            "val_dataloaders": validation,
+        }
+    arguments = (
+        {"data_path": run.indexed, "split": "1,0,0"}
+        if isinstance(run.indexed, str)
+        else run.indexed
+    )
     length = {"seq_length": SEQ_LENGTH} if run.data_module == "IndexedDataModule" else {}
-    settings = {**length, "micro_batch_size": rows // trainer.strategy.num_microbatches, **arguments}
+    settings = {
+        **length,
+        "micro_batch_size": rows // trainer.strategy.num_microbatches,
+        **arguments,
+    }
     return {"datamodule": getattr(lightning_megatron, run.data_module)(**settings)}
 
 
@@ -184,7 +202,9 @@ def callback(**hooks: Callable[..., Any]) -> Any:
     """Lightning callback with the given hooks, which are called without ``self``."""
     import lightning.pytorch as pl
 
-    return type("Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()})()
+    return type(
+        "Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()}
+    )()
 
 
 def live_state(trainer: Any) -> dict[str, Any]:
@@ -192,7 +212,9 @@ def live_state(trainer: Any) -> dict[str, Any]:
     strategy, optimizer = trainer.strategy, trainer.optimizers[0]
     flat: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.lightning_module.model_chunks):
-        flat |= {f"weights.{index}.{name}": p.detach().clone() for name, p in chunk.named_parameters()}
+        flat |= {
+            f"weights.{index}.{name}": p.detach().clone() for name, p in chunk.named_parameters()
+        }
         flat |= {f"buffers.{index}.{name}": b.clone() for name, b in chunk.named_buffers()}
     for index, part in enumerate(optimizer.parts):
         _flatten(f"optimizer.{index}", part.optimizer.state_dict(), flat)
@@ -220,21 +242,31 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
     """Names whose values are not bitwise equal."""
     import torch
 
-    names = [name for name in expected if name not in found] + [name for name in found if name not in expected]
+    names = [name for name in expected if name not in found] + [
+        name for name in found if name not in expected
+    ]
     for name in expected.keys() & found.keys():
         a, b = expected[name], found[name]
-        same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        same = (
+            torch.equal(a, b)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+            else a == b
+        )
         if not same:
             names.append(name)
     return sorted(names)
 
 
-def assert_exact_resume(uninterrupted: list[Trace], resumed: list[Trace], *first_steps: int) -> None:
+def assert_exact_resume(
+    uninterrupted: list[Trace], resumed: list[Trace], *first_steps: int
+) -> None:
     """Check on every rank that a resume began at one of ``first_steps`` and took the steps of the uninterrupted run."""
     for rank, (expected, found) in enumerate(zip(uninterrupted, resumed, strict=True)):
         first = min(found.steps)
         assert first in first_steps
-        assert found.steps == {step: values for step, values in expected.steps.items() if step >= first}
+        assert found.steps == {
+            step: values for step, values in expected.steps.items() if step >= first
+        }
         assert differences(expected.state, found.state) == [], f"rank {rank} ended in another state"
 
 
@@ -267,7 +299,9 @@ def make_corpus(folder: Path) -> str:
     from tests.unit.data.corpus import build
 
     rng = np.random.default_rng(0)
-    return build(folder / "corpus", [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)])
+    return build(
+        folder / "corpus", [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)]
+    )
 
 
 def checkpoints_at(folder: Path, **options: Any) -> Any:
@@ -284,7 +318,9 @@ def checkpoints_at(folder: Path, **options: Any) -> Any:
 @contextlib.contextmanager
 def engine_run() -> Iterator[Any]:
     """``RunState`` after one step of plain data parallelism over all ranks, inside the engine."""
-    trainer, _ = fit(Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2}))
+    trainer, _ = fit(
+        Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2})
+    )
     with trainer.strategy.engine():
         yield trainer.strategy._run_state()
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Run, begin_save, callback, differences, engine_run, fit, live_state, save
+from tests.checkpoint.runs import (
+    Run,
+    begin_save,
+    callback,
+    differences,
+    engine_run,
+    fit,
+    live_state,
+    save,
+)
 from tests.ranks import run_ranks
 
 SAVED_AT, LAST = 2, 4
@@ -16,7 +25,10 @@ CASES: list[tuple[str, int, dict[str, Any], str]] = [
     ("cpu", 2, TP2_SP, "32-true"),
     ("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
     *(("gpu", 1, {}, precision) for precision in ("32-true", "bf16-mixed", "16-mixed")),
-    *(("gpu", 2, strategy, "bf16-mixed") for strategy in (TP2_SP, {"pp": 2}, {}, {"distributed_optimizer": False})),
+    *(
+        ("gpu", 2, strategy, "bf16-mixed")
+        for strategy in (TP2_SP, {"pp": 2}, {}, {"distributed_optimizer": False})
+    ),
 ]
 
 
@@ -38,8 +50,12 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
             trainer.save_checkpoint(path)
             before.update(_on_host(live_state(trainer)))
 
-    record_start = callback(on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer))))
-    _, uninterrupted = fit(run.but(strategy={"async_save": True}), callback(on_train_batch_end=save_once))
+    record_start = callback(
+        on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer)))
+    )
+    _, uninterrupted = fit(
+        run.but(strategy={"async_save": True}), callback(on_train_batch_end=save_once)
+    )
     _, resumed = fit(run.but(ckpt_path=str(path)), record_start)
     later = range(SAVED_AT + 1, LAST + 1)
     return (
@@ -56,10 +72,15 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
 def test_async_save_is_an_exact_snapshot(
     accelerator: str, world_size: int, strategy: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
-    run = Run(strategy=strategy, trainer={"accelerator": accelerator, "max_steps": LAST, "precision": precision})
+    run = Run(
+        strategy=strategy,
+        trainer={"accelerator": accelerator, "max_steps": LAST, "precision": precision},
+    )
     # The restored state is bitwise equal; later GPU steps may differ by the summation order of some kernels.
     rel = 0.0 if accelerator == "cpu" else 1e-3
-    for differing, losses, resumed in run_ranks(_save_then_resume, world_size, run, tmp_path / "saved.ckpt"):
+    for differing, losses, resumed in run_ranks(
+        _save_then_resume, world_size, run, tmp_path / "saved.ckpt"
+    ):
         assert differing == []
         assert resumed == pytest.approx(losses, rel=rel, abs=0.0)
 
@@ -79,7 +100,11 @@ def _abandon(path: Path) -> list[Any]:
         saving.abandon()
         seconds = time.monotonic() - start
         dist.barrier()
-        return [sorted(file.name for file in path.parent.iterdir()), read_meta(path)["lightning"]["save"], seconds]
+        return [
+            sorted(file.name for file in path.parent.iterdir()),
+            read_meta(path)["lightning"]["save"],
+            seconds,
+        ]
 
 
 def test_abandoned_save_ends_quickly_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:

@@ -17,43 +17,90 @@ from tests.checkpoint import damage
 from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, train
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 NO_DATA = r"is not loaded: it holds more than data \(posix.mkdir\)"
 UNFIT = "does not fit this run, or is damaged: "
 CASES: Mapping[str, tuple[damage.Damage, str]] = {
     "meta missing": (damage.missing("meta.pt"), "lacks its file meta.pt: it was never finished"),
     "meta malicious": (damage.malicious_torch_file("meta.pt"), f"meta.pt {NO_DATA}"),
-    "meta a malicious pickle": (damage.malicious_pickle("meta.pt"), "meta.pt is damaged, or no file of torch.save"),
+    "meta a malicious pickle": (
+        damage.malicious_pickle("meta.pt"),
+        "meta.pt is damaged, or no file of torch.save",
+    ),
     "meta of another version": (damage.other_version, "format version 99, this program reads 1"),
     "meta of another strategy": (damage.fsdp_meta, "was written by another strategy"),
     "common malicious": (damage.malicious_torch_file("common.pt"), f"common.pt {NO_DATA}"),
     "table cut": (damage.truncated(".metadata"), "has an unreadable .metadata"),
-    "table a malicious pickle": (damage.malicious_pickle(".metadata"), "it would run posix.mkdir when loaded"),
-    "table pointing outside": (damage.pointing_outside, "it points outside itself, to '../other.ckpt/__0_0.distcp'"),
+    "table a malicious pickle": (
+        damage.malicious_pickle(".metadata"),
+        "it would run posix.mkdir when loaded",
+    ),
+    "table pointing outside": (
+        damage.pointing_outside,
+        "it points outside itself, to '../other.ckpt/__0_0.distcp'",
+    ),
     "table without a tensor": (damage.without_tensor, f"{UNFIT}.*final_layernorm.weight"),
     "backends cut": (damage.truncated("metadata.json"), "has an unreadable metadata.json"),
     "data missing": (damage.missing("__1_0.distcp"), f"{UNFIT}.*No such file.*__1_0.distcp"),
     "data cut": (damage.truncated("__1_0.distcp"), f"{UNFIT}.* in __1_0.distcp is damaged"),
-    "malicious entry": (damage.malicious_data("_extra_state"), rf"is damaged: its entry .*_extra_state\S+ {NO_DATA}"),
-    "malicious tensor": (damage.malicious_data("final_layernorm.weight"), f"is damaged: {NO_DATA.partition(': ')[2]}"),
+    "malicious entry": (
+        damage.malicious_data("_extra_state"),
+        rf"is damaged: its entry .*_extra_state\S+ {NO_DATA}",
+    ),
+    "malicious tensor": (
+        damage.malicious_data("final_layernorm.weight"),
+        f"is damaged: {NO_DATA.partition(': ')[2]}",
+    ),
     "random states missing": (damage.missing("rng_00001.pt"), "lacks its file rng_00001.pt"),
-    "random states malicious": (damage.malicious_torch_file("rng_00001.pt"), f"rng_00001.pt {NO_DATA}"),
-    "checkpoint of FSDP": (damage.fsdp_checkpoint, "lacks its file metadata.json: .* or another program wrote it"),
+    "random states malicious": (
+        damage.malicious_torch_file("rng_00001.pt"),
+        f"rng_00001.pt {NO_DATA}",
+    ),
+    "checkpoint of FSDP": (
+        damage.fsdp_checkpoint,
+        "lacks its file metadata.json: .* or another program wrote it",
+    ),
 }
 FILES = (
-    *("__0_0.distcp", "__0_1.distcp", "__0_2.distcp", "__0_3.distcp", "__1_0.distcp", "__1_1.distcp", "__1_2.distcp"),
-    *("__1_3.distcp", ".metadata", "common.pt", "metadata.json", "rng_00000.pt", "rng_00001.pt", "meta.pt"),
+    *(
+        "__0_0.distcp",
+        "__0_1.distcp",
+        "__0_2.distcp",
+        "__0_3.distcp",
+        "__1_0.distcp",
+        "__1_1.distcp",
+        "__1_2.distcp",
+    ),
+    *(
+        "__1_3.distcp",
+        ".metadata",
+        "common.pt",
+        "metadata.json",
+        "rng_00000.pt",
+        "rng_00001.pt",
+        "meta.pt",
+    ),
     "checksums.json",
 )
-FLIPPED = {name: (damage.flipped_bit(name), f"ckpt is damaged: {re.escape(name)} ") for name in FILES}
+FLIPPED = {
+    name: (damage.flipped_bit(name), f"ckpt is damaged: {re.escape(name)} ") for name in FILES
+}
 """One flipped bit in each file of a checkpoint."""
 OTHER_RUNS: Mapping[str, tuple[dict[str, Any], str]] = {
     "heads": ({"model": {"n_head": 2}}, "num_attention_heads=4 there and 2 here"),
     "activation": ({"model": {"activation_function": "relu"}}, "activation=.* there and relu here"),
-    "positions": ({"model": {"n_positions": 32}}, "does not fit this run, or is damaged: .*position_embeddings"),
+    "positions": (
+        {"model": {"n_positions": 32}},
+        "does not fit this run, or is damaged: .*position_embeddings",
+    ),
     "family": ({"model": LLAMA}, "is of another model"),
-    "sgd": ({"optimizer": {"name": "sgd"}}, "holds the state of another optimizer: algorithm adam there and sgd here"),
+    "sgd": (
+        {"optimizer": {"name": "sgd"}},
+        "holds the state of another optimizer: algorithm adam there and sgd here",
+    ),
 }
 """Changes to the run that saved, and the expected message."""
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 1})
@@ -93,13 +140,17 @@ def outcomes(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
         if name in CASES:  # as an attacker would
             damage.update_checksums(folder / f"{name}.ckpt")
     runs = {name: RUN.but(ckpt_path=str(folder / f"{name}.ckpt")) for name in (*CASES, *FLIPPED)}
-    runs |= {name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()}
+    runs |= {
+        name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()
+    }
     runs["intact"] = RUN.but(ckpt_path=str(intact), trainer={"max_steps": 2})
     return folder, run_ranks(_attempts, 2, runs)
 
 
 @pytest.mark.parametrize("name", [*CASES, *FLIPPED, *OTHER_RUNS])
-def test_damaged_and_foreign_checkpoints_are_refused_on_every_rank(outcomes: Outcomes, name: str) -> None:
+def test_damaged_and_foreign_checkpoints_are_refused_on_every_rank(
+    outcomes: Outcomes, name: str
+) -> None:
     folder, by_rank = outcomes
     path, (_, expected) = folder / f"{name}.ckpt", {**CASES, **FLIPPED, **OTHER_RUNS}[name]
     for rank, outcome in enumerate(by_rank):
@@ -117,7 +168,9 @@ def test_intact_checkpoint_loads_after_the_refusals(outcomes: Outcomes, intact: 
     assert [outcome["intact"] for outcome in outcomes[1]] == [("", "")] * 2
     names = {file.name for file in intact.iterdir()}
     assert names == FLIPPED.keys()
-    assert json.loads((intact / "checksums.json").read_text())["files"].keys() == names - {"checksums.json"}
+    assert json.loads((intact / "checksums.json").read_text())["files"].keys() == names - {
+        "checksums.json"
+    }
 
 
 def _resume_with_swapped_files(run: Run, folder: Path) -> list[tuple[str, str]]:
@@ -132,7 +185,11 @@ def _resume_with_swapped_files(run: Run, folder: Path) -> list[tuple[str, str]]:
     def read_and_swap(checked: Path) -> dict[str, Any]:
         meta = read_meta(checked)
         if dist.get_rank() == 0:
-            make = damage.malicious_pickle if checked.stem == ".metadata" else damage.malicious_torch_file
+            make = (
+                damage.malicious_pickle
+                if checked.stem == ".metadata"
+                else damage.malicious_torch_file
+            )
             make(checked.stem)(checked)
         dist.barrier()
         return meta
@@ -148,17 +205,27 @@ def test_files_swapped_after_verification_run_no_code(tmp_path: Path, intact: Pa
     for outcomes in run_ranks(_resume_with_swapped_files, 2, RUN, tmp_path):
         for kind, message in outcomes:
             assert kind == "CheckpointError", message
-            assert re.search(r"is not loaded: it (holds more than data \(|would run )posix.mkdir", message), message
+            assert re.search(
+                r"is not loaded: it (holds more than data \(|would run )posix.mkdir", message
+            ), message
     assert sorted(tmp_path.iterdir()) == paths, "code has run"
 
 
-def _resume_with_foreign_paths(run: Run, folder: Path, paths: Mapping[str, str], stops: bool) -> tuple[Any, list[str]]:
+def _resume_with_foreign_paths(
+    run: Run, folder: Path, paths: Mapping[str, str], stops: bool
+) -> tuple[Any, list[str]]:
     """Resume with a ``ModelCheckpoint`` state that names ``paths`` elsewhere; return exit code and warnings."""
-    stop = callback(on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if stops else None)
-    keeper = checkpoints_at(folder, save_top_k=1, save_last=True, every_n_train_steps=100 if stops else 1)
+    stop = callback(
+        on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if stops else None
+    )
+    keeper = checkpoints_at(
+        folder, save_top_k=1, save_last=True, every_n_train_steps=100 if stops else 1
+    )
     meta = Path(str(run.ckpt_path)) / "meta.pt"
     state = torch.load(meta, weights_only=True)
-    state["lightning"]["callbacks"] = {keeper.state_key: {"best_model_score": None, **paths}}  # and no dirpath
+    state["lightning"]["callbacks"] = {
+        keeper.state_key: {"best_model_score": None, **paths}
+    }  # and no dirpath
     torch.save(state, meta)
     damage.update_checksums(meta.parent)
     code = None
@@ -168,27 +235,42 @@ def _resume_with_foreign_paths(run: Run, folder: Path, paths: Mapping[str, str],
             fit(run, keeper, stop)
         except SystemExit as ended:
             code = ended.code
-    return code, [text for warning in caught if "it is no complete checkpoint within" in (text := str(warning.message))]
+    return code, [
+        text
+        for warning in caught
+        if "it is no complete checkpoint within" in (text := str(warning.message))
+    ]
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["next save", "SIGTERM"])
 def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
     tmp_path: Path, intact: Path, stops: bool
 ) -> None:
-    folder, documents, others = tmp_path / "checkpoints", tmp_path / "documents", tmp_path / "others.ckpt"
+    folder, documents, others = (
+        tmp_path / "checkpoints",
+        tmp_path / "documents",
+        tmp_path / "others.ckpt",
+    )
     for path in (tmp_path / "a.ckpt", others):
         shutil.copytree(intact, path)
     documents.mkdir()
     (documents / "thesis.txt").touch()
     before = {path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]}
-    paths = {"best_model_path": f"{folder}/../others.ckpt", "last_model_path": f"{folder}/../documents"}
+    paths = {
+        "best_model_path": f"{folder}/../others.ckpt",
+        "last_model_path": f"{folder}/../documents",
+    }
     if stops:
         paths["last_model_path"] = paths["best_model_path"]
     run = RUN.but(strategy={"tp": 1}, trainer={"max_steps": 4}, ckpt_path=str(tmp_path / "a.ckpt"))
 
     ((code, texts),) = run_ranks(_resume_with_foreign_paths, 1, run, folder, paths, stops)
 
-    assert {path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]
+    } == before
     assert code == (143 if stops else None)
-    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"] + ["step=4.ckpt"] * (not stops)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"] + ["step=4.ckpt"] * (
+        not stops
+    )
     assert len(texts) == (0 if stops else 2), texts  # one for each path

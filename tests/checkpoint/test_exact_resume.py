@@ -34,7 +34,10 @@ STEPS_PER_EPOCH = 5
 
 TP2_SGD = Run(strategy={"tp": 2, "sequence_parallel": True}, optimizer={"name": "sgd"})
 VALIDATED = Run(validate=True, trainer={"val_check_interval": 3})
-EP2 = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, strategy={"ep": 2, **EXPERT_BIAS})
+EP2 = Run(
+    model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+    strategy={"ep": 2, **EXPERT_BIAS},
+)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,9 @@ EP2 = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, stra
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
         pytest.param(Run(strategy={"pp": 2, "vpp": 2}), {}, id="pp2 vpp2"),
-        pytest.param(VALIDATED, {"every_n_train_steps": None, "monitor": "val_loss"}, id="dp2, validated"),
+        pytest.param(
+            VALIDATED, {"every_n_train_steps": None, "monitor": "val_loss"}, id="dp2, validated"
+        ),
         pytest.param(Run(strategy={"cp": 2}), {}, id="cp2"),
         pytest.param(EP2, {}, id="ep2, bias"),
     ],
@@ -50,9 +55,13 @@ EP2 = Run(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4}, stra
 def test_resume_in_mid_epoch_is_exact(tmp_path: Path, run: Run, keeps: dict[str, Any]) -> None:
     from lightning_megatron.engine.lr_schedule import LRSchedule
 
-    schedule = LRSchedule(style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5)
+    schedule = LRSchedule(
+        style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5
+    )
     run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
-    uninterrupted = run_ranks(train_with_checkpoints, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps})
+    uninterrupted = run_ranks(
+        train_with_checkpoints, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps}
+    )
 
     resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
@@ -103,10 +112,17 @@ def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path
 DATASET = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModule"}
 
 
-@pytest.mark.parametrize("run", [Run(), Run(**DATASET, trainer={"max_epochs": 3})], ids=["loader", "data module"])
+@pytest.mark.parametrize(
+    "run", [Run(), Run(**DATASET, trainer={"max_epochs": 3})], ids=["loader", "data module"]
+)
 def test_resume_from_the_end_of_an_epoch_is_exact(tmp_path: Path, run: Run) -> None:
-    run, ends = run.but(trainer={"max_steps": 9}), {"every_n_train_steps": None, "save_on_train_epoch_end": True}
-    uninterrupted = run_ranks(train_with_checkpoints, 1, run, tmp_path, {**ends, "every_n_epochs": 1})
+    run, ends = (
+        run.but(trainer={"max_steps": 9}),
+        {"every_n_train_steps": None, "save_on_train_epoch_end": True},
+    )
+    uninterrupted = run_ranks(
+        train_with_checkpoints, 1, run, tmp_path, {**ends, "every_n_epochs": 1}
+    )
     resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")))
     assert_exact_resume(uninterrupted, resumed, STEPS_PER_EPOCH + 1)
 
@@ -155,13 +171,17 @@ def _loader_of_whole_batches(dp: int) -> Any:
         pytest.param(_loader_of_whole_batches, [STEPS_PER_EPOCH + 3], marks=pytest.mark.exhaustive),
     ],
 )
-def test_resume_with_larger_max_steps_is_exact(tmp_path: Path, loader: Any, stops: list[int]) -> None:
+def test_resume_with_larger_max_steps_is_exact(
+    tmp_path: Path, loader: Any, stops: list[int]
+) -> None:
     run = Run(loader=loader, trainer={"max_steps": 9})
     uninterrupted = run_ranks(train, 1, run)
     for stop in stops:
         path = tmp_path / f"{stop}.ckpt"
         run_ranks(train, 1, run.but(trainer={"max_steps": stop}), path)
-        assert_exact_resume(uninterrupted, run_ranks(train, 1, run.but(ckpt_path=str(path))), stop + 1)
+        assert_exact_resume(
+            uninterrupted, run_ranks(train, 1, run.but(ckpt_path=str(path))), stop + 1
+        )
 
 
 # ---- other data -----------------------------------------------------------------------------------------------------
@@ -197,7 +217,10 @@ def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Pat
     paths = {"loader": tmp_path / "loader.ckpt", "module": tmp_path / "module.ckpt"}
     for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
         run_ranks(train, 1, run, path)
-    restart, kind = "the training data begins anew", "expected Mine, got DatasetDataModule; resume with the same kind"
+    restart, kind = (
+        "the training data begins anew",
+        "expected Mine, got DatasetDataModule; resume with the same kind",
+    )
     sizes = "was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1"
     for saved, run, steps, expected in (
         ("loader", LOADER, 3, ""),

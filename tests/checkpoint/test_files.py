@@ -22,7 +22,13 @@ from tests.ranks import run_ranks
 
 SEGMENT = 1000
 """Bytes per checksum, instead of 64 MiB; the longest file has three segments and a remainder."""
-LENGTHS = {"__0_0.distcp": 3210, "__0_1.distcp": 1000, ".metadata": 999, "common.pt": 1, "empty.pt": 0}
+LENGTHS = {
+    "__0_0.distcp": 3210,
+    "__0_1.distcp": 1000,
+    ".metadata": 999,
+    "common.pt": 1,
+    "empty.pt": 0,
+}
 
 
 def _content(name: str) -> bytes:
@@ -47,7 +53,9 @@ def test_checksums_are_zlib_crc32_of_every_segment(folder: Path) -> None:
     assert content["files"].keys() == {*LENGTHS, "meta.pt"}
     for name, length in LENGTHS.items():
         data = _content(name)
-        expected = [zlib.crc32(data[start : start + SEGMENT]) for start in range(0, length, SEGMENT)]
+        expected = [
+            zlib.crc32(data[start : start + SEGMENT]) for start in range(0, length, SEGMENT)
+        ]
         assert content["files"][name] == {"size": length, "segments": expected}
     # The published check value of this CRC.
     assert content["files"]["meta.pt"] == {"size": 9, "segments": [0xCBF43926]}
@@ -78,9 +86,15 @@ _SIZE = b"ctorch\nSize\n"
 @pytest.mark.parametrize(
     ("instructions", "message"),
     [
-        (_SIZE + b"N}X\x01\x00\x00\x00xNs\x86b", "would change a class"),  # BUILD with (None, {"x": None})
+        (
+            _SIZE + b"N}X\x01\x00\x00\x00xNs\x86b",
+            "would change a class",
+        ),  # BUILD with (None, {"x": None})
         (_SIZE + b"}X\x01\x00\x00\x00xNsb", "would change a class"),
-        (_SIZE + b")R}X\x06\x00\x00\x00append" + _SIZE + b"sbNa", "unreadable"),  # APPEND to an object
+        (
+            _SIZE + b")R}X\x06\x00\x00\x00append" + _SIZE + b"sbNa",
+            "unreadable",
+        ),  # APPEND to an object
         (_SIZE + b")R)R", "unreadable"),  # calls an object
         (_SIZE + b")}X\x01\x00\x00\x00xNs\x92", "unreadable"),  # NEWOBJ_EX
         (b"ctorch.distributed.checkpoint.filesystem\nos.system\n", "would run .*os.system"),
@@ -89,7 +103,9 @@ _SIZE = b"ctorch\nSize\n"
         (b"\x82\x01", "unreadable"),  # an extension
     ],
 )
-def test_pickle_opcodes_of_a_table_run_no_code(tmp_path: Path, instructions: bytes, message: str) -> None:
+def test_pickle_opcodes_of_a_table_run_no_code(
+    tmp_path: Path, instructions: bytes, message: str
+) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
     with pytest.raises(CheckpointError, match=message):
         read_table(tmp_path)
@@ -111,12 +127,20 @@ def _save_and_load(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         written = torch_bytes(plain_state({"epoch": 3, "hyper_parameters": hyper_parameters}))
-    return torch.load(io.BytesIO(written), weights_only=True), [str(warning.message) for warning in caught]
+    return torch.load(io.BytesIO(written), weights_only=True), [
+        str(warning.message) for warning in caught
+    ]
 
 
 def test_hyper_parameters_are_saved_as_plain_data_or_text() -> None:
     data = {"lr": np.float32(0.5), "color": _Color.RED, "sizes": (1, [np.int64(2)]), "none": None}
     ((meta, warned),) = run_ranks(_save_and_load, 1, {**data, "module": [io.StringIO, 3]})
-    plain = {"lr": 0.5, "color": "red", "sizes": (1, [2]), "none": None, "module": ["<class '_io.StringIO'>", 3]}
+    plain = {
+        "lr": 0.5,
+        "color": "red",
+        "sizes": (1, [2]),
+        "none": None,
+        "module": ["<class '_io.StringIO'>", 3],
+    }
     assert meta == {"epoch": 3, "hyper_parameters": plain}
     assert warned == ["hyper-parameter 'module' is a type; the checkpoint keeps its text only"]

@@ -14,10 +14,22 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Run, begin_save, callback, change, differences, engine_run, fit, read_tensors, save
+from tests.checkpoint.runs import (
+    Run,
+    begin_save,
+    callback,
+    change,
+    differences,
+    engine_run,
+    fit,
+    read_tensors,
+    save,
+)
 from tests.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 """Audit events of Python that precede a change of file names."""
@@ -58,7 +70,11 @@ class _Calls:
         self._counter, self.count, self.last = itertools.count(1), 0, last
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in _EVENTS and self._folder in str(args[0]) and (event != "open" or _changes(args[2])):
+        if (
+            event in _EVENTS
+            and self._folder in str(args[0])
+            and (event != "open" or _changes(args[2]))
+        ):
             self._count()
 
     def _counted(self, original: Any) -> Any:
@@ -141,7 +157,10 @@ def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("kind", "victim", "share"),
     # Every second one only in exhaustive runs.
-    [pytest.param(*moment, marks=[pytest.mark.exhaustive] * (index % 2)) for index, moment in enumerate(MOMENTS)],
+    [
+        pytest.param(*moment, marks=[pytest.mark.exhaustive] * (index % 2))
+        for index, moment in enumerate(MOMENTS)
+    ],
 )
 def test_a_complete_checkpoint_survives_sigkill(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float

@@ -26,7 +26,9 @@ def _complete(path: Path, step: int, **more: Any) -> None:
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
     torch.save({"lightning": {"global_step": step}, **more}, path / "meta.pt")
-    changed = 100 - step if "time" in more else step  # a copied checkpoint has a later file time than its original
+    changed = (
+        100 - step if "time" in more else step
+    )  # a copied checkpoint has a later file time than its original
     os.utime(path / "meta.pt", (changed, changed))
 
 
@@ -50,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def _find(folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = False) -> str | Path | None:
+def _find(
+    folder: Path, ckpt_path: str | Path | None, load_weights_only: bool = False
+) -> str | Path | None:
     import lightning.pytorch as pl
     from lightning.pytorch.trainer.states import TrainerFn
 
@@ -70,13 +74,19 @@ NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
 """Files of two callbacks, one of which saves only weights."""
 
 
-def _at(step: int, start: int, save: int, time: float, line: str = "a") -> tuple[int, dict[str, Any]]:
+def _at(
+    step: int, start: int, save: int, time: float, line: str = "a"
+) -> tuple[int, dict[str, Any]]:
     """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
     return step, {"position": {"line": line, "start": start, "save": save}, "time": time}
 
 
 HOUR = 3600.0
-AHEAD: Files = {"step=6.ckpt": _at(6, 1, 2, HOUR), "step=12.ckpt": _at(12, 2, 2, 60.0), "b.ckpt": _at(9, 2, 1, 50.0)}
+AHEAD: Files = {
+    "step=6.ckpt": _at(6, 1, 2, HOUR),
+    "step=12.ckpt": _at(12, 2, 2, 60.0),
+    "b.ckpt": _at(9, 2, 1, 50.0),
+}
 """The first start was on a host whose clock is an hour ahead."""
 WENT_BACK: Files = {
     "step=12.ckpt": _at(12, 1, 4, HOUR),
@@ -85,20 +95,40 @@ WENT_BACK: Files = {
 }
 """The second start was told to resume from step 6."""
 OLD = (20, {"time": 100.0})
-EARLIER: Files = {"last.ckpt": (4, {"time": 4.0}), "step=6.ckpt": (6, {"time": 6.0}), "step=8.ckpt": (8, {"time": 0.0})}
+EARLIER: Files = {
+    "last.ckpt": (4, {"time": 4.0}),
+    "step=6.ckpt": (6, {"time": 6.0}),
+    "step=8.ckpt": (8, {"time": 0.0}),
+}
 FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, bool]] = {
-    "complete": ({"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"}, "last", "last.ckpt"),
+    "complete": (
+        {"step=2.ckpt": 2, "step=4.ckpt": 4, "last.ckpt": "step=4.ckpt"},
+        "last",
+        "last.ckpt",
+    ),
     "between removal and link": ({"step=2.ckpt": 2, "step=4.ckpt": 4}, "last", "step=4.ckpt"),
-    "link to a save that was killed": ({**LIKE_6, "step=6.ckpt.partial": None}, "last", "step=4.ckpt"),
+    "link to a save that was killed": (
+        {**LIKE_6, "step=6.ckpt.partial": None},
+        "last",
+        "step=4.ckpt",
+    ),
     "link to an unfinished folder": ({**LIKE_6, "step=6.ckpt": None}, "last", "step=4.ckpt"),
-    "between two renames": ({"step=2.ckpt": 2, "last.ckpt.replaced": 4, "a.ckpt.partial": None}, "last", "last.ckpt"),
+    "between two renames": (
+        {"step=2.ckpt": 2, "last.ckpt.replaced": 4, "a.ckpt.partial": None},
+        "last",
+        "last.ckpt",
+    ),
     "killed removal": ({"step=4.ckpt": 4, "last.ckpt": None}, "last", "step=4.ckpt"),
     "last is older": ({"last.ckpt": 4, "step=6.ckpt": 6}, "last", "step=6.ckpt"),
     "earlier run with more steps": (EARLIER, "last", "step=6.ckpt"),
     "clock ahead": (AHEAD, "last", "step=12.ckpt"),
     "clock ahead, and a link": ({**AHEAD, "last.ckpt": "step=6.ckpt"}, "last", "step=12.ckpt"),
     "went back on purpose": (WENT_BACK, "last", "step=7.ckpt"),
-    "rolled back in one start": ({"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)}, "last", "b.ckpt"),
+    "rolled back in one start": (
+        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)},
+        "last",
+        "b.ckpt",
+    ),
     "another line, later by the clock": (
         {**WENT_BACK, "other.ckpt": _at(3, 1, 1, 80.0, line="b")},
         "last",
@@ -110,19 +140,35 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
         "step=7.ckpt",
     ),
     "no counters, later by the clock": ({**WENT_BACK, "old.ckpt": OLD}, "last", "old.ckpt"),
-    "no counters, earlier by the clock": ({**WENT_BACK, "old.ckpt": (20, {"time": 1.0})}, "last", "step=7.ckpt"),
+    "no counters, earlier by the clock": (
+        {**WENT_BACK, "old.ckpt": (20, {"time": 1.0})},
+        "last",
+        "step=7.ckpt",
+    ),
     "damaged counters": (
         {"a.ckpt": _at(8, 1, "x", 9.0), "b.ckpt": (8, {"position": 3, "time": 8.0})},
         "last",
         "a.ckpt",
     ),  # type: ignore[arg-type]
-    "directory: most steps, twice": ({"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)}, ".", "b.ckpt"),
-    "directory: most steps": ({"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None}, ".", "step=10.ckpt"),
+    "directory: most steps, twice": (
+        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)},
+        ".",
+        "b.ckpt",
+    ),
+    "directory: most steps": (
+        {"step=10.ckpt": 10, "step=9.ckpt": 9, "step=11.ckpt": None},
+        ".",
+        "step=10.ckpt",
+    ),
     "newer weights only": (NEWER_WEIGHTS, "last", "step=4.ckpt"),
     "directory: newer weights only": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
     "weights suffice": (NEWER_WEIGHTS, "last", "last.ckpt", True),
     "directory: weights suffice": (NEWER_WEIGHTS, ".", "last.ckpt", True),
-    "only weights": ({"step=4.ckpt": None, "last.ckpt": WEIGHTS}, ".", "last.ckpt"),  # refused when it is loaded
+    "only weights": (
+        {"step=4.ckpt": None, "last.ckpt": WEIGHTS},
+        ".",
+        "last.ckpt",
+    ),  # refused when it is loaded
     "nothing": ({}, "last", None),
     "killed first save": ({"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}, "last", None),
 }
@@ -135,7 +181,10 @@ def test_ckpt_path_resolves_to_a_complete_checkpoint(folder: Path, name: str) ->
     _make(folder, files)
     before = sorted(folder.rglob("*"))
     expected = "last" if found is None else str(folder / found)  # left to Lightning, which warns
-    assert _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *weights_only) == expected
+    assert (
+        _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *weights_only)
+        == expected
+    )
     assert sorted(folder.rglob("*")) == before
 
 
@@ -153,11 +202,21 @@ def test_load_from_finds_a_checkpoint_set_aside_by_a_crash(folder: Path) -> None
         ("step=2.ckpt", "step=2.ckpt", "step=2.ckpt lacks its file meta.pt: it was never finished"),
         ("step=2.ckpt", "nowhere.ckpt", "nowhere.ckpt does not exist"),
         ("step=2.ckpt", ".", "none of the checkpoints in .* is complete: step=2.ckpt"),
-        ("config.json", ".", "is a model of Hugging Face; convert it with `lightning-megatron convert`"),
-        ("latest_checkpointed_iteration.txt", ".", "is a checkpoint of Megatron-LM; convert it with"),
+        (
+            "config.json",
+            ".",
+            "is a model of Hugging Face; convert it with `lightning-megatron convert`",
+        ),
+        (
+            "latest_checkpointed_iteration.txt",
+            ".",
+            "is a checkpoint of Megatron-LM; convert it with",
+        ),
     ],
 )
-def test_incomplete_and_foreign_checkpoints_are_refused(folder: Path, name: str, ckpt_path: str, message: str) -> None:
+def test_incomplete_and_foreign_checkpoints_are_refused(
+    folder: Path, name: str, ckpt_path: str, message: str
+) -> None:
     _make(folder, {name: None})
     with pytest.raises(CheckpointError, match=message):
         _find(folder, ckpt_path if ckpt_path == "last" else folder / ckpt_path)
@@ -175,14 +234,20 @@ def test_unknown_protocols_are_refused_before_any_process_starts(tmp_path: Path)
     saver = pl.callbacks.ModelCheckpoint("memory://bucket")
     saver.dirpath = "nowhere://bucket"
     strategy = MegatronStrategy()
-    trainer = pl.Trainer(accelerator="cpu", devices=2, logger=False, callbacks=[saver], strategy=strategy)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, logger=False, callbacks=[saver], strategy=strategy
+    )
     with pytest.raises(ConfigError, match=message):
         strategy.checkpointing.resolve_ckpt_path(trainer, None)
 
 
 @pytest.fixture
 def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_RESTART_COUNT": "1"}.items():
+    for name, value in {
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_RESTART_COUNT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -216,7 +281,10 @@ def test_requeued_job_that_went_back_goes_on_from_there(folder: Path, tmp_path: 
 @pytest.mark.usefixtures("requeued")
 def test_requeued_job_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     _make(tmp_path, {"hpc_ckpt_1.ckpt.partial": None})
-    with pytest.raises(CheckpointError, match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial"):
+    with pytest.raises(
+        CheckpointError,
+        match="no complete checkpoint of a requeued job, but hpc_ckpt_1.ckpt.partial",
+    ):
         _find(tmp_path / "checkpoints", None)
 
 
@@ -229,7 +297,10 @@ def _resume_without_shared_disk(folder: Path) -> None:
 
 def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_path: Path) -> None:
     _complete(tmp_path / "last.ckpt", 3)
-    with pytest.raises(RankError, match="would begin with no checkpoint and rank 0 with .*last.ckpt; keep checkpoints"):
+    with pytest.raises(
+        RankError,
+        match="would begin with no checkpoint and rank 0 with .*last.ckpt; keep checkpoints",
+    ):
         run_ranks(_resume_without_shared_disk, 2, tmp_path, timeout=60)
 
 
@@ -250,7 +321,11 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
 
     from lightning_megatron.checkpointing import find_last
 
-    options: dict[str, Any] = {"accelerator": "cpu", "default_root_dir": tmp_path, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "default_root_dir": tmp_path,
+        "enable_progress_bar": False,
+    }
     for version, step in ((0, 7), (1, 3), (10, 5)):
         folder = tmp_path / "runs" / f"version_{version}" / "checkpoints"
         _complete(folder / f"step={step}.ckpt", step, time=float(version))
@@ -259,7 +334,10 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
         last = find_last(trainer)
         assert (last.step if last else None) == found
     elsewhere = pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")
-    assert find_last(pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=[elsewhere], **options)) is None
+    assert (
+        find_last(pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=[elsewhere], **options))
+        is None
+    )
 
 
 def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
@@ -280,9 +358,17 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
 
         save.time = Clock  # type: ignore[assignment]
         path = None if ckpt_path is None or ckpt_path == "last" else f"{folder}/{ckpt_path}"
-        settings = {"max_steps": max_steps, "default_root_dir": "/nonexistent"}  # nothing is written there
+        settings = {
+            "max_steps": max_steps,
+            "default_root_dir": "/nonexistent",
+        }  # nothing is written there
         trainer, _ = fit(
-            Run(trainer=settings, ckpt_path=path or ckpt_path, model={"n_layer": 2}, strategy={"num_microbatches": 1}),
+            Run(
+                trainer=settings,
+                ckpt_path=path or ckpt_path,
+                model={"n_layer": 2},
+                strategy={"num_microbatches": 1},
+            ),
             checkpoints_at(Path(folder) if "://" not in folder else folder, every_n_train_steps=2),  # type: ignore[arg-type]
         )
         trainer.strategy.barrier()
@@ -294,7 +380,14 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
         if position.line not in lines:
             lines.append(position.line)
         started = trainer.ckpt_path if ckpt_path else None
-        starts.append((str(started).rpartition("/")[2], lines.index(position.line), position.start, position.save))
+        starts.append(
+            (
+                str(started).rpartition("/")[2],
+                lines.index(position.line),
+                position.start,
+                position.save,
+            )
+        )
 
     run(4, None, 2 * HOUR)  # step 2 and 4 by a clock that is two hours ahead
     run(8, "last", 0.0)  # from 4: step 6 and 8
@@ -307,7 +400,9 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
 
 
 @pytest.mark.parametrize("protocol", ["", pytest.param("memory", marks=pytest.mark.exhaustive)])
-def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(tmp_path: Path, protocol: str) -> None:
+def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(
+    tmp_path: Path, protocol: str
+) -> None:
     folder = f"memory:/{tmp_path}" if protocol else str(tmp_path)
     first, *others = run_ranks(_train_with_clocks, 1 if protocol else 2, folder)
     assert all(other == first for other in others)

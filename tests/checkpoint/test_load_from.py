@@ -22,7 +22,9 @@ from tests.checkpoint.runs import (
 )
 from tests.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 TP2: dict[str, Any] = {"tp": 2}
 RUN = Run(model=NO_DROPOUT, trainer={"max_steps": 3}, strategy=TP2)
@@ -38,7 +40,9 @@ def _train(run: Run, folder: Path) -> dict[str, Any]:
     """Save each step; return the final state and validation loss."""
     trainer, trace = fit(run, checkpoints_at(folder))
     (metrics,) = trainer.validate(
-        trainer.lightning_module, _ordered_loader(trainer.strategy.data_parallel_size), verbose=False
+        trainer.lightning_module,
+        _ordered_loader(trainer.strategy.data_parallel_size),
+        verbose=False,
     )
     return {"state": trace.state, "loss": metrics["val_loss"]}
 
@@ -56,7 +60,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def _begin(run: Run) -> dict[str, Any]:
     """Initial and final state, losses and learning rates of a run; the loss in another Trainer's validation."""
     state: dict[str, Any] = {}
-    trainer, trace = fit(run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer))))
+    trainer, trace = fit(
+        run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer)))
+    )
     loader = _ordered_loader(trainer.strategy.data_parallel_size)
     (after,) = make_trainer(run).validate(trainer.lightning_module, loader, verbose=False)
     return {
@@ -72,7 +78,9 @@ def _weights(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("weights.")}
 
 
-@pytest.mark.parametrize("by", ["load_from a directory, with moments", "load_from", "load_weights_only"])
+@pytest.mark.parametrize(
+    "by", ["load_from a directory, with moments", "load_from", "load_weights_only"]
+)
 def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str) -> None:
     from lightning_megatron import LoadFrom, LRSchedule
 
@@ -80,7 +88,9 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
     path, with_moments = str(folder / "step=3.ckpt"), by.endswith("moments")
     options = LoadFrom(path=str(folder) if with_moments else path, optimizer=with_moments)
     run = RUN.but(
-        strategy={"load_weights_only": True} if by == "load_weights_only" else {"load_from": options},
+        strategy={"load_weights_only": True}
+        if by == "load_weights_only"
+        else {"load_from": options},
         seed=99,
         # Nothing has been saved yet, so "last" finds nothing.
         ckpt_path=path if by == "load_weights_only" else "last",
@@ -98,9 +108,14 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
         assert new["losses"][1] == pytest.approx(old["loss"], rel=1e-6)
         # Recorded after the step: the rate of the next step.
         assert new["lr"] == [pytest.approx([lr, lr]) for lr in (5.5e-4, 1e-3, 1e-3)]
-        moments = {name: value for name, value in old["state"].items() if "exp_avg" in name and value.any()}
+        moments = {
+            name: value for name, value in old["state"].items() if "exp_avg" in name and value.any()
+        }
         assert moments
-        loaded = [name in new["state"] and new["state"][name].equal(value) for name, value in moments.items()]
+        loaded = [
+            name in new["state"] and new["state"][name].equal(value)
+            for name, value in moments.items()
+        ]
         assert all(loaded) if with_moments else not any(loaded)
         # Validation with the same option does not load the weights again.
         assert new["after"] != pytest.approx(old["loss"], rel=1e-4)
@@ -109,7 +124,9 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
 def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained
     shutil.copytree(folder / "step=2.ckpt", tmp_path / "a.ckpt")
-    run = RUN.but(strategy={"load_from": str(tmp_path / "missing.ckpt")}, ckpt_path=str(tmp_path / "a.ckpt"))
+    run = RUN.but(
+        strategy={"load_from": str(tmp_path / "missing.ckpt")}, ckpt_path=str(tmp_path / "a.ckpt")
+    )
     assert [min(result["losses"]) for result in run_ranks(_begin, 2, run)] == [3, 3]
 
 
@@ -119,7 +136,10 @@ def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:
         ({"path": ""}, "load_from must not be empty"),  # not the working directory
         ({"path": "nowhere"}, "nowhere does not exist"),
         ({"path": ".", "step": 7}, "has no complete checkpoint of step=7; those it has: 1, 2, 3"),
-        ({"path": "step=2.ckpt", "step": 3}, "has no complete checkpoint of step=3; those it has: 2"),
+        (
+            {"path": "step=2.ckpt", "step": 3},
+            "has no complete checkpoint of step=3; those it has: 2",
+        ),
     ],
 )
 def test_missing_load_from_is_refused_before_any_process_starts(
@@ -144,7 +164,9 @@ def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained:
 
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(110, marks=pytest.mark.exhaustive), 300])
-def test_embeddings_of_new_tokens_keep_their_initial_values(trained: Trained, vocab_size: int) -> None:
+def test_embeddings_of_new_tokens_keep_their_initial_values(
+    trained: Trained, vocab_size: int
+) -> None:
     """New tokens within and beyond the padding of the vocabulary of 100; at tp=2 each rank has half of the rows."""
     import torch
 
@@ -153,15 +175,22 @@ def test_embeddings_of_new_tokens_keep_their_initial_values(trained: Trained, vo
     folder, before = trained
     larger = RUN.but(model={"vocab_size": vocab_size}, trainer={"max_steps": 1}, seed=99)
     initial = run_ranks(_begin, 2, larger)
-    lenient = larger.but(strategy={"load_from": LoadFrom(path=str(folder / "step=3.ckpt"), strict=False)})
+    lenient = larger.but(
+        strategy={"load_from": LoadFrom(path=str(folder / "step=3.ckpt"), strict=False)}
+    )
     loaded = run_ranks(_begin_and_warn, 2, lenient)
 
     name = "weights.0.module.embedding.word_embeddings.weight"
-    old, fresh = (torch.cat([result["state"][name] for result in results]) for results in (before, initial))
+    old, fresh = (
+        torch.cat([result["state"][name] for result in results]) for results in (before, initial)
+    )
     new = torch.cat([state[name] for state, _ in loaded])
     assert new[:100].equal(old[:100])
     assert new[100:].equal(fresh[100:])
-    assert f"initial values (rows 100 to {vocab_size - 1} of embedding.word_embeddings.weight)" in loaded[0][1]
+    assert (
+        f"initial values (rows 100 to {vocab_size - 1} of embedding.word_embeddings.weight)"
+        in loaded[0][1]
+    )
 
 
 def test_missing_and_unused_weights_are_listed_if_not_strict(trained: Trained) -> None:
@@ -234,6 +263,8 @@ def test_weights_only_checkpoints_evaluate_and_start_but_never_resume(tmp_path: 
     for (_, trained), states in zip(saved, run_ranks(_step_at_rate_zero, 2, fresh), strict=True):
         assert all(state[name].equal(trained[name]) for name in trained for state in states)
 
-    with pytest.raises(RankError, match="holds only weights; resume from a full one.*load_weights_only=True") as caught:
+    with pytest.raises(
+        RankError, match="holds only weights; resume from a full one.*load_weights_only=True"
+    ) as caught:
         run_ranks(train, 2, run.but(ckpt_path=path))
     assert caught.value.error_type == "CheckpointError"

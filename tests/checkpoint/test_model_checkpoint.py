@@ -27,12 +27,17 @@ def _train_unvalidated(folder: Path) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(Run(strategy={}, trainer={"max_steps": 2}), _monitor_loss(folder, True))
-    return [str(warning.message) for warning in caught], [path.name for path in folder.glob("*.ckpt")]
+    return [str(warning.message) for warning in caught], [
+        path.name for path in folder.glob("*.ckpt")
+    ]
 
 
 def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
     ((warned, kept),) = run_ranks(_train_unvalidated, 1, tmp_path)
-    assert any("ModelCheckpoint(monitor='val_loss'): expected validation, got a run without" in text for text in warned)
+    assert any(
+        "ModelCheckpoint(monitor='val_loss'): expected validation, got a run without" in text
+        for text in warned
+    )
     assert kept == ["last.ckpt"]
 
 
@@ -43,12 +48,16 @@ def _train_with_two_callbacks(folder: Path, is_async: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_callbacks_with_the_same_names_keep_each_others_checkpoints(tmp_path: Path, is_async: bool) -> None:
+def test_callbacks_with_the_same_names_keep_each_others_checkpoints(
+    tmp_path: Path, is_async: bool
+) -> None:
     (names,) = run_ranks(_train_with_two_callbacks, 1, tmp_path, is_async)
     assert names == ["step=2-v1.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
 
 
-def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool | str) -> dict[str, Any]:
+def _train_then_evaluate_best_and_last(
+    run: Run, folder: Path, save_last: bool | str
+) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     losses: dict[int, float] = {}
@@ -60,9 +69,14 @@ def _train_then_evaluate_best_and_last(run: Run, folder: Path, save_last: bool |
     saver = _monitor_loss(folder, save_last)
     trainer, _ = fit(run, callback(on_validation_end=record), saver)
     trainer.strategy.barrier()  # rank 0 removes old checkpoints
-    listing = {path.name: os.readlink(path) if path.is_symlink() else path.is_dir() for path in folder.glob("*.ckpt")}
+    listing = {
+        path.name: os.readlink(path) if path.is_symlink() else path.is_dir()
+        for path in folder.glob("*.ckpt")
+    }
     trainer.strategy.barrier()
-    loader = DataLoader(rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size)
+    loader = DataLoader(
+        rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size
+    )
     evaluated = {}
     for name in ("best", "last"):
         (validated,) = trainer.validate(dataloaders=loader, ckpt_path=name, verbose=False)

@@ -23,7 +23,9 @@ from tests.checkpoint.runs import (
 )
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 Layout = tuple[int, dict[str, Any]]
 """World size and arguments of the strategy."""
@@ -75,7 +77,9 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
 @pytest.mark.parametrize(
     ("changes", "layouts"),
     [
-        pytest.param(EXPERTS, [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"),
+        pytest.param(
+            EXPERTS, [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"
+        ),
         pytest.param({}, [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3], id="tied"),
         pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
     ],
@@ -84,12 +88,16 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
     tmp_path: Path, changes: dict[str, Any], layouts: list[Layout]
 ) -> None:
     """The padded vocabulary is 104 rows at tp=1 and 112 at tp=2; only the real rows are compared."""
-    run = Run(loader=_loader, module={"make_vocab_size_divisible_by": 8}, trainer={"max_steps": 3}).but(**changes)
+    run = Run(
+        loader=_loader, module={"make_vocab_size_divisible_by": 8}, trainer={"max_steps": 3}
+    ).but(**changes)
     paths = [tmp_path / f"{index}.ckpt" for index in range(len(layouts))]
     for index, (world_size, strategy) in enumerate(layouts):
         # From the second layout on, max_steps is already reached: the loaded state is saved again.
         resumed_from = str(paths[index - 1]) if index else None
-        run_ranks(train, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index])
+        run_ranks(
+            train, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index]
+        )
 
     original, plain = read_tensors(paths[0]), read_plain_state(paths[0])
     for path, (_, strategy) in zip(paths[1:], layouts[1:], strict=True):
@@ -97,15 +105,28 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
         assert copy.keys() == original.keys()
         for name, tensor in original.items():
             rows = VOCAB_SIZE if "word_embeddings" in name or "output_layer" in name else None
-            assert tensor[:rows].equal(copy[name][:rows]), f"{name} changed on the way to {strategy}"
-        assert differences(plain, read_plain_state(path)) == [], f"the optimizer changed on the way to {strategy}"
-    assert original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE].abs().sum() > 0
+            assert tensor[:rows].equal(copy[name][:rows]), (
+                f"{name} changed on the way to {strategy}"
+            )
+        assert differences(plain, read_plain_state(path)) == [], (
+            f"the optimizer changed on the way to {strategy}"
+        )
+    assert (
+        original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE]
+        .abs()
+        .sum()
+        > 0
+    )
     if changes is EXPERTS:
         assert original["decoder.layers.mlp.router.expert_bias"].abs().sum() > 0
     if "precision" in run.trainer:
         weight = "decoder.layers.mlp.linear_fc1.weight"
         assert original[weight].dtype != original[f"optimizer.state.param.{weight}"].dtype
-        assert original[f"optimizer.state.param.{weight}"].to(original[weight].dtype).equal(original[weight])
+        assert (
+            original[f"optimizer.state.param.{weight}"]
+            .to(original[weight].dtype)
+            .equal(original[weight])
+        )
     if changes is FP16:
         # 512, doubled after two finite steps; one more has been counted since.
         assert plain[".grad_scaler.scale"] == 2.0**10
@@ -134,7 +155,11 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     trainer.save_checkpoint(now)
     # Keep the step count in the parameter groups, as Apex's Adam does.
     like_apex = patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True)
-    with like_apex, patch.object(MegatronOptimizer, "sharded_state_dict", gathered), trainer.strategy.engine():
+    with (
+        like_apex,
+        patch.object(MegatronOptimizer, "sharded_state_dict", gathered),
+        trainer.strategy.engine(),
+    ):
         trainer.save_checkpoint(before)
 
 
@@ -153,10 +178,14 @@ def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path)
     [{}, pytest.param(_unsharded(ONE)[1], marks=pytest.mark.exhaustive)],
     ids=["sharded optimizer", "unsharded optimizer"],
 )
-def test_master_weights_survive_a_change_of_precision(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+def test_master_weights_survive_a_change_of_precision(
+    tmp_path: Path, optimizer: dict[str, Any]
+) -> None:
     in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
     run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16), in_16_bits)
-    first, *other_traces = run_ranks(train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits)
+    first, *other_traces = run_ranks(
+        train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits
+    )
     run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
 
     source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
@@ -165,8 +194,17 @@ def test_master_weights_survive_a_change_of_precision(tmp_path: Path, optimizer:
     for name in weights:
         master = source[f"optimizer.state.param.{name}"]
         assert copy[name].equal(master)
-        assert not source[name].float().equal(master) or name.endswith("layer_norm_weight"), "nothing was rounded"
+        assert not source[name].float().equal(master) or name.endswith("layer_norm_weight"), (
+            "nothing was rounded"
+        )
     assert differences(source, read_tensors(back)) == []
-    for trace in other_traces:  # every rank has all masters, also those that its optimizer does not hold
-        weights_of_rank = {name: value for name, value in trace.state.items() if name.startswith("weights.")}
-        assert differences({name: first.state[name] for name in weights_of_rank}, weights_of_rank) == []
+    for (
+        trace
+    ) in other_traces:  # every rank has all masters, also those that its optimizer does not hold
+        weights_of_rank = {
+            name: value for name, value in trace.state.items() if name.startswith("weights.")
+        }
+        assert (
+            differences({name: first.state[name] for name in weights_of_rank}, weights_of_rank)
+            == []
+        )

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import Run, callback, checkpoints_at, engine_run, fit, save, train_with_checkpoints
+from tests.checkpoint.runs import (
+    Run,
+    callback,
+    checkpoints_at,
+    engine_run,
+    fit,
+    save,
+    train_with_checkpoints,
+)
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -34,7 +42,9 @@ def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], f
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt" and path.exists())
+    return sorted(
+        path.name for path in folder.iterdir() if path.suffix == ".ckpt" and path.exists()
+    )
 
 
 def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int, int]) -> Any:
@@ -46,7 +56,9 @@ def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int,
         try:
             _, trace = fit(run, disk, checkpoints_at(folder, save_top_k=1))
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
     texts = [text for warning in caught if "is not written" in (text := str(warning.message))]
     return list(trace.steps), seen, texts
 
@@ -56,7 +68,9 @@ def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int,
     [pytest.param(0, False, marks=pytest.mark.exhaustive), (1, True)],
     ids=["rank 0", "rank 1, async"],
 )
-def test_full_disk_warns_and_keeps_the_older_checkpoint(tmp_path: Path, victim: int, async_save: bool) -> None:
+def test_full_disk_warns_and_keeps_the_older_checkpoint(
+    tmp_path: Path, victim: int, async_save: bool
+) -> None:
     run = RUN.but(strategy={"async_save": async_save})
 
     results = run_ranks(_train_on_a_full_disk, 2, run, tmp_path, victim, (2, 3))
@@ -65,7 +79,9 @@ def test_full_disk_warns_and_keeps_the_older_checkpoint(tmp_path: Path, victim: 
         assert steps == [1, 2, 3, 4]
         assert seen == {0: [], 1: ["step=1.ckpt"], 2: ["step=1.ckpt"], 3: ["step=1.ckpt"]}
     texts = results[0][2]
-    assert [text.split()[1] for text in texts] == [str(tmp_path / f"step={step}.ckpt") for step in (2, 3)]
+    assert [text.split()[1] for text in texts] == [
+        str(tmp_path / f"step={step}.ckpt") for step in (2, 3)
+    ]
     assert all("the next save is tried as usual" in text for text in texts)
     assert results[1][2] == []
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
@@ -85,7 +101,12 @@ def _train_below_a_file(run: Run, folder: Path) -> None:
     [
         (_train_on_a_full_disk, (1, (4, 4)), "step=4.ckpt is not written", ["step=3.ckpt"]),
         (_train_with_unserializable_state, (), "its state must be plain data", []),
-        (_train_below_a_file, (), r"cannot be saved in \S+file/below: \S+file is not a directory; give", ["file"]),
+        (
+            _train_below_a_file,
+            (),
+            r"cannot be saved in \S+file/below: \S+file is not a directory; give",
+            ["file"],
+        ),
     ],
     ids=["last save", "unserializable state", "directory that cannot be made"],
 )
@@ -138,7 +159,11 @@ def test_a_rank_that_fails_alone_does_not_wait_for_other_ranks(tmp_path: Path) -
 def _fail_on_all_ranks(run: Run, folder: Path) -> None:
     import lightning.pytorch as pl
 
-    fit(run, _raise_at_step_3(RuntimeError("everywhere")), pl.callbacks.OnExceptionCheckpoint(folder, "rescue"))
+    fit(
+        run,
+        _raise_at_step_3(RuntimeError("everywhere")),
+        pl.callbacks.OnExceptionCheckpoint(folder, "rescue"),
+    )
 
 
 def test_on_exception_checkpoint_saves_if_all_ranks_fail(tmp_path: Path) -> None:
@@ -170,7 +195,9 @@ def test_directory_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     results.mkdir()
     (results / "notes.txt").touch()
     for message in run_ranks(_save_over, 2, results):
-        assert message.startswith(f"checkpoint {results} is not written: {results} is a directory of other files")
+        assert message.startswith(
+            f"checkpoint {results} is not written: {results} is a directory of other files"
+        )
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "notes.txt"]
     (results / "notes.txt").rename(tmp_path / "notes.txt")
     assert run_ranks(_save_over, 1, results) == [""]  # an empty directory

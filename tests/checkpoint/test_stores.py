@@ -18,7 +18,16 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint.runs import Run, Trace, assert_exact_resume, callback, checkpoints_at, differences, fit, train
+from tests.checkpoint.runs import (
+    Run,
+    Trace,
+    assert_exact_resume,
+    callback,
+    checkpoints_at,
+    differences,
+    fit,
+    train,
+)
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
@@ -103,7 +112,9 @@ def register() -> None:
 
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
-NEEDS_S3 = pytest.mark.skipif(find_spec("moto") is None or find_spec("s3fs") is None, reason="needs moto and s3fs")
+NEEDS_S3 = pytest.mark.skipif(
+    find_spec("moto") is None or find_spec("s3fs") is None, reason="needs moto and s3fs"
+)
 
 
 def _train_and_resume(address: str, is_async: bool) -> tuple[Trace, list[str], list[str]]:
@@ -171,7 +182,10 @@ def _fail_during_replacement(address: str) -> list[str]:
     path = as_path(address) / "same.ckpt"
     results = [f"{find_newest(path).step} of {_names(as_path(address))}"]
     SharedFileSystem.copies_left = None
-    resumed = fit(run.but(trainer={"max_steps": 3}, ckpt_path=str(path)), checkpoints_at(address, filename="same"))  # type: ignore[arg-type]
+    resumed = fit(
+        run.but(trainer={"max_steps": 3}, ckpt_path=str(path)),
+        checkpoints_at(address, filename="same"),
+    )  # type: ignore[arg-type]
     results.append(f"{resumed[0].global_step} of {_names(as_path(address))}")
     (path / "meta.pt").unlink()
     try:
@@ -187,14 +201,18 @@ def test_interrupted_replacement_leaves_a_complete_checkpoint(tmp_path: Path) ->
     assert "lacks its file meta.pt: it was never finished" in results[2]
 
 
-def _save_while_the_store_refuses(address: str, victim: int) -> tuple[list[int], list[str], list[str]]:
+def _save_while_the_store_refuses(
+    address: str, victim: int
+) -> tuple[list[int], list[str], list[str]]:
     """Refuse another operation in each step, on one rank; return the steps, the warnings and the checkpoints."""
     register()
     operations = ("exists", "info", "ls", "isdir", "open", "write", "close", None, "rm", None)
 
     def refuse(trainer: Any, *_: Any) -> None:
         trainer.strategy.barrier()
-        SharedFileSystem.refused = operations[trainer.global_step] if trainer.global_rank == victim else None
+        SharedFileSystem.refused = (
+            operations[trainer.global_step] if trainer.global_rank == victim else None
+        )
 
     saver = checkpoints_at(address, save_top_k=1)  # type: ignore[arg-type]
     run = RUN.but(trainer={"max_steps": len(operations)})
@@ -206,14 +224,18 @@ def _save_while_the_store_refuses(address: str, victim: int) -> tuple[list[int],
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_store_that_refuses_any_operation_fails_the_save_and_not_the_run(tmp_path: Path, victim: int) -> None:
+def test_a_store_that_refuses_any_operation_fails_the_save_and_not_the_run(
+    tmp_path: Path, victim: int
+) -> None:
     (steps, texts, found), (other_steps, *_) = run_ranks(
         _save_while_the_store_refuses, 2, f"shared://{tmp_path}/run", victim
     )
     assert steps == other_steps == list(range(1, 11))
     assert f"step={len(steps)}.ckpt" in found
     expected = ["exists", "info", "ls", "isdir", "open", "write", "close", "rm"]
-    pattern = r"checkpoint \S+ (is not written|could not be removed): RefusedError: (\w+) was refused"
+    pattern = (
+        r"checkpoint \S+ (is not written|could not be removed): RefusedError: (\w+) was refused"
+    )
     matches = [re.match(pattern, text) for text in texts]
     assert all(matches), texts
     found_operations = [match[2] for match in matches if match is not None]
@@ -235,10 +257,16 @@ def _start_beside_unfinished_checkpoints(address: str) -> tuple[Trace, list[str]
 
 def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
     """On a disk the files have another name until they are complete."""
-    for name, file in {"step=1.ckpt": "rng_00001.pt", "last.ckpt": "__0_0.distcp", "step=2.ckpt": ".metadata"}.items():
+    for name, file in {
+        "step=1.ckpt": "rng_00001.pt",
+        "last.ckpt": "__0_0.distcp",
+        "step=2.ckpt": ".metadata",
+    }.items():
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / file).write_bytes(b"unfinished")
-    (trace, texts), _ = run_ranks(_start_beside_unfinished_checkpoints, 2, f"shared://{tmp_path}/run")
+    (trace, texts), _ = run_ranks(
+        _start_beside_unfinished_checkpoints, 2, f"shared://{tmp_path}/run"
+    )
     assert list(trace.steps) == [1, 2]
     assert any("step=1.ckpt" in text and "is ignored" in text for text in texts), texts
     register()
@@ -266,7 +294,9 @@ def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: P
         assert list_checkpoints(folder) == []  # it was there, and is gone
 
 
-def test_inspect_and_convert_read_from_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_convert_read_from_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from lightning_megatron.cli.inspect import inspect_path
     from lightning_megatron.hub import local_folder
 
@@ -291,7 +321,11 @@ def s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    secrets = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    secrets = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     for name, value in {**secrets, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
         monkeypatch.setenv(name, value)
     bucket = f"bucket-{uuid.uuid4().hex}"  # buckets outlive their server

@@ -25,7 +25,9 @@ def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int
 
 def run_all(folder: Path | str, commands: Iterable[Iterable[object]]) -> list[tuple[int, str, str]]:
     """Run commands one after another in one process, which is cheap for refused ones; returns as ``run_cli``."""
-    (results,) = run_ranks(run_here, 1, str(folder), [[str(each) for each in arguments] for arguments in commands])
+    (results,) = run_ranks(
+        run_here, 1, str(folder), [[str(each) for each in arguments] for arguments in commands]
+    )
     return list(results)
 
 
@@ -53,7 +55,14 @@ def _main(arguments: list[str]) -> tuple[int, str, str]:
 
 def leave_torchrun() -> None:
     """Remove torchrun's variables, as if a user had started this process by hand."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+    ):
         os.environ.pop(name, None)
 
 

@@ -16,8 +16,15 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder, tokens = tmp_path_factory.mktemp("checkpoints"), {"vocab_size": VOCAB_SIZE}
     gpt2 = hf.GPT2Config(**tokens, n_layer=2, n_embd=16, n_head=2, n_positions=64, eos_token_id=0)
-    t5 = hf.T5Config(**tokens, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    t5 = hf.T5Config(
+        **tokens, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     bert = hf.MegatronBertConfig(**tokens, **sizes, max_position_embeddings=8)
     tiny_model(hf.AutoModelForCausalLM, gpt2).save_pretrained(folder / "bare")
     tiny_model(hf.T5ForConditionalGeneration, t5).save_pretrained(folder / "t5")

@@ -29,7 +29,9 @@ print(time.process_time(), [name for name in ("torch", "transformers", "lightnin
 
 
 def test_help_of_every_command_is_fast_and_complete() -> None:
-    done = subprocess.run([sys.executable, "-c", _ALL_HELP, *COMMANDS], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", _ALL_HELP, *COMMANDS], capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "")
     *text, last = done.stdout.splitlines()
     seconds, heavy = last.split(" ", 1)
@@ -37,7 +39,13 @@ def test_help_of_every_command_is_fast_and_complete() -> None:
     assert heavy == "[]"
     usages = [line for line in text if line.startswith("usage: lightning-megatron")]
     assert len(usages) == len(COMMANDS) + 1
-    for option in ("--ckpt_path", "--print_config", "--help-all", "--max-shard-size SIZE", "(mmap, cached, lazy)"):
+    for option in (
+        "--ckpt_path",
+        "--print_config",
+        "--help-all",
+        "--max-shard-size SIZE",
+        "(mmap, cached, lazy)",
+    ):
         assert any(option in line for line in text), option
 
 
@@ -110,7 +118,9 @@ def test_user_error_follows_causes_but_not_contexts() -> None:
     assert errors.user_error(unrelated) is None
     with pytest.raises(RuntimeError) as misspelled:
         EarlyStopping("val_los")._validate_condition_metric({})
-    assert "conditioned on metric `val_los` which is not available" in (errors.user_error(misspelled.value) or "")
+    assert "conditioned on metric `val_los` which is not available" in (
+        errors.user_error(misspelled.value) or ""
+    )
 
 
 def test_messages_name_options_as_typed_except_inside_paths() -> None:
@@ -119,7 +129,9 @@ def test_messages_name_options_as_typed_except_inside_paths() -> None:
     assert errors.with_cli_flags(message, _parser()[1]["generate"]) == typed
 
 
-def test_only_one_rank_reports_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_reports_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(errors, "_REPORT_DELAY_SECONDS", 0.2)
     # Rank 2 reports because no other rank ends the job.
     for rank, message in (("0", "tp=3 is wrong"), ("2", "local rank 2: tp=3 is wrong")):
@@ -129,14 +141,18 @@ def test_only_one_rank_reports_an_error(capsys: pytest.CaptureFixture[str], monk
     child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.errors import report; report('x')"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); import time; time.sleep(1)"
     # Both processes hold stderr, so run() returns only after the child has ended.
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
     assert done.stderr == ""
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_shows_versions_slots_and_optional_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_versions_slots_and_optional_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import torch
 
     from lightning_megatron.engine.fillers.choice import slot_report
@@ -144,5 +160,9 @@ def test_doctor_shows_versions_slots_and_optional_packages(capsys: pytest.Captur
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     slots = slot_report("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [f"{'torch'.ljust(18)}  {version('torch')}", "\nliger-kernel ", "pip install 'lightning-megatron[data]'"]
+    rows = [
+        f"{'torch'.ljust(18)}  {version('torch')}",
+        "\nliger-kernel ",
+        "pip install 'lightning-megatron[data]'",
+    ]
     assert [each for each in (*rows, *(reason for *_, reason in slots)) if each not in text] == []

@@ -27,12 +27,19 @@ def _documents(prefix: Path | str) -> list[list[int]]:
 # ---- text to datasets -----------------------------------------------------------------------------------------------
 
 
-def test_preprocess_reports_its_output(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_reports_its_output(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = "preprocess --append-eod --input {}/text --tokenizer {}/tok --output-prefix {}"
     assert main(line.format(corpus.parent, corpus.parent, tmp_path / "x").split()) == 0
-    tokens, size = sum(map(len, _documents(corpus))), sum(file.stat().st_size for file in corpus.parent.glob("text/*"))
+    tokens, size = (
+        sum(map(len, _documents(corpus))),
+        sum(file.stat().st_size for file in corpus.parent.glob("text/*")),
+    )
     figures = f"60 documents, {tokens:,} tokens from {size:,} bytes at "
-    assert re.fullmatch(rf"{tmp_path}/x_text_document: {figures}\d+\.\d\d MB/s\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        rf"{tmp_path}/x_text_document: {figures}\d+\.\d\d MB/s\n", capsys.readouterr().out
+    )
 
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
@@ -48,7 +55,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_merge_and_convert_dataset_report_their_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_and_convert_dataset_report_their_output(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["merge", "--input", "new", "old", "--output-prefix", "sub/both"]) == 0
     assert main(["convert-dataset", "--input", "old", "--output-prefix", "converted"]) == 0
     assert capsys.readouterr().out == (
@@ -60,19 +69,27 @@ def test_merge_and_convert_dataset_report_their_output(folder: Path, capsys: pyt
     assert "would overwrite" in capsys.readouterr().err
 
 
-def test_inspect_decodes_the_first_documents(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_decodes_the_first_documents(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["inspect", f"{corpus}.bin", "--tokenizer", str(corpus.parent / "tok")]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{corpus}\n  format      mmap\n  documents   60\n  sequences   60\n")
-    beginnings = [(corpus.parent / "text" / f"{number:02}.txt").read_text()[:200] for number in range(3)]
+    beginnings = [
+        (corpus.parent / "text" / f"{number:02}.txt").read_text()[:200] for number in range(3)
+    ]
     assert all(f"tokens\n  {beginning}" in text for beginning in beginnings)
     assert "Document 3" not in text
 
     assert main([*arguments, "--json", "--documents", "1"]) == 0
     described = json.loads(capsys.readouterr().out)
     (document,) = described["first_documents"]
-    assert (described["kind"], described["documents"], described["dtype"]) == ("dataset", 60, "uint16")
+    assert (described["kind"], described["documents"], described["dtype"]) == (
+        "dataset",
+        60,
+        "uint16",
+    )
     assert document["text"].startswith(beginnings[0])
 
 
@@ -108,9 +125,27 @@ def test_convert_reports_its_output_and_use(
 ) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     layout = ("--tp", "2", "--pp", "3", "--make-vocab-size-divisible-by", "8")
-    assert main(["convert", "--load-path", str(source), "--save-path", there, "--to", to, *layout]) == 0
+    assert (
+        main(["convert", "--load-path", str(source), "--save-path", there, "--to", to, *layout])
+        == 0
+    )
     assert capfd.readouterr().out.splitlines()[1] == f"It holds weights only: {hint.format(there)}"
-    assert main(["convert", "--load-path", there, "--save-path", back, "--to", "hf", "--max-shard-size", "20KB"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--load-path",
+                there,
+                "--save-path",
+                back,
+                "--to",
+                "hf",
+                "--max-shard-size",
+                "20KB",
+            ]
+        )
+        == 0
+    )
     printed, files = capfd.readouterr(), list(Path(back).iterdir())
     size = readable_size(sum(file.stat().st_size for file in files))
     report = rf"{re.escape(back)}: {len(files)} files, {size}, from .+ {re.escape(there)}, in \d+\.\d s \(.+/s\)\n"
@@ -118,7 +153,9 @@ def test_convert_reports_its_output_and_use(
     assert "converting" not in printed.err, "a progress bar although stderr is not a terminal"
 
 
-def test_sigterm_removes_a_partial_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_removes_a_partial_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lightning_megatron.convert.hugging_face import HuggingFaceSource
 
     def read(*_: object) -> None:
@@ -127,7 +164,15 @@ def test_sigterm_removes_a_partial_conversion(source: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(HuggingFaceSource, "read", read)
     before = signal.getsignal(signal.SIGTERM)
-    arguments = ["convert", "--load-path", str(source), "--save-path", str(tmp_path / "new"), "--to", "megatron"]
+    arguments = [
+        "convert",
+        "--load-path",
+        str(source),
+        "--save-path",
+        str(tmp_path / "new"),
+        "--to",
+        "megatron",
+    ]
     assert main(arguments) == 143
     assert signal.getsignal(signal.SIGTERM) is before
     assert not list(tmp_path.iterdir())

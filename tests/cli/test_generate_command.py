@@ -27,7 +27,10 @@ def _generate(*arguments: object, ranks: int = 1) -> str:
 def _hf_completions(folder: Path, **options: Any) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     completions = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -40,14 +43,27 @@ BEAMS = {"num_beams": 4, "early_stopping": True, "length_penalty": -1.0, "num_re
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "search"), [("hf", 1, 1, BEAMS), ("run.ckpt", 2, 1, {}), ("legacy", 1, 2, {})]
+    ("name", "tp", "pp", "search"),
+    [("hf", 1, 1, BEAMS), ("run.ckpt", 2, 1, {}), ("legacy", 1, 2, {})],
 )
 def test_completions_of_every_checkpoint_format_equal_hugging_face(
     checkpoints: Path, name: str, tp: int, pp: int, search: dict[str, Any]
 ) -> None:
-    options = [word for key, value in search.items() for word in (f"--{key.replace('_', '-')}", str(value).lower())]
+    options = [
+        word
+        for key, value in search.items()
+        for word in (f"--{key.replace('_', '-')}", str(value).lower())
+    ]
     out = _generate(
-        *("--checkpoint", checkpoints / name, "--tokenizer", checkpoints / "hf", "--accelerator", "cpu", *options),
+        *(
+            "--checkpoint",
+            checkpoints / name,
+            "--tokenizer",
+            checkpoints / "hf",
+            "--accelerator",
+            "cpu",
+            *options,
+        ),
         *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
         ranks=tp * pp,
     )
@@ -56,7 +72,16 @@ def test_completions_of_every_checkpoint_format_equal_hugging_face(
 
 @pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
 def test_completions_on_gpus_equal_hugging_face(checkpoints: Path, tp: int) -> None:
-    common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 12, "--tp", tp, "--prompt", *PROMPTS)
+    common = (
+        "--checkpoint",
+        checkpoints / "hf",
+        "--max-new-tokens",
+        12,
+        "--tp",
+        tp,
+        "--prompt",
+        *PROMPTS,
+    )
     assert _generate(*common, ranks=tp) == _hf_completions(checkpoints / "hf", max_new_tokens=12)
 
 
@@ -64,13 +89,29 @@ def test_default_precision_on_gpus_is_that_of_the_weights(monkeypatch: pytest.Mo
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for dtype, on_gpu in (("float32", "32-true"), ("bfloat16", "bf16-true"), ("float16", "16-mixed")):
+    for dtype, on_gpu in (
+        ("float32", "32-true"),
+        ("bfloat16", "bf16-true"),
+        ("float16", "16-mixed"),
+    ):
         stored: Any = SimpleNamespace(dtype=getattr(torch, dtype))
-        assert [_default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == ["32-true", on_gpu]
+        assert [_default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == [
+            "32-true",
+            on_gpu,
+        ]
 
 
 def test_stop_string_ends_a_completion_and_seed_fixes_sampling(checkpoints: Path) -> None:
-    common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--temperature", 2)
+    common = (
+        "--checkpoint",
+        checkpoints / "hf",
+        "--prompt",
+        PROMPTS[0],
+        "--max-new-tokens",
+        12,
+        "--temperature",
+        2,
+    )
     complete = _generate(*common)
     assert complete == _generate(*common) != _generate(*common, "--seed", 1)
     new = complete.rstrip("\n")[len(PROMPTS[0]) :]
@@ -81,7 +122,9 @@ def test_stop_string_ends_a_completion_and_seed_fixes_sampling(checkpoints: Path
 def test_prompt_file_in_batches_with_json_output(checkpoints: Path, tmp_path: Path) -> None:
     prompts = [*PROMPTS, 'w3 "\u00e9"']
     # With a byte order mark, carriage returns and an empty line, as from some editors.
-    (tmp_path / "prompts.txt").write_bytes("\r\n".join(["\ufeff" + prompts[0], "", *prompts[1:], ""]).encode())
+    (tmp_path / "prompts.txt").write_bytes(
+        "\r\n".join(["\ufeff" + prompts[0], "", *prompts[1:], ""]).encode()
+    )
     common = ("--checkpoint", checkpoints / "hf", "--max-new-tokens", 5)
     out = _generate(*common, "--prompt-file", tmp_path / "prompts.txt", "--batch-size", 2, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
@@ -91,10 +134,21 @@ def test_prompt_file_in_batches_with_json_output(checkpoints: Path, tmp_path: Pa
 
 
 def test_streamed_completion_is_the_same(checkpoints: Path) -> None:
-    common = ("--checkpoint", checkpoints / "hf", "--prompt", PROMPTS[0], "--max-new-tokens", 12, "--top-k", 40)
+    common = (
+        "--checkpoint",
+        checkpoints / "hf",
+        "--prompt",
+        PROMPTS[0],
+        "--max-new-tokens",
+        12,
+        "--top-k",
+        40,
+    )
     expected = _generate(*common)
     for pp in (1, 2):
-        assert _generate(*common, "--accelerator", "cpu", "--pp", pp, "--stream", ranks=pp) == expected
+        assert (
+            _generate(*common, "--accelerator", "cpu", "--pp", pp, "--stream", ranks=pp) == expected
+        )
 
 
 def test_t5_completion_equals_hugging_face(checkpoints: Path) -> None:
@@ -103,8 +157,17 @@ def test_t5_completion_equals_hugging_face(checkpoints: Path) -> None:
     model = T5ForConditionalGeneration.from_pretrained(checkpoints / "t5")
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "hf")
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0], skip_special_tokens=True)
-    common = ("--checkpoint", checkpoints / "t5", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 6)
+    text = tokenizer.decode(
+        model.generate(ids, do_sample=False, max_new_tokens=6)[0], skip_special_tokens=True
+    )
+    common = (
+        "--checkpoint",
+        checkpoints / "t5",
+        "--tokenizer",
+        checkpoints / "hf",
+        "--max-new-tokens",
+        6,
+    )
     for stream in ((), ("--stream",)):
         assert _generate(*common, "--prompt", PROMPTS[0], *stream) == f"{PROMPTS[0]}\n{text}\n"
 
@@ -130,7 +193,9 @@ def test_stream_shows_complete_characters_up_to_a_stop_string(
     import torch
 
     parts: list[str] = []
-    writer = TextWriter(["p"], ByteTokenizer(), GenerationOptions(stop_strings=stop), as_json=False, is_t5=False)
+    writer = TextWriter(
+        ["p"], ByteTokenizer(), GenerationOptions(stop_strings=stop), as_json=False, is_t5=False
+    )
     monkeypatch.setattr(sys.stdout, "write", parts.append)
     rows = {"input_ids": torch.tensor([list(b"p")]), "attention_mask": torch.ones(1, 1)}
     for token in (*text, -1):
@@ -150,7 +215,9 @@ def test_json_escapes_characters_that_stdout_cannot_encode(monkeypatch: pytest.M
     assert json.loads(raw.getvalue().decode("latin-1")) == {"prompt": "é ", "text": "🎉"}
 
 
-def test_checkpoint_without_config_needs_the_config_option(checkpoints: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_config_needs_the_config_option(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     import torch
 
     from tests.checkpoint.damage import update_checksums
@@ -160,11 +227,18 @@ def test_checkpoint_without_config_needs_the_config_option(checkpoints: Path, tm
     # Like a checkpoint of a model_provider.
     torch.save({**meta, "hugging_face_config": None}, tmp_path / "own.ckpt/meta.pt")
     update_checksums(tmp_path / "own.ckpt")
-    common = ("--checkpoint", tmp_path / "own.ckpt", "--tokenizer", checkpoints / "hf", "--max-new-tokens", 3)
+    common = (
+        "--checkpoint",
+        tmp_path / "own.ckpt",
+        "--tokenizer",
+        checkpoints / "hf",
+        "--max-new-tokens",
+        3,
+    )
     code, _, err = run_cli(".", "generate", *common, "--prompt", *PROMPTS)
     assert code == 2
     assert "(none is saved with a model_provider)" in err
     assert "with --config" in err
-    assert _generate(*common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json") == _hf_completions(
-        checkpoints / "hf", max_new_tokens=3
-    )
+    assert _generate(
+        *common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json"
+    ) == _hf_completions(checkpoints / "hf", max_new_tokens=3)

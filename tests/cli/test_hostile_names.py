@@ -65,7 +65,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{{repo_id}}/{{revision}}/{{filename}}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{server.address}/{{repo_id}}/{{revision}}/{{filename}}",
         )
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
         (tmp_path / "tmp").mkdir()
@@ -100,8 +102,16 @@ def _adapter(folder: Path, base: str) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    save_file({"base_model.model.h.0.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "lora_dropout": 0, "base_model_name_or_path": base}
+    save_file(
+        {"base_model.model.h.0.lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors"
+    )
+    config = {
+        "peft_type": "LORA",
+        "r": 1,
+        "lora_alpha": 1,
+        "lora_dropout": 0,
+        "base_model_name_or_path": base,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -126,13 +136,17 @@ def test_base_of_adapters_is_no_address_and_is_not_downloaded(
     for name, reason in _names(server).items():
         adapter = _adapter(tmp_path / "adapter", name)
         assert reason in refusal(open_source, adapter)
-        own = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {"part": "adapters", "base": name}, {})
+        own = _forged(
+            checkpoints / "run.ckpt", tmp_path / "a.ckpt", {"part": "adapters", "base": name}, {}
+        )
         assert reason in refusal(open_source, own)
     assert server.requests == []
     assert sorted(path.name for path in tmp_path.rglob("*") if "escaped" in path.name) == []
 
 
-def test_names_in_arguments_of_a_checkpoint_are_not_opened(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+def test_names_in_arguments_of_a_checkpoint_are_not_opened(
+    server: _Server, checkpoints: Path, tmp_path: Path
+) -> None:
     from lightning_megatron import MegatronModule
 
     config = json.loads((checkpoints / "hf/config.json").read_text())
@@ -142,39 +156,61 @@ def test_names_in_arguments_of_a_checkpoint_are_not_opened(server: _Server, chec
             ({"part": "adapters", "base": name}, {"model": config}),
         ]
         for changes, arguments in cells:
-            path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", changes, {"hyper_parameters": arguments})
+            path = _forged(
+                checkpoints / "run.ckpt",
+                tmp_path / "a.ckpt",
+                changes,
+                {"hyper_parameters": arguments},
+            )
             assert reason in refusal(MegatronModule.load_from_checkpoint, path)
         arguments = {"model": config, "generation": {"tokenizer": name}}
-        path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments})
+        path = _forged(
+            checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments}
+        )
         MegatronModule.load_from_checkpoint(path)
         arguments["generation"] = {"tokenizer": name, "stop_strings": "x"}
-        path = _forged(checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments})
+        path = _forged(
+            checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments}
+        )
         if reason != _NO_SUCH_PATH:
             assert reason in refusal(MegatronModule.load_from_checkpoint, path)
     assert server.requests == []
 
 
-def test_the_user_gives_the_base_of_adapters(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+def test_the_user_gives_the_base_of_adapters(
+    server: _Server, checkpoints: Path, tmp_path: Path
+) -> None:
     from lightning_megatron.convert.contents import open_source
 
     adapter = _adapter(tmp_path / "adapter", f"{server.address}/model")
     # The base is found; then the forged adapter does not fit it.
-    assert "targets: expected linears of gpt2 layers" in refusal(open_source, adapter, base=checkpoints / "hf")
-    assert "base=org/x would do nothing" in refusal(open_source, checkpoints / "hf", base=Path("org/x"))
+    assert "targets: expected linears of gpt2 layers" in refusal(
+        open_source, adapter, base=checkpoints / "hf"
+    )
+    assert "base=org/x would do nothing" in refusal(
+        open_source, checkpoints / "hf", base=Path("org/x")
+    )
     options = f"--load-path {adapter} --save-path out --to hf"
     code, _, err = run_cli(tmp_path, "convert", *options.split())
     assert (code, f"give: --base {server.address}/model" in err) == (2, True), err
     assert server.requests == []
 
 
-def test_tokenizer_and_config_files_send_no_requests(server: _Server, checkpoints: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_config_files_send_no_requests(
+    server: _Server, checkpoints: Path, tmp_path: Path
+) -> None:
     from lightning_megatron.convert.registry import model_config
     from lightning_megatron.data.tokenizer import load_tokenizer
 
     shutil.copytree(checkpoints / "hf", tmp_path / "m")
-    (tmp_path / "code.py").write_text("import os\nos.mkdir('code_was_run')\nclass Tokenizer: pass\n")
+    (tmp_path / "code.py").write_text(
+        "import os\nos.mkdir('code_was_run')\nclass Tokenizer: pass\n"
+    )
     shutil.copyfile(tmp_path / "code.py", tmp_path / "m/code.py")
-    plain = {name: json.loads((tmp_path / "m" / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+    plain = {
+        name: json.loads((tmp_path / "m" / name).read_text())
+        for name in ("config.json", "tokenizer_config.json")
+    }
     for name in _names(server):
         hostile = {
             "name_or_path": name,
@@ -183,7 +219,10 @@ def test_tokenizer_and_config_files_send_no_requests(server: _Server, checkpoint
             "vocab_file": name,
             "fast_tokenizer_files": [name],
             "chat_template": "{% include '" + name + "' %}",
-            "auto_map": {"AutoTokenizer": [f"{name}--code.Tokenizer", None], "AutoConfig": "code.Tokenizer"},
+            "auto_map": {
+                "AutoTokenizer": [f"{name}--code.Tokenizer", None],
+                "AutoConfig": "code.Tokenizer",
+            },
             "attn_implementation": name,
             "transformers_weights": name,
         }
@@ -203,12 +242,25 @@ def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None
     from lightning_megatron.files import as_path
 
     mine = as_path("memory://mine/run")
-    names = [f"{server.address}/a.ckpt", "memory://other/a.ckpt", "memory://mine/run/../a.ckpt", "a::b"]
+    names = [
+        f"{server.address}/a.ckpt",
+        "memory://other/a.ckpt",
+        "memory://mine/run/../a.ckpt",
+        "a::b",
+    ]
     for name in names:
-        state = {"best_model_path": name, "best_k_models": {name: 1.0, "/disk/b.ckpt": 2.0}, "last_model_path": "x"}
+        state = {
+            "best_model_path": name,
+            "best_k_models": {name: 1.0, "/disk/b.ckpt": 2.0},
+            "last_model_path": "x",
+        }
         with pytest.warns(UserWarning, match="forgotten"):
             _forget_addresses({"callbacks": {"ModelCheckpoint": state}}, [mine])
-        assert state == {"best_model_path": "", "best_k_models": {"/disk/b.ckpt": 2.0}, "last_model_path": "x"}
+        assert state == {
+            "best_model_path": "",
+            "best_k_models": {"/disk/b.ckpt": 2.0},
+            "last_model_path": "x",
+        }
     own = {"best_model_path": "memory://mine/run/a.ckpt"}
     _forget_addresses({"callbacks": {"ModelCheckpoint": own}}, [mine])
     assert own == {"best_model_path": "memory://mine/run/a.ckpt"}
@@ -221,7 +273,9 @@ def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None
 def test_listing_of_a_typed_address_writes_nothing_outside(server: _Server, tmp_path: Path) -> None:
     from lightning_megatron.hub import local_folder
 
-    assert "expected a listing of files below it, got" in refusal(local_folder, f"{server.address}/model", "model")
+    assert "expected a listing of files below it, got" in refusal(
+        local_folder, f"{server.address}/model", "model"
+    )
     assert server.requests  # it was typed
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -265,15 +319,29 @@ def test_ckpt_path_imports_nothing_and_changes_no_setting(corpus: Path, tmp_path
         {"model": {"class_path": "code.Model"}},
     ]
     for number, hyper_parameters in enumerate(arguments):
-        torch.save({"hyper_parameters": hyper_parameters, "state_dict": {}}, tmp_path / f"{number}.ckpt")
+        torch.save(
+            {"hyper_parameters": hyper_parameters, "state_dict": {}}, tmp_path / f"{number}.ckpt"
+        )
     whole = (tmp_path / "0.ckpt").read_bytes()
     (tmp_path / "4.ckpt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "5.ckpt").write_bytes(whole.replace(b"class_path", b"class-path"))
     (tmp_path / "6.ckpt").write_bytes(b"PK\x03\x04" + bytes(50))
-    cases = [("fit", number, strategy) for number in range(7) for strategy in ("auto", "MegatronStrategy")]
+    cases = [
+        ("fit", number, strategy)
+        for number in range(7)
+        for strategy in ("auto", "MegatronStrategy")
+    ]
     cases += [(command, 0, "auto") for command in ("validate", "test", "predict")]
     commands = [
-        [command, "--config", config, "--ckpt_path", tmp_path / f"{number}.ckpt", "--trainer.strategy", strategy]
+        [
+            command,
+            "--config",
+            config,
+            "--ckpt_path",
+            tmp_path / f"{number}.ckpt",
+            "--trainer.strategy",
+            strategy,
+        ]
         for command, number, strategy in cases
     ]
     for command, (code, _, err) in zip(commands, run_all(tmp_path, commands), strict=True):
@@ -362,7 +430,10 @@ def _resume_all(folder: str) -> list[tuple[str, str]]:
             torch.save(meta, target / "meta.pt")
             update_checksums(target)
             try:
-                fit(run.but(trainer={"max_steps": 2}, ckpt_path=str(target)), checkpoints_at(Path(folder) / "kept"))
+                fit(
+                    run.but(trainer={"max_steps": 2}, ckpt_path=str(target)),
+                    checkpoints_at(Path(folder) / "kept"),
+                )
             except ConfigError as error:
                 if "\n" in str(error):
                     wrong.append((f"{kind} {value} at {place}", str(error)))
@@ -405,7 +476,9 @@ def _planted(folder: Path) -> dict[str, str]:
 _FIT = "fit --config fit/own.yaml --trainer.logger false --trainer.default_root_dir ."
 
 
-def test_planted_links_are_neither_emptied_nor_written_through(corpus: Path, checkpoints: Path, tmp_path: Path) -> None:
+def test_planted_links_are_neither_emptied_nor_written_through(
+    corpus: Path, checkpoints: Path, tmp_path: Path
+) -> None:
     from tests.cli.corpus import configuration
 
     victim = tmp_path / "victim"

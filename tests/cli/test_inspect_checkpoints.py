@@ -16,7 +16,14 @@ from tests.convert.legacy.layouts import Layout, even, gpt2, write
 from tests.ranks import run_ranks
 
 LAYERS, HIDDEN, VOCAB = 2, 16, 50
-MODEL = {"model_type": "gpt2", "n_layer": LAYERS, "n_embd": HIDDEN, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16}
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": LAYERS,
+    "n_embd": HIDDEN,
+    "n_head": 2,
+    "vocab_size": VOCAB,
+    "n_positions": 16,
+}
 
 
 def _train_and_save(folder: str) -> None:
@@ -66,7 +73,10 @@ def test_inspect_own_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str])
 
     assert info["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1}
     assert (info["global_step"], info["model"]["hidden_size"]) == (2, HIDDEN)
-    assert (info["data"]["DatasetDataModule"]["consumed_samples"], list(info["data"])) == (8, ["DatasetDataModule"])
+    assert (info["data"]["DatasetDataModule"]["consumed_samples"], list(info["data"])) == (
+        8,
+        ["DatasetDataModule"],
+    )
     tensors = {each["name"]: each for each in info["tensors"]}
     # Layers are stacked; the vocabulary is padded to a multiple of 8 x tp.
     assert tensors["decoder.layers.mlp.linear_fc1.weight"]["shape"] == [LAYERS, 4 * HIDDEN, HIDDEN]
@@ -77,15 +87,27 @@ def test_inspect_own_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str])
     state = sum(each["num_bytes"] for each in info["tensors"] if each["is_optimizer"])
     assert state == 3 * weights  # Adam's two moments and the fp32 master weights
     text = _text(capsys, saved / "a.ckpt")
-    parts = ("layout", "tp 2, pp 1, cp 1, dp 1", "consumed_samples 8", "exp_avg, exp_avg_sq, param", "[2, 64, 16]")
+    parts = (
+        "layout",
+        "tp 2, pp 1, cp 1, dp 1",
+        "consumed_samples 8",
+        "exp_avg, exp_avg_sq, param",
+        "[2, 64, 16]",
+    )
     assert [part for part in parts if part not in text] == []
 
 
-def test_inspect_hugging_face_directory_and_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_hugging_face_directory_and_file(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(saved / "hf")
-    expected = {name: list(tensor.shape) for name, tensor in model.named_parameters() if name != "lm_head.weight"}
+    expected = {
+        name: list(tensor.shape)
+        for name, tensor in model.named_parameters()
+        if name != "lm_head.weight"
+    }
     info = _json(capsys, saved / "hf")
     assert {each["name"]: each["shape"] for each in info["tensors"]} == expected
     assert info["config"]["model_type"] == "gpt2"
@@ -102,14 +124,25 @@ def test_inspect_distributed_megatron_checkpoint(
     # The checksums identify it as a checkpoint of this package.
     assert "lacks its file meta.pt: it is damaged" in _text(capsys, iteration, code=2)
     (iteration / "checksums.json").unlink()
-    arguments = argparse.Namespace(num_layers=LAYERS, params_dtype=torch.bfloat16, data_path=["a", "b"])
-    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 12}, iteration / "common.pt")
+    arguments = argparse.Namespace(
+        num_layers=LAYERS, params_dtype=torch.bfloat16, data_path=["a", "b"]
+    )
+    torch.save(
+        {"args": arguments, "checkpoint_version": 3.0, "iteration": 12}, iteration / "common.pt"
+    )
 
     info = _json(capsys, tmp_path)  # finds the only iteration
 
-    assert (info["kind"], info["path"]) == ("Megatron-Core distributed checkpoint (torch_dist)", str(iteration))
+    assert (info["kind"], info["path"]) == (
+        "Megatron-Core distributed checkpoint (torch_dist)",
+        str(iteration),
+    )
     assert (info["checkpoint_version"], info["iteration"]) == (3.0, 12)
-    assert info["args"] == {"data_path": ["a", "b"], "num_layers": LAYERS, "params_dtype": "bfloat16"}
+    assert info["args"] == {
+        "data_path": ["a", "b"],
+        "num_layers": LAYERS,
+        "params_dtype": "bfloat16",
+    }
     assert info["tensors"] == _json(capsys, saved / "a.ckpt")["tensors"]
     tracker.write_text("12\n")
     torch.save({"args": _RunsCode()}, iteration / "common.pt")
@@ -120,24 +153,44 @@ def test_inspect_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture
     layout = Layout(stages=even(2, 2), tp=2, version=2.0, arguments={"notes": ["a"] * 1000})
     iteration = write(tmp_path, layout, gpt2(tiny_gpt2()))
     info = _json(capsys, tmp_path)
-    assert (info["kind"], info["path"], info["files"]) == ("checkpoint of Megatron-LM", str(iteration), 4)
-    assert (info["checkpoint_version"], info["layout"], info["iteration"]) == (2.0, {"tp": 2, "pp": 2}, 40)
-    assert (info["consumed_samples"], info["args"]["hidden_size"], len(info["args"]["notes"])) == (640, 32, 200)
+    assert (info["kind"], info["path"], info["files"]) == (
+        "checkpoint of Megatron-LM",
+        str(iteration),
+        4,
+    )
+    assert (info["checkpoint_version"], info["layout"], info["iteration"]) == (
+        2.0,
+        {"tp": 2, "pp": 2},
+        40,
+    )
+    assert (info["consumed_samples"], info["args"]["hidden_size"], len(info["args"]["notes"])) == (
+        640,
+        32,
+        200,
+    )
     tensors = {each["name"]: each["shape"] for each in info["tensors"]}
     before = "language_model.encoder.layers.1."  # layer 0 of the second stage
     assert tensors[f"{before}self_attention.query_key_value.weight"] == [96, 32]
     assert tensors[f"{before}mlp.dense_4h_to_h.weight"] == [32, 128]
     assert len(tensors) == 2 * 12 + 4
     text = _text(capsys, iteration)
-    parts = ("tp 2, pp 2", "language_model.encoder.layers.{0-1}.input_layernorm.weight", "num_layers 2")
+    parts = (
+        "tp 2, pp 2",
+        "language_model.encoder.layers.{0-1}.input_layernorm.weight",
+        "num_layers 2",
+    )
     assert [part for part in parts if part not in text] == []
 
 
-def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_names_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import save_file
 
     save_file({"\x1b]0;mine\x07\nforged": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "\\u001b[31mgpt2", "n_embd": "\\u202egnorw"}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "\\u001b[31mgpt2", "n_embd": "\\u202egnorw"}'
+    )
     main(["inspect", str(tmp_path)])
     printed = "".join(capsys.readouterr())
     assert all(line.isprintable() for line in printed.splitlines())

@@ -144,7 +144,9 @@ for _option in (
     "data.masking",
 ):
     for _value in ("60", "soon"):
-        MISTAKES[f"{_FIT} --{_option} {_value}"] = f"{_option}: expected keys and values, got {_value}; give it "
+        MISTAKES[f"{_FIT} --{_option} {_value}"] = (
+            f"{_option}: expected keys and values, got {_value}; give it "
+        )
 _SCRIPT_FLAGS = {
     "--load_path hf": "--load_path: --load-path",
     "--convert_checkpoint_from_megatron_to_transformers": "use --to",
@@ -158,7 +160,9 @@ MISTAKES[f"convert {' '.join(_SCRIPT_FLAGS)}"] = (
     "--target_tensor_model_parallel_size: use --tp; --target_params_dtype: use"
 )
 MISTAKES["convert --load-path hf --saver core --save-path x"] = "--saver core; use --to; see"
-MISTAKES["preprocess --input x --tokenizer-type HuggingFaceTokenizer"] = "use --tokenizer, a directory of a transf"
+MISTAKES["preprocess --input x --tokenizer-type HuggingFaceTokenizer"] = (
+    "use --tokenizer, a directory of a transf"
+)
 for _command, _options in commands_parser()[1].items():
     for _action in _options._actions:
         # Lightning's own commands have no options here.
@@ -167,17 +171,23 @@ for _command, _options in commands_parser()[1].items():
                 "expected an integer of at most 64"
             )
         elif _action.type is float:
-            MISTAKES[f"{_GENERATE} hf {_action.option_strings[-1]} inf"] = " must be a finite number"
+            MISTAKES[f"{_GENERATE} hf {_action.option_strings[-1]} inf"] = (
+                " must be a finite number"
+            )
 
 if not torch.cuda.is_available():
     _NO_GPU = "accelerator=gpu: expected a GPU that torch can use, got none; give accelerator=cpu"
     MISTAKES[f"fit {_ALONE} --data.micro_batch_size 1 --trainer.accelerator gpu"] = _NO_GPU
-    MISTAKES[f"{_GENERATE} hf --accelerator gpu"] = _NO_GPU.replace("accelerator=", "--accelerator ")
+    MISTAKES[f"{_GENERATE} hf --accelerator gpu"] = _NO_GPU.replace(
+        "accelerator=", "--accelerator "
+    )
 
 _ALIASES = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
 )
-_OF_ACCELERATE = "is a configuration of Accelerate; convert it with lightning-megatron config --from-accelerate"
+_OF_ACCELERATE = (
+    "is a configuration of Accelerate; convert it with lightning-megatron config --from-accelerate"
+)
 _MANY = "expected at most 100,000 values, nested 100 deep, got more"
 FILES = {
     "trainer:\n\tmax_steps: 3": ":2: Problems parsing config: while scanning for the next token found",
@@ -196,7 +206,10 @@ FILES = {
     f"trainer: {'[' * 5000}{']' * 5000}": f": {_MANY}",
     f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
     "trainer: \xff": " is not UTF-8 text",
-    **dict.fromkeys(("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'), f" {_OF_ACCELERATE}"),
+    **dict.fromkeys(
+        ("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'),
+        f" {_OF_ACCELERATE}",
+    ),
 }
 """Contents of configuration files, and the message that follows the file name."""
 
@@ -218,13 +231,17 @@ def folder(corpus: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_mistakes_print_one_line_exit_with_two_and_write_nothing(folder: Path) -> None:
-    cases = MISTAKES | {f"{_FIT} --config={i}.yaml": f"{i}.yaml{message}" for i, message in enumerate(FILES.values())}
+    cases = MISTAKES | {
+        f"{_FIT} --config={i}.yaml": f"{i}.yaml{message}"
+        for i, message in enumerate(FILES.values())
+    }
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     results = run_all(folder, map(shlex.split, cases))
     wrong = [
         f"{line} [{code}]: {out}{err}"
         for (line, message), (code, out, err) in zip(cases.items(), results, strict=True)
-        if (code, out, err.count("\n"), err[:7], err[:-1].isprintable()) != (2, "", 1, "error: ", True)
+        if (code, out, err.count("\n"), err[:7], err[:-1].isprintable())
+        != (2, "", 1, "error: ", True)
         or message not in err
     ]
     assert not wrong, "".join(wrong)

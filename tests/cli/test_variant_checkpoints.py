@@ -13,8 +13,18 @@ from tests.cli.command import run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.ranks import run_ranks
 
-_SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-_SIZES |= {"max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0}
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+}
+_SIZES |= {
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 PROMPT = [[5, 9, 11, 40, 7]]
 
 
@@ -28,11 +38,18 @@ def _train(folder: str) -> list[int]:
     tokens = torch.arange(16).remainder(VOCAB_SIZE)
     rows: Any = [{"input_ids": tokens, "labels": tokens}] * 4
     trainer = trainer_of(Case(layout=Layout(tp=2), steps=2))
-    fields: dict[str, Any] = {"position_embedding_type": "rotary", "attention_head_type": "multiquery"}
-    module = MegatronModule(model={"model_type": "gpt2", **_SIZES}, lr=1e-2, make_vocab_size_divisible_by=8, **fields)
+    fields: dict[str, Any] = {
+        "position_embedding_type": "rotary",
+        "attention_head_type": "multiquery",
+    }
+    module = MegatronModule(
+        model={"model_type": "gpt2", **_SIZES}, lr=1e-2, make_vocab_size_divisible_by=8, **fields
+    )
     trainer.fit(module, DataLoader(rows, batch_size=2))
     trainer.save_checkpoint(f"{folder}/own.ckpt")
-    completion: list[int] = module.generate(torch.tensor(PROMPT), max_new_tokens=8)[0, len(PROMPT[0]) :].tolist()
+    completion: list[int] = module.generate(torch.tensor(PROMPT), max_new_tokens=8)[
+        0, len(PROMPT[0]) :
+    ].tolist()
     return completion
 
 
@@ -40,12 +57,26 @@ def test_generate_and_inspect_a_variant_in_every_format(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(corpus.parent / "tok")
-    completion, own, legacy = run_ranks(_train, 2, str(tmp_path))[0], tmp_path / "own.ckpt", tmp_path / "legacy"
+    completion, own, legacy = (
+        run_ranks(_train, 2, str(tmp_path))[0],
+        tmp_path / "own.ckpt",
+        tmp_path / "legacy",
+    )
     convert = ["convert", "--load-path", str(own), "--save-path"]
     assert main([*convert, str(legacy), "--to", "megatron-legacy", "--tp", "2", "--pp", "2"]) == 0
-    prompt, text = tokenizer.decode(PROMPT[0]), tokenizer.decode(completion, skip_special_tokens=True)
+    prompt, text = (
+        tokenizer.decode(PROMPT[0]),
+        tokenizer.decode(completion, skip_special_tokens=True),
+    )
     for path, tp in ((own, 1), (legacy, 2)):
-        options = ["--checkpoint", str(path), "--tokenizer", str(corpus.parent / "tok"), "--accelerator", "cpu"]
+        options = [
+            "--checkpoint",
+            str(path),
+            "--tokenizer",
+            str(corpus.parent / "tok"),
+            "--accelerator",
+            "cpu",
+        ]
         options += ["--tp", str(tp), "--prompt", prompt, "--max-new-tokens", "8", "--json"]
         code, out, err = run_cli(tmp_path, "generate", *options, ranks=tp)
         assert code == 0, err

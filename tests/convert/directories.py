@@ -14,7 +14,13 @@ from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
 
 Format = Literal["safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin"]
-FORMATS: tuple[Format, ...] = ("safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin")
+FORMATS: tuple[Format, ...] = (
+    "safetensors",
+    "sharded_safetensors",
+    "bin",
+    "sharded_bin",
+    "old_bin",
+)
 
 
 def tiny_llama(**fields: Any) -> Any:
@@ -24,7 +30,9 @@ def tiny_llama(**fields: Any) -> Any:
 
 def tiny_gpt2(vocab_size: int = VOCAB_SIZE) -> Any:
     """A GPT-2 of two layers with tied embeddings."""
-    return gpt_model("gpt2", {"vocab_size": vocab_size, "n_layer": 2, "n_inner": None, "n_positions": 1024})
+    return gpt_model(
+        "gpt2", {"vocab_size": vocab_size, "n_layer": 2, "n_inner": None, "n_positions": 1024}
+    )
 
 
 def tiny_bert(head: str, num_labels: int = 2) -> Any:
@@ -34,13 +42,19 @@ def tiny_bert(head: str, num_labels: int = 2) -> Any:
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors in the safetensors files of a model directory, by name."""
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor]:
     """Save ``model``; returns the saved tensors by name."""
     if kind in ("safetensors", "sharded_safetensors"):
-        model.save_pretrained(directory, max_shard_size="20KB" if kind == "sharded_safetensors" else "1GB")
+        model.save_pretrained(
+            directory, max_shard_size="20KB" if kind == "sharded_safetensors" else "1GB"
+        )
         return tensors_in(directory)
     directory.mkdir()
     model.config.architectures = [type(model).__name__]
@@ -48,10 +62,14 @@ def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor
     return save_pickled(model.state_dict(), directory, kind)
 
 
-def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format) -> dict[str, torch.Tensor]:
+def save_pickled(
+    tensors: dict[str, torch.Tensor], directory: Path, kind: Format
+) -> dict[str, torch.Tensor]:
     """Save tensors as ``pytorch_model*.bin``, as transformers did before safetensors."""
     if kind != "sharded_bin":
-        torch.save(tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin")
+        torch.save(
+            tensors, directory / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "bin"
+        )
         return tensors
     weight_map: dict[str, str] = {}
     for i in range(3):
@@ -64,10 +82,26 @@ def save_pickled(tensors: dict[str, torch.Tensor], directory: Path, kind: Format
 
 
 _GPTS = (
-    *("gpt2", "llama", "llama tied, biased", "mistral", "qwen2", "qwen3", "gpt_bigcode", "bloom", "falcon"),
+    *(
+        "gpt2",
+        "llama",
+        "llama tied, biased",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gpt_bigcode",
+        "bloom",
+        "falcon",
+    ),
     *("falcon 40b", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_neox", "opt", "cohere", "glm4"),
 )
-_BERT_HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+_BERT_HEADS = (
+    "PreTraining",
+    "MaskedLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+)
 _T5S = {"t5": t5, "t5 untied": t5_1_1, "mt5": mt5}
 MODELS = (*_GPTS, *_T5S, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
 """Names for ``tiny``: families with different weight layouts, variants and heads."""
@@ -76,7 +110,9 @@ MODELS = (*_GPTS, *_T5S, *(f"megatron-bert-{head}" for head in _BERT_HEADS))
 def tiny(name: str) -> Any:
     """Build one of ``MODELS``."""
     if name.startswith("megatron-bert-"):
-        return tiny_bert(name.removeprefix("megatron-bert-"), 3 if name.endswith("Classification") else 2)
+        return tiny_bert(
+            name.removeprefix("megatron-bert-"), 3 if name.endswith("Classification") else 2
+        )
     if name in _T5S:
         return copy.deepcopy(_T5S[name]())
     family, _, variant = name.partition(" ")

@@ -18,7 +18,9 @@ from tests.convert.directories import save_as, tensors_in, tiny
 from tests.convert.test_distributed_foreign import stacked, write_distributed
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,7 +59,9 @@ def _arrays(path: Path) -> Arrays:
     return {name: tensor.double().numpy() for name, tensor in tensors_in(path).items()}
 
 
-def _assert_mean(actual: dict[str, torch.Tensor], checkpoints: Sequence[Arrays], dtype: torch.dtype) -> None:
+def _assert_mean(
+    actual: dict[str, torch.Tensor], checkpoints: Sequence[Arrays], dtype: torch.dtype
+) -> None:
     """Assert that each tensor is the fp64 mean, rounded to ``dtype``, up to the rounding of fp32 sums."""
     assert actual.keys() == checkpoints[0].keys()
     for name, tensor in actual.items():
@@ -65,7 +69,9 @@ def _assert_mean(actual: dict[str, torch.Tensor], checkpoints: Sequence[Arrays],
         rounding = torch.finfo(dtype).eps * np.abs(stack.mean(axis=0))
         summing = torch.finfo(torch.float32).eps * np.abs(stack).sum(axis=0)
         error = np.abs(tensor.double().numpy() - stack.mean(axis=0))
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # of subnormals, of fp16 alone
+        smallest = (
+            torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        )  # of subnormals, of fp16 alone
         assert tensor.dtype is dtype, name
         assert (error <= rounding + summing + smallest).all(), f"{name}: off by up to {error.max()}"
 
@@ -98,15 +104,24 @@ def _as_torch_dist(source: Path, target: Path) -> Path:
         max_position_embeddings=config["max_position_embeddings"],
         untie_embeddings_and_output_weights=False,
     )
-    return write_distributed(target, stacked(source), {"args": arguments, "checkpoint_version": 3.0})
+    return write_distributed(
+        target, stacked(source), {"args": arguments, "checkpoint_version": 3.0}
+    )
 
 
-READ: tuple[Callable[[Path, Path], Path], ...] = (_as_hugging_face, _as_ckpt, _as_torch_dist, _as_legacy)
+READ: tuple[Callable[[Path, Path], Path], ...] = (
+    _as_hugging_face,
+    _as_ckpt,
+    _as_torch_dist,
+    _as_legacy,
+)
 WRITTEN = ("hf", "megatron", "megatron-legacy")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_mean_of_every_format_and_dtype_equals_the_mean_by_hand(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_mean_of_every_format_and_dtype_equals_the_mean_by_hand(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     models = _write_models(tmp_path, dtype)
     arrays = [_arrays(path) for path in models]
     targets = itertools.cycle(WRITTEN)
@@ -147,14 +162,18 @@ def test_dtype_option_and_mixed_dtypes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bloom", "megatron-bert-PreTraining"])
 def test_families_with_tied_and_repeated_weights(tmp_path: Path, family: str) -> None:
     models = _write_models(tmp_path, torch.float32, family)
-    _assert_mean(_average(models, tmp_path / "mean"), [_arrays(path) for path in models], torch.float32)
+    _assert_mean(
+        _average(models, tmp_path / "mean"), [_arrays(path) for path in models], torch.float32
+    )
 
 
 def _average_on_ranks(sources: list[str], target: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    options = ConvertOptions(load_path=Path(sources[0]), save_path=Path(target), to="hf", tp=2, pp=2, vpp=2)
+    options = ConvertOptions(
+        load_path=Path(sources[0]), save_path=Path(target), to="hf", tp=2, pp=2, vpp=2
+    )
     try:
         convert(options, [Path(source) for source in sources[1:]])
     finally:
@@ -185,7 +204,13 @@ def _write_adapter(folder: Path, base: Path, seed: int) -> Path:
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(out_size, _RANK, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _ALPHA, "lora_dropout": 0.0, "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
     config |= {"base_model_name_or_path": str(base), "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
@@ -197,23 +222,36 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
     matrices = [load_file(path / "adapter_model.safetensors") for path in adapters]
     arrays = [{name: tensor.double().numpy() for name, tensor in each.items()} for each in matrices]
 
-    convert(ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"), adapters[1:])
+    convert(
+        ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"), adapters[1:]
+    )
     _assert_mean(load_file(tmp_path / "mean" / "adapter_model.safetensors"), arrays, torch.float32)
 
     expected = _arrays(base)
     for name in expected:
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{prefix}.lora_A.weight" in arrays[0]:
-            a, b = (np.mean([each[f"{prefix}.lora_{part}.weight"] for each in arrays], axis=0) for part in "AB")
+            a, b = (
+                np.mean([each[f"{prefix}.lora_{part}.weight"] for each in arrays], axis=0)
+                for part in "AB"
+            )
             expected[name] = expected[name] + _ALPHA / _RANK * b @ a
     for to in WRITTEN:
         for name, tensor in _average(adapters, tmp_path / to, to=to).items():
-            np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                tensor.numpy(), expected[name], rtol=1e-5, atol=1e-5, err_msg=name
+            )
 
 
 def test_adapters_of_different_bases_are_not_averaged_into_one_adapter(tmp_path: Path) -> None:
     bases = _write_models(tmp_path, torch.float32)[:2]
     adapters = [_write_adapter(tmp_path / f"adapter {n}", base, n) for n, base in enumerate(bases)]
-    with pytest.raises(CheckpointError, match=r"adapter 1: expected the base .*model 0 .*, got .*model 1; use to=hf"):
-        convert(ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"), adapters[1:])
+    with pytest.raises(
+        CheckpointError,
+        match=r"adapter 1: expected the base .*model 0 .*, got .*model 1; use to=hf",
+    ):
+        convert(
+            ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"),
+            adapters[1:],
+        )
     assert not (tmp_path / "mean").exists()

@@ -14,7 +14,16 @@ from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors, train
-from tests.convert.directories import FORMATS, MODELS, save_as, tensors_in, tiny, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.directories import (
+    FORMATS,
+    MODELS,
+    save_as,
+    tensors_in,
+    tiny,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+)
 from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
@@ -22,7 +31,9 @@ from tests.parity.comparison import assert_same
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 def _convert(source: Path, target: Path, **options: Any) -> Path:
@@ -38,13 +49,24 @@ def _outputs(model: Any) -> torch.Tensor:
     return outputs
 
 
-_IN_EVERY_RUN = {"gpt2", "llama", "bloom", "falcon 40b", "glm4", "t5 untied", "megatron-bert-PreTraining"}
+_IN_EVERY_RUN = {
+    "gpt2",
+    "llama",
+    "bloom",
+    "falcon 40b",
+    "glm4",
+    "t5 untied",
+    "megatron-bert-PreTraining",
+}
 """Models with distinct files or weight layouts; the others run with the exhaustive tests."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive) for name in MODELS],
+    [
+        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive)
+        for name in MODELS
+    ],
 )
 def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> None:
     model = tiny(name)
@@ -74,14 +96,21 @@ def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"), [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]})], ids=["stacked", "numbered layers"]
+    ("family", "fields"),
+    [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]})],
+    ids=["stacked", "numbered layers"],
 )
-def test_experts_round_trip_and_legacy_format_is_refused(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+def test_experts_round_trip_and_legacy_format_is_refused(
+    tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
     mixture(family, **fields).save_pretrained(tmp_path / "hf")
     _convert(tmp_path / "hf", tmp_path / "ckpt", to="megatron")
-    assert_same(tensors_in(_convert(tmp_path / "ckpt", tmp_path / "back")), tensors_in(tmp_path / "hf"))
+    assert_same(
+        tensors_in(_convert(tmp_path / "ckpt", tmp_path / "back")), tensors_in(tmp_path / "hf")
+    )
     with pytest.raises(
-        ConfigError, match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf"
+        ConfigError,
+        match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf",
     ):
         _convert(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
 
@@ -91,9 +120,15 @@ def test_experts_round_trip_and_legacy_format_is_refused(tmp_path: Path, family:
 
 def test_each_tensor_keeps_its_dtype_unless_dtype_is_set(tmp_path: Path) -> None:
     expected = save_as(tiny("qwen3"), tmp_path / "source", "safetensors")
-    dtypes = {".weight": torch.bfloat16, "norm.weight": torch.float32, "embed_tokens.weight": torch.float16}
+    dtypes = {
+        ".weight": torch.bfloat16,
+        "norm.weight": torch.float32,
+        "embed_tokens.weight": torch.float16,
+    }
     mixed = {
-        name: tensor.to(next(dtype for suffix, dtype in reversed(dtypes.items()) if name.endswith(suffix)))
+        name: tensor.to(
+            next(dtype for suffix, dtype in reversed(dtypes.items()) if name.endswith(suffix))
+        )
         for name, tensor in expected.items()
     }
     save_file(mixed, tmp_path / "source" / "model.safetensors")
@@ -129,7 +164,9 @@ def test_headless_model_stays_headless(tmp_path: Path, caplog: pytest.LogCapture
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.config.architectures == ["MegatronBertModel"]
     for to in ("megatron", "megatron-legacy"):  # formats that training resumes from
-        with pytest.raises(CheckpointError, match=r"lacks tensors of its head \(cls\.predictions.*to=hf"):
+        with pytest.raises(
+            CheckpointError, match=r"lacks tensors of its head \(cls\.predictions.*to=hf"
+        ):
             _convert(tmp_path / "source", tmp_path / to, to=to)
 
 
@@ -145,17 +182,26 @@ def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
     (source / "modeling.py").write_text("raise SystemExit")
     (source / "notes.txt").write_text("")
     fields = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**fields, "auto_map": {"AutoModel": "modeling.Model"}}))
+    (source / "config.json").write_text(
+        json.dumps({**fields, "auto_map": {"AutoModel": "modeling.Model"}})
+    )
     _convert(source, target)
     assert json.loads((target / "config.json").read_text()) == fields
     names = {path.name for path in target.iterdir()} - {"config.json", "model.safetensors"}
-    assert names == {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+    assert names == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    }
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
 
     save_word_tokenizer(tmp_path / "small", 40)
     save_word_tokenizer(tmp_path / "large", 84)
     _convert(source, tmp_path / "other", tokenizer=tmp_path / "small")
-    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (tmp_path / "small/tokenizer.json").read_bytes()
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (
+        tmp_path / "small/tokenizer.json"
+    ).read_bytes()
     with pytest.raises(ValueError, match="ids up to 83, the model's vocab_size is 83"):
         _convert(source, tmp_path / "another", tokenizer=tmp_path / "large")
 
@@ -170,7 +216,13 @@ def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
     dist.init_process_group("gloo")
     path = Path(folder)
     try:
-        _convert(path / "hf", path / "legacy", to="megatron-legacy", make_vocab_size_divisible_by=8, **layout)
+        _convert(
+            path / "hf",
+            path / "legacy",
+            to="megatron-legacy",
+            make_vocab_size_divisible_by=8,
+            **layout,
+        )
         _convert(path / "legacy", path / "a.ckpt", to="megatron", **layout)
         _convert(path / "a.ckpt", path / "back", max_shard_size="20KB", **layout)
         try:
@@ -185,12 +237,21 @@ def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
 def test_four_processes_convert_like_one(tmp_path: Path) -> None:
     layout = {"tp": 2, "pp": 2, "vpp": 2}
     expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
-    _convert(tmp_path / "hf", tmp_path / "alone", to="megatron-legacy", make_vocab_size_divisible_by=8, **layout)
+    _convert(
+        tmp_path / "hf",
+        tmp_path / "alone",
+        to="megatron-legacy",
+        make_vocab_size_divisible_by=8,
+        **layout,
+    )
     for error in run_ranks(_convert_on_ranks, 4, str(tmp_path), layout):
         assert "expected the 4 processes of torchrun, got 1" in error
     assert_same(tensors_in(tmp_path / "back"), expected)
     for file in (tmp_path / "alone").rglob("*.pt"):
-        alone, sharded = load(file), load(tmp_path / "legacy" / file.relative_to(tmp_path / "alone"))
+        alone, sharded = (
+            load(file),
+            load(tmp_path / "legacy" / file.relative_to(tmp_path / "alone")),
+        )
         assert vars(alone["args"]) == vars(sharded["args"])
         for name in alone.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
             assert list(flat(sharded[name])) == list(flat(alone[name]))
@@ -211,15 +272,25 @@ def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
     options = ConvertOptions(load_path=tmp_path / "0", save_path=tmp_path / "mean", to="hf")
     convert(options, [tmp_path / "one.ckpt", tmp_path / "two"])
     mean = {name: sum(model[name].float() for model in models) / 3 for name in models[0]}  # type: ignore[union-attr]
-    assert_same(tensors_in(tmp_path / "mean"), {name: weight.to(torch.bfloat16) for name, weight in mean.items()})
+    assert_same(
+        tensors_in(tmp_path / "mean"),
+        {name: weight.to(torch.bfloat16) for name, weight in mean.items()},
+    )
 
     models[0]["lm_head.weight"][0] = 1e6
     model.load_state_dict(models[0])
     save_as(model, tmp_path / "large", FORMATS[0])
-    with pytest.raises(CheckpointError, match=r"output_layer.weight: expected values up to 6.55e\+04 \(float16\)"):
-        convert(replace(options, dtype="fp16", save_path=tmp_path / "mixture"), [tmp_path / "large"])
+    with pytest.raises(
+        CheckpointError, match=r"output_layer.weight: expected values up to 6.55e\+04 \(float16\)"
+    ):
+        convert(
+            replace(options, dtype="fp16", save_path=tmp_path / "mixture"), [tmp_path / "large"]
+        )
     save_as(tiny_gpt2(), tmp_path / "gpt2", FORMATS[0])
-    with pytest.raises(CheckpointError, match=r"gpt2: expected the model of .*0 to average with, got one with other"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"gpt2: expected the model of .*0 to average with, got one with other",
+    ):
         convert(replace(options, save_path=tmp_path / "mixture"), [tmp_path / "gpt2"])
     assert not (tmp_path / "mixture").exists()
 
@@ -268,7 +339,9 @@ def _load_with_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
             position_embedding_type="learned_absolute",
             share_embeddings_and_output_weights=True,
         )
-        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)["model"])
+        model.load_state_dict(
+            dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)["model"]
+        )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -286,7 +359,13 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
 
     _convert(tmp_path / "run.ckpt", tmp_path / "back")
     _convert(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
-    _convert(tmp_path / "run.ckpt", tmp_path / "weights.ckpt", to="megatron", pp=2, make_vocab_size_divisible_by=8)
+    _convert(
+        tmp_path / "run.ckpt",
+        tmp_path / "weights.ckpt",
+        to="megatron",
+        pp=2,
+        make_vocab_size_divisible_by=8,
+    )
 
     for step, source in enumerate((tmp_path / "legacy", tmp_path / "weights.ckpt")):
         _convert(source, tmp_path / f"from{step}")
@@ -294,10 +373,19 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
     assert_same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "expected"))
     assert open_source(tmp_path / "run.ckpt").iteration == 2
     assert any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "run.ckpt"))
-    assert not any(name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt"))
+    assert not any(
+        name.startswith("optimizer.") for name in read_tensors(tmp_path / "weights.ckpt")
+    )
     losses = []
     for name in ("run.ckpt", "weights.ckpt"):
-        start = run.but(strategy={"tp": 1, "pp": 1, "sequence_parallel": False, "load_from": str(tmp_path / name)})
+        start = run.but(
+            strategy={
+                "tp": 1,
+                "pp": 1,
+                "sequence_parallel": False,
+                "load_from": str(tmp_path / name),
+            }
+        )
         losses.append(run_ranks(train, 1, start.but(trainer={"max_steps": 1}))[0].steps[1]["loss"])
     assert losses[0] == losses[1]
 
@@ -307,12 +395,18 @@ def test_megatron_core_loads_a_converted_checkpoint(tmp_path: Path) -> None:
     _convert(tmp_path / "source", tmp_path / "model.ckpt", to="megatron", pp=2)
     tensors = weights_of(tmp_path / "source").tensors
 
-    for rank, weights in enumerate(run_ranks(_load_with_megatron_core, 2, str(tmp_path / "model.ckpt"))):
+    for rank, weights in enumerate(
+        run_ranks(_load_with_megatron_core, 2, str(tmp_path / "model.ckpt"))
+    ):
         embedding = tensors[Key("embedding.word_embeddings.weight")][64 * rank : 64 * (rank + 1)]
         assert torch.equal(weights["embedding.word_embeddings.weight"][: len(embedding)], embedding)
-        qkv = tensors[Key("decoder.layers.self_attention.linear_qkv.weight", 1)][48 * rank : 48 * (rank + 1)]
+        qkv = tensors[Key("decoder.layers.self_attention.linear_qkv.weight", 1)][
+            48 * rank : 48 * (rank + 1)
+        ]
         assert torch.equal(weights["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
         norm = tensors[Key("decoder.layers.mlp.linear_fc1.layer_norm_bias", 0)]
         assert torch.equal(weights["decoder.layers.0.pre_mlp_layernorm.bias"], norm)
-        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)][:, 16 * rank : 16 * (rank + 1)]
+        proj = tensors[Key("decoder.layers.self_attention.linear_proj.weight", 1)][
+            :, 16 * rank : 16 * (rank + 1)
+        ]
         assert torch.equal(weights["decoder.layers.1.self_attention.linear_proj.weight"], proj)

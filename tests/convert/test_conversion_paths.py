@@ -21,7 +21,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def _options(source: Path, **options: Any) -> ConvertOptions:
-    return ConvertOptions(**{"load_path": source, "save_path": source.with_name("target"), "to": "hf", **options})
+    return ConvertOptions(
+        **{"load_path": source, "save_path": source.with_name("target"), "to": "hf", **options}
+    )
 
 
 def _only_source_exists(source: Path) -> bool:
@@ -37,10 +39,19 @@ def _only_source_exists(source: Path) -> bool:
         ({"to": "onnx"}, "to='onnx' is unknown; choose from hf, megatron, megatron-legacy"),
         ({"dtype": "fp8"}, "dtype='fp8' is unknown"),
         ({"max_shard_size": "many"}, "max_shard_size='many' is not a size"),
-        ({"to": "megatron", "max_shard_size": "1GB"}, "max_shard_size=1GB would do nothing with to=megatron"),
-        ({"to": "megatron", "make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be at least 1"),
+        (
+            {"to": "megatron", "max_shard_size": "1GB"},
+            "max_shard_size=1GB would do nothing with to=megatron",
+        ),
+        (
+            {"to": "megatron", "make_vocab_size_divisible_by": 0},
+            "make_vocab_size_divisible_by=0 must be at least 1",
+        ),
         ({"to": "megatron", "vpp": 2}, "vpp=2 interleaves pipeline stages, but pp=1"),
-        ({"to": "megatron", "pp": 3, "vpp": 2}, "pp=3 x vpp=2 = 6 stages are more than the 4 layers"),
+        (
+            {"to": "megatron", "pp": 3, "vpp": 2},
+            "pp=3 x vpp=2 = 6 stages are more than the 4 layers",
+        ),
         ({"iteration": 5}, "iteration=5 would do nothing"),
         ({"tokenizer": Path("nowhere")}, "tokenizer directory nowhere is missing"),
         ({"tokenizer": Path(__file__).parent}, "holds no tokenizer that transformers can load"),
@@ -78,11 +89,16 @@ def test_wrong_paths_are_refused(source: Path) -> None:
         ({"config.json": "{}"}, "directory with weights, .* got config.json"),
         ({"a.ckpt/x": "", "b.ckpt/x": ""}, "got a.ckpt, b.ckpt; give one of these"),
         ({"model.safetensors": ""}, "model.safetensors is truncated or damaged"),
-        ({"iter_0000002/x": "", "iter_0000010/x": ""}, "expected one iteration .*, got iter_0000002, "),
+        (
+            {"iter_0000002/x": "", "iter_0000010/x": ""},
+            "expected one iteration .*, got iter_0000002, ",
+        ),
     ],
     ids=str,
 )
-def test_sources_that_are_no_checkpoint_are_refused(tmp_path: Path, files: dict[str, str] | None, message: str) -> None:
+def test_sources_that_are_no_checkpoint_are_refused(
+    tmp_path: Path, files: dict[str, str] | None, message: str
+) -> None:
     folder = tmp_path / "source"
     if files is None:
         folder.touch()
@@ -106,7 +122,9 @@ def test_weights_without_config_need_the_config_option(source: Path, tmp_path: P
 def test_file_of_a_model_or_checkpoint_opens_its_directory(source: Path, tmp_path: Path) -> None:
     assert open_source(source / "model.safetensors").path == source
     (source / "adapter_model.safetensors").write_bytes(b"other weights than the model's")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: expected .* got a file"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter_model\.safetensors: expected .* got a file"
+    ):
         open_source(source / "adapter_model.safetensors")
     path = tmp_path / "a.ckpt"
     convert(_options(source, save_path=path, to="megatron"))
@@ -120,8 +138,13 @@ def test_file_of_a_model_or_checkpoint_opens_its_directory(source: Path, tmp_pat
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "megatron-legacy"])
-def test_failed_conversion_leaves_no_files(source: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    with pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"), full_disk():
+def test_failed_conversion_leaves_no_files(
+    source: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"writ.*(File too large|is the disk full)"),
+        full_disk(),
+    ):
         convert(_options(source, to=to))
     assert _only_source_exists(source)
 

@@ -20,7 +20,9 @@ from tests.checkpoint.damage import update_checksums
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 from tests.convert.weights import assert_same_weights, weights_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -28,10 +30,14 @@ _LOCAL = {
 }
 
 
-def write_distributed(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None) -> Path:
+def write_distributed(
+    folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None
+) -> Path:
     """Write a checkpoint with torch's own writer; each tensor is one chunk."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+    dcp.save(
+        dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True
+    )
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps(backends))
     torch.save(dict(common or {}), folder / "common.pt")
@@ -47,7 +53,10 @@ def stacked(source: Path) -> dict[str, torch.Tensor]:
             tensors[key.name] = tensor
         else:
             layers.setdefault(key.name, []).append(tensor)
-    return {**tensors, **{name: torch.stack(tensors_of_layers) for name, tensors_of_layers in layers.items()}}
+    return {
+        **tensors,
+        **{name: torch.stack(tensors_of_layers) for name, tensors_of_layers in layers.items()},
+    }
 
 
 def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,9 +86,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("change", [dict, _numbered, _padded], ids=["stacked", "numbered", "padded"])
-def test_layer_and_padding_conventions_are_read(tmp_path: Path, source: Path, change: Callable[..., Any]) -> None:
-    path = write_distributed(tmp_path / "core", {**change(stacked(source)), "decoder._extra_state": torch.zeros(3)})
+@pytest.mark.parametrize(
+    "change", [dict, _numbered, _padded], ids=["stacked", "numbered", "padded"]
+)
+def test_layer_and_padding_conventions_are_read(
+    tmp_path: Path, source: Path, change: Callable[..., Any]
+) -> None:
+    path = write_distributed(
+        tmp_path / "core", {**change(stacked(source)), "decoder._extra_state": torch.zeros(3)}
+    )
     weights = weights_of(path, source / "config.json")
     assert_same_weights(weights, weights_of(source))
     assert weights.source.iteration == 0
@@ -90,7 +105,9 @@ def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping
     shutil.rmtree(path)
     write_distributed(path, {**tensors, "common_state/shard_0_1": [dict(common)]})
     (path / "common.pt").unlink()
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (path / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
     return path
 
 
@@ -98,7 +115,12 @@ def test_megatron_lm_arguments_describe_the_model(tmp_path: Path) -> None:
     save_as(tiny("qwen2"), tmp_path / "source", "safetensors")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     arguments = argparse.Namespace(
-        **{"num_attention_heads": 4, "swiglu": True, "position_embedding_type": "rope", "normalization": "RMSNorm"},
+        **{
+            "num_attention_heads": 4,
+            "swiglu": True,
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+        },
         **{"norm_epsilon": config["rms_norm_eps"], "max_position_embeddings": 24},
         untie_embeddings_and_output_weights=False,
     )
@@ -131,12 +153,24 @@ def _file(folder: Path) -> Path:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda f: _file(f).write_bytes(_file(f).read_bytes()[:-100]), r"expected \d+ bytes in .*, got \d+;"),
+    "truncated": (
+        lambda f: _file(f).write_bytes(_file(f).read_bytes()[:-100]),
+        r"expected \d+ bytes in .*, got \d+;",
+    ),
     "missing": (lambda f: _file(f).unlink(), "is damaged: .* got no such file"),
-    "shifted": (lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]), "is damaged"),
+    "shifted": (
+        lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]),
+        "is damaged",
+    ),
     "outside": (_point_outside, "outside itself"),
-    "hostile table": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(_RunsCode())), "would run builtins.print"),
-    "hostile common": (lambda f: torch.save({"args": _RunsCode()}, f / "common.pt"), r"it holds more than data .print"),
+    "hostile table": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps(_RunsCode())),
+        "would run builtins.print",
+    ),
+    "hostile common": (
+        lambda f: torch.save({"args": _RunsCode()}, f / "common.pt"),
+        r"it holds more than data .print",
+    ),
 }
 
 
@@ -147,14 +181,21 @@ def test_damaged_or_hostile_checkpoint_is_refused(
     path, (damage, message) = write_distributed(tmp_path / "core", stacked(source)), DAMAGE[kind]
     damage(path)
     with pytest.raises(CheckpointError, match=message):
-        convert(ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"))
+        convert(
+            ConvertOptions(
+                load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"
+            )
+        )
     assert "run" not in capsys.readouterr().out
     assert not (tmp_path / "hf").exists()
 
 
 def _change_meta(path: Path, **changes: Any) -> None:
     meta: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
-    merged = {key: {**meta[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    merged = {
+        key: {**meta[key], **value} if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
     torch.save({**meta, **merged}, path / "meta.pt")
     update_checksums(path)
 
@@ -162,7 +203,11 @@ def _change_meta(path: Path, **changes: Any) -> None:
 @pytest.fixture
 def own(tmp_path: Path, source: Path) -> Path:
     """A checkpoint of this package, in fp16."""
-    convert(ConvertOptions(load_path=source, save_path=tmp_path / "run.ckpt", to="megatron", dtype="fp16"))
+    convert(
+        ConvertOptions(
+            load_path=source, save_path=tmp_path / "run.ckpt", to="megatron", dtype="fp16"
+        )
+    )
     return tmp_path / "run.ckpt"
 
 
@@ -180,12 +225,17 @@ def test_flipped_bit_and_missing_checksums_are_refused(own: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_description": {"activation": "relu"}}, "activation=relu .the config says gelu_tanh"),
+        (
+            {"model_description": {"activation": "relu"}},
+            "activation=relu .the config says gelu_tanh",
+        ),
         ({"format_version": 99}, "format version"),
     ],
     ids=str,
 )
-def test_undescribed_model_or_unknown_version_is_refused(own: Path, changes: dict[str, Any], message: str) -> None:
+def test_undescribed_model_or_unknown_version_is_refused(
+    own: Path, changes: dict[str, Any], message: str
+) -> None:
     _change_meta(own, **changes)
     with pytest.raises(CheckpointError, match=message):
         open_source(own)

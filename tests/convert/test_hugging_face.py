@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from lightning_megatron.convert import hugging_face
 from lightning_megatron.convert.hugging_face import open_weights
 from lightning_megatron.errors import CheckpointError
-from tests.convert.directories import Format, save_as, save_pickled, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.directories import (
+    Format,
+    save_as,
+    save_pickled,
+    tensors_in,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+)
 from tests.convert.weights import assert_same_weights, weights_of
 from tests.families.parity import FOUR_RANKS, pretrained_module
 from tests.parity.comparison import assert_same
@@ -51,7 +59,9 @@ def _index_to(file: str) -> Change:
 
 
 def _cut(name: str, kept: int) -> Change:
-    return lambda folder: os.truncate(folder / name, kept if kept >= 0 else (folder / name).stat().st_size - 1)
+    return lambda folder: os.truncate(
+        folder / name, kept if kept >= 0 else (folder / name).stat().st_size - 1
+    )
 
 
 def _header(content: bytes) -> Change:
@@ -118,7 +128,9 @@ def _with_a_buffer(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("change", [None, _only_the_output_layer, _with_a_buffer, "headless"])
-def test_tensor_names_of_other_releases_are_read(tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensor_names_of_other_releases_are_read(
+    tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Both names of a tied output layer, only its own, saved buffers, and the model without its head."""
     model = tiny_gpt2()
     save_as(model, tmp_path / "current", "safetensors")
@@ -133,7 +145,9 @@ def test_tensor_names_of_other_releases_are_read(tmp_path: Path, change: Any, ca
 
 
 @pytest.mark.parametrize(
-    ("model", "lost"), [(tiny_bert, "classifier.bias"), (tiny_llama, "lm_head.weight")], ids=["half a head", "a head"]
+    ("model", "lost"),
+    [(tiny_bert, "classifier.bias"), (tiny_llama, "lm_head.weight")],
+    ids=["half a head", "a head"],
 )
 def test_missing_head_tensor_is_an_error(tmp_path: Path, model: Any, lost: str) -> None:
     arguments = ["SequenceClassification"] if model is tiny_bert else []
@@ -177,7 +191,10 @@ def test_different_tied_tensors_are_an_error(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     tensors["lm_head.weight"][50] += 1
     save_pickled(tensors, tmp_path / "model", "bin")
-    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'transformer.wte.weight'.*tie_word_embe"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'lm_head.weight' differs from 'transformer.wte.weight'.*tie_word_embe",
+    ):
         weights_of(tmp_path / "model")
 
 
@@ -248,10 +265,17 @@ def load_and_save(
     return {**result, "is_on_gpu": all(parameter.is_cuda for parameter in module.parameters())}
 
 
-def _save_on_ranks(folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target") -> Any:
+def _save_on_ranks(
+    folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target"
+) -> Any:
     """Run ``load_and_save``; rank 0's result. Other ranks must log nothing and raise if rank 0 does."""
     first, *others = run_ranks(
-        load_and_save, layout.world_size, str(folder / source), str(folder / target), layout, *options
+        load_and_save,
+        layout.world_size,
+        str(folder / source),
+        str(folder / target),
+        layout,
+        *options,
     )
     assert not any(other["messages"] for other in others)
     assert all(bool(other["error"]) == bool(first["error"]) for other in others)
@@ -271,15 +295,25 @@ def test_saved_files_have_the_run_dtype_and_shard_size(
 ) -> None:
     """Master weights have the same values: the optimizer step has copied them into the weights."""
     expected = save_as(tiny_llama().to(dtype), tmp_path / "source", kind)
-    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    (tmp_path / "source" / "generation_config.json").write_text(
+        '{"temperature": 0.7, "do_sample": true}'
+    )
     _save_on_ranks(tmp_path, layout, precision, None, "20KB")
-    rounded, target = torch.float32 if precision == "32-true" else torch.bfloat16, tmp_path / "target"
+    rounded, target = (
+        torch.float32 if precision == "32-true" else torch.bfloat16,
+        tmp_path / "target",
+    )
     assert_same(tensors_in(target), {name: tensor.to(rounded) for name, tensor in expected.items()})
     assert json.loads((target / "config.json").read_text())["dtype"] == str(rounded)[6:]
-    sizes = [sum(each.nbytes for each in load_file(file).values()) for file in target.glob("model-*.safetensors")]
+    sizes = [
+        sum(each.nbytes for each in load_file(file).values())
+        for file in target.glob("model-*.safetensors")
+    ]
     assert len(sizes) > 1
     assert max(sizes) <= 20_000
-    assert json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
+    assert json.loads((target / "model.safetensors.index.json").read_text())["metadata"][
+        "total_size"
+    ] == sum(sizes)
     assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.7
 
 
@@ -292,7 +326,9 @@ def test_output_layer_of_a_headless_model_is_newly_initialised(tmp_path: Path) -
 
 def test_classifier_of_a_pretrained_bert_is_newly_initialised(tmp_path: Path) -> None:
     expected = save_as(tiny_bert("PreTraining"), tmp_path / "source", "safetensors")
-    ignored, new = _save_on_ranks(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")["messages"]
+    ignored, new = _save_on_ranks(tmp_path, FOUR_RANKS, "32-true", "sequence_classification")[
+        "messages"
+    ]
     assert new.endswith("newly initialised: classifier.weight, classifier.bias")
     assert "cls.predictions.transform.dense.weight" in ignored
     assert "cls.seq_relationship.weight" in ignored
@@ -300,7 +336,9 @@ def test_classifier_of_a_pretrained_bert_is_newly_initialised(tmp_path: Path) ->
     weight, bias = saved.pop("classifier.weight"), saved.pop("classifier.bias")
     assert weight.std() > 0
     assert (bias == 0).all()
-    assert_same(saved, {name: tensor for name, tensor in expected.items() if name.startswith("bert.")})
+    assert_same(
+        saved, {name: tensor for name, tensor in expected.items() if name.startswith("bert.")}
+    )
 
 
 def test_saving_into_a_directory_keeps_unrelated_files(tmp_path: Path) -> None:
@@ -336,13 +374,17 @@ def test_killed_save_changes_no_final_file(tmp_path: Path) -> None:
         with pytest.raises(RankError, match="died without a result"):
             _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
     assert not (tmp_path / "new").exists()
-    assert {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()} == before
+    assert {
+        file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()
+    } == before
     _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, num_microbatches=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(pp=2, num_microbatches=2), Layout(dp=2)], ids=str
+)
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 def test_weights_round_trip_through_gpus(tmp_path: Path, make: Any, layout: Layout) -> None:
     expected = save_as(make().to(torch.bfloat16), tmp_path / "source", "safetensors")

@@ -31,13 +31,19 @@ def _write_model(directory: Path) -> tuple[int, int]:
         max_position_embeddings=32,
     )
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    tensors = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        shapes = {
+            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
+    tensors = {
+        name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()
+    }
     config.architectures = ["LlamaForCausalLM"]
     directory.mkdir(exist_ok=True)
     config.save_pretrained(directory)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return sum(4 * t.numel() for t in tensors.values()), max(2 * t.numel() for t in tensors.values())
+    return sum(4 * t.numel() for t in tensors.values()), max(
+        2 * t.numel() for t in tensors.values()
+    )
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -59,18 +65,26 @@ def _measure_loading(directory: str, layout: Layout) -> tuple[int, int]:
         before = _status("VmRSS")
         result = real(chunks, *args)
         measured["rise"] = _status("VmHWM") - before
-        measured["own"] = sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())
+        measured["own"] = sum(
+            p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters()
+        )
         return result
 
     module = pretrained_module(directory)
     with patch.object(module_file, "load_hugging_face", measure):
-        trainer_of(Case(layout=layout)).validate(module, DataLoader(Sentences(2), batch_size=2), verbose=False)
+        trainer_of(Case(layout=layout)).validate(
+            module, DataLoader(Sentences(2), batch_size=2), verbose=False
+        )
     return measured["own"], measured["rise"]
 
 
 def _status(field: str) -> int:
     """A field of /proc/self/status in bytes."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    ]
     return 1024 * int(line.split()[1])
 
 

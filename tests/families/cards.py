@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lightning_megatron.convert.registry import REFUSED_TYPES, known_families, model_config, rules_of
+from lightning_megatron.convert.registry import (
+    REFUSED_TYPES,
+    known_families,
+    model_config,
+    rules_of,
+)
 from lightning_megatron.models.config import ModelConfig
 from tests.families.parity import FOUR_RANKS, Rows, check_family
 from tests.families.parity import padded_sentences as sentences
@@ -51,7 +56,12 @@ _WORDS: dict[str, str] = {
     "logits_multiplier": "multiplied logits",
 }
 """Text on the page for ``ModelConfig`` fields that differ from GPT-2's."""
-_POSITIONS = {"rope": "rotary", "alibi": "ALiBi", "relative": "relative positions", "learned_absolute": "learned"}
+_POSITIONS = {
+    "rope": "rotary",
+    "alibi": "ALiBi",
+    "relative": "relative positions",
+    "learned_absolute": "learned",
+}
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
@@ -60,7 +70,9 @@ def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
     head, _, bert_rows = next(iter(BERTS.values()))
     gpts = {name: (lambda name=name: (gpt_model(name, {}), sentences())) for name in FAMILIES}
     others = {"t5": lambda: (t5(), t5_rows), "mt5": lambda: (mt5(), t5_rows)}
-    return dict(sorted({**gpts, **others, "megatron-bert": lambda: (bert_model(*head), bert_rows)}.items()))
+    return dict(
+        sorted({**gpts, **others, "megatron-bert": lambda: (bert_model(*head), bert_rows)}.items())
+    )
 
 
 def description(hf_model: Any) -> str:
@@ -85,10 +97,17 @@ def _not_default(model: ModelConfig) -> dict[str, Any]:
 def _digest(model: ModelConfig) -> str:
     """Return a digest of the tiny model's config fields and weight rules, which changes when one of them does."""
     rules = [
-        (rule.megatron, rule.hugging_face, rule.rows, None if rule.order is None else rule.order.tolist())
+        (
+            rule.megatron,
+            rule.hugging_face,
+            rule.rows,
+            None if rule.order is None else rule.order.tolist(),
+        )
         for rule in rules_of(model)
     ]
-    return hashlib.sha256(repr((sorted(_not_default(model).items()), rules)).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr((sorted(_not_default(model).items()), rules)).encode()).hexdigest()[
+        :8
+    ]
 
 
 def _texts(family: str) -> str:
@@ -104,7 +123,10 @@ def _rows() -> Iterator[str]:
         hf_model, rows = make()
         comparisons = [check_family(hf_model, layout, rows) for layout in LAYOUTS.values()]
         errors = [f"{result.logits_error:.0e}" for result in comparisons]
-        errors += [f"{max(getattr(x, name) for x in comparisons):.0e}" for name in ("loss_error", "gradient_error")]
+        errors += [
+            f"{max(getattr(x, name) for x in comparisons):.0e}"
+            for name in ("loss_error", "gradient_error")
+        ]
         row = f"| {family} | {description(hf_model)} | {' | '.join(errors)} | bit-equal | {_texts(family)} |"
         print(row, flush=True)
         yield row
@@ -116,7 +138,9 @@ def refusals() -> str:
     lines += [f"| {model_type} | | {reason} |" for model_type, reason in REFUSED_TYPES.items()]
     for name, family in sorted(known_families().items()):
         for field, taken in family.required.items():
-            lines.append(f"| {name} | `{field}` | {' or '.join(f'`{value!r}`' for value in taken)} |")
+            lines.append(
+                f"| {name} | `{field}` | {' or '.join(f'`{value!r}`' for value in taken)} |"
+            )
     return "\n".join(lines)
 
 
@@ -144,7 +168,15 @@ def page(rows: Iterable[str]) -> str:
     Args:
         rows: Rows of the table of families.
     """
-    head = ["family", "classes", "has", "table", *(f"logits, {name}" for name in LAYOUTS), "loss", "gradients"]
+    head = [
+        "family",
+        "classes",
+        "has",
+        "table",
+        *(f"logits, {name}" for name in LAYOUTS),
+        "loss",
+        "gradients",
+    ]
     head += ["weights and config, both ways", "texts"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows]
     return _PAGE.format(rows="\n".join(lines), refusals=refusals())

@@ -94,7 +94,11 @@ def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
     """Create a model with weights as varied as trained ones: no norm is 1, no bias 0, no two rows are equal."""
     torch.manual_seed(seed)
     is_auto = hasattr(auto_class, "_model_mapping")
-    model = auto_class.from_config(config, attn_implementation="eager") if is_auto else auto_class(config)
+    model = (
+        auto_class.from_config(config, attn_implementation="eager")
+        if is_auto
+        else auto_class(config)
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,19 +110,27 @@ def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
     return model.float().eval()
 
 
-def padded_sentences(lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, side: str = "right") -> Rows:
+def padded_sentences(
+    lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, side: str = "right"
+) -> Rows:
     """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding) for causal models."""
-    tokens = torch.randint(1, VOCAB_SIZE, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(
+        1, VOCAB_SIZE, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5)
+    )
     rows = []
     for row, length in zip(tokens, lengths, strict=True):
         mask = torch.zeros_like(row)
         mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
         is_target = (mask == 1) & (mask.roll(1) == 1)
-        rows.append({"input_ids": row, "attention_mask": mask, "labels": row.masked_fill(~is_target, -100)})
+        rows.append(
+            {"input_ids": row, "attention_mask": mask, "labels": row.masked_fill(~is_target, -100)}
+        )
     return rows
 
 
-def check_family(hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = False) -> Comparison:
+def check_family(
+    hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = False
+) -> Comparison:
     """Assert that this package's model with the weights of ``hf_model`` equals it on ``layout``.
 
     Args:
@@ -134,7 +146,9 @@ def check_family(hf_model: Any, layout: Layout, rows: Rows, *, adapters: bool = 
         directory, lora = Path(path), None
         hf_model.save_pretrained(directory / "source")
         if adapters:
-            hf_model = _with_adapters(copy.deepcopy(hf_model), directory)  # peft modifies it, and other tests share it
+            hf_model = _with_adapters(
+                copy.deepcopy(hf_model), directory
+            )  # peft modifies it, and other tests share it
             lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
         results: list[RankResult] = run_ranks(run_family, layout.world_size, path, case, rows, lora)
@@ -165,7 +179,11 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
 
     torch.manual_seed(4)
     linears = linear_rules(rules_of(model_config(directory / "source")))
-    ends = {name.removesuffix(".weight").split(f"{LAYER}.")[1] for r in linears.values() for name in r.hugging_face}
+    ends = {
+        name.removesuffix(".weight").split(f"{LAYER}.")[1]
+        for r in linears.values()
+        for name in r.hugging_face
+    }
     config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
     get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
     return hf_model
@@ -174,7 +192,9 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
 def _compare_saved_adapters(directory: Path) -> None:
     from safetensors.torch import load_file
 
-    saved, initial = (load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter"))
+    saved, initial = (
+        load_file(directory / name / "adapter_model.safetensors") for name in ("saved", "adapter")
+    )
     assert saved.keys() == initial.keys()
     assert all(saved[name].equal(initial[name]) for name in initial)
 
@@ -184,7 +204,9 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
     from transformers.core_model_loading import revert_weight_conversion
 
     hf_model.zero_grad(set_to_none=True)
-    output = hf_model(**{name: torch.stack([row[name] for row in rows]).to(hf_model.device) for name in rows[0]})
+    output = hf_model(
+        **{name: torch.stack([row[name] for row in rows]).to(hf_model.device) for name in rows[0]}
+    )
     output.loss.float().backward()
     # A parameter that does not affect the loss has no gradient in torch, and a gradient of zeros here.
     gradients = {
@@ -192,11 +214,18 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
         for name, parameter in hf_model.named_parameters()
     }
     # transformers holds all experts of a layer in one tensor, but saves one tensor per expert.
-    gradients = {name: grad.float().cpu() for name, grad in revert_weight_conversion(hf_model, gradients).items()}
+    gradients = {
+        name: grad.float().cpu()
+        for name, grad in revert_weight_conversion(hf_model, gradients).items()
+    }
     named = ("logits", "prediction_logits", "seq_relationship_logits")
-    outputs = [output[name].detach().float().cpu() for name in named if output.get(name) is not None]
+    outputs = [
+        output[name].detach().float().cpu() for name in named if output.get(name) is not None
+    ]
     if "start_logits" in output:
-        outputs.append(torch.stack([output.start_logits, output.end_logits], dim=-1).detach().float().cpu())
+        outputs.append(
+            torch.stack([output.start_logits, output.end_logits], dim=-1).detach().float().cpu()
+        )
     return Reference(outputs=outputs, loss=output.loss.item(), gradients=gradients)
 
 
@@ -212,14 +241,21 @@ def _compare_outputs(
     results: list[RankResult], reference: Reference, real: torch.Tensor | None, layout: Layout
 ) -> float:
     errors = [0.0]
-    last = sorted((a for a in results if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank))
+    last = sorted(
+        (a for a in results if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank)
+    )
     assert {len(result.outputs) for result in last} == {len(reference.outputs)}
     last, others = last[: layout.dp * layout.tp], last[layout.dp * layout.tp :]
-    for first, other in zip(last * (layout.cp - 1), others, strict=True):  # cp ranks have complete, equal rows
+    for first, other in zip(
+        last * (layout.cp - 1), others, strict=True
+    ):  # cp ranks have complete, equal rows
         assert all(map(torch.equal, first.outputs, other.outputs))
     for i, expected in enumerate(reference.outputs):
         replicas = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
-        outputs = [_join_over_tp([a.outputs[i] for a in replica], expected.shape[-1]) for replica in replicas]
+        outputs = [
+            _join_over_tp([a.outputs[i] for a in replica], expected.shape[-1])
+            for replica in replicas
+        ]
         # Rows are assigned to replicas round-robin.
         actual = torch.stack(outputs, dim=1).flatten(0, 1)
         assert actual.shape == expected.shape
@@ -247,7 +283,11 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
         assert actual[name].shape == gradient.shape, name
         limit = _GRADIENT_RTOL * gradient.norm() + _GRADIENT_ATOL * total
         errors[name] = float((actual[name] - gradient).norm() / limit)
-    wrong = [f"{n}: {relative_error(actual[n], expected[n]):.2g}" for n, error in errors.items() if error > 1]
+    wrong = [
+        f"{n}: {relative_error(actual[n], expected[n]):.2g}"
+        for n, error in errors.items()
+        if error > 1
+    ]
     assert not wrong, f"gradients differ, relative to their norms: {', '.join(wrong)}"
     return max(errors.values()) * _GRADIENT_RTOL
 
@@ -255,7 +295,9 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
 def _compare_saved(directory: Path, hf_model: Any) -> None:
     """Assert that saved weights equal the loaded ones and that transformers reports no missing or unexpected keys."""
     loaded, report = type(hf_model).from_pretrained(directory, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert not any(
+        report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    ), report
     expected, actual = hf_model.state_dict(), loaded.state_dict()
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
@@ -275,7 +317,9 @@ def run_family(directory: str, case: Case, rows: Rows, lora: str | None = None) 
     trainer.validate(module, loader, verbose=False)
     topology = trainer.strategy.topology
     module.save_pretrained(Path(directory) / "saved")
-    run = train_module(pretrained_module(directory + "/source", lora=lora), case, loader, collect=tensors_of)
+    run = train_module(
+        pretrained_module(directory + "/source", lora=lora), case, loader, collect=tensors_of
+    )
     return RankResult(
         outputs=[torch.cat(parts) for parts in zip(*recorder.outputs, strict=True)],
         tp_rank=topology.tp_rank,

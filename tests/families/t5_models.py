@@ -13,7 +13,9 @@ def t5_config(config_class: str, **fields: Any) -> Any:
     import transformers
 
     tokens = {"vocab_size": VOCAB_SIZE, "decoder_start_token_id": 2, "pad_token_id": 1}
-    return getattr(transformers, config_class)(**{**T5, **tokens, "layer_norm_epsilon": 1e-5, **fields})
+    return getattr(transformers, config_class)(
+        **{**T5, **tokens, "layer_norm_epsilon": 1e-5, **fields}
+    )
 
 
 def _tiny(model_class: Any, config: Any) -> Any:
@@ -56,4 +58,7 @@ def mt5() -> Any:
     """mT5: tied embeddings, as transformers creates it, outputs not scaled."""
     from transformers import MT5ForConditionalGeneration
 
-    return _tiny(MT5ForConditionalGeneration, t5_config("MT5Config", num_layers=2, feed_forward_proj="gated-silu"))
+    return _tiny(
+        MT5ForConditionalGeneration,
+        t5_config("MT5Config", num_layers=2, feed_forward_proj="gated-silu"),
+    )

@@ -78,22 +78,41 @@ def _hugging_face(name: str, dtype: str) -> Reference:
 def _flat(model: Any, logits: torch.Tensor, gradients: Tensors) -> dict[str, torch.Tensor]:
     """Return logits at real positions and all gradients, flattened."""
     real = logits[..., : model.config.vocab_size][real_positions(model, _ROWS)]
-    return {"logits": real, "gradients": torch.cat([gradients[name].float().flatten() for name in sorted(gradients)])}
+    return {
+        "logits": real,
+        "gradients": torch.cat([gradients[name].float().flatten() for name in sorted(gradients)]),
+    }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.gpu(x.world_size), id=str(x)) for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=pytest.mark.gpu(x.world_size), id=str(x)) for x in LAYOUTS]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None:
-    (exact,), (theirs,) = (run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16"))
-    model, case = wide_model(name), Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed")
+    (exact,), (theirs,) = (
+        run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16")
+    )
+    model, case = (
+        wide_model(name),
+        Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed"),
+    )
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory) / "source")
         results: list[RankResult] = run_ranks(run_family, layout.world_size, directory, case, _ROWS)
     last = sorted((x for x in results if x.outputs and x.cp_rank == 0), key=lambda x: x.tp_rank)
-    ours = _flat(model, torch.cat([result.outputs[0] for result in last], dim=-1), results[0].gradients)
-    right, other = (_flat(model, reference.outputs[0], reference.gradients) for reference in (exact, theirs))
-    errors = {key: (relative_error(ours[key], right[key]), relative_error(other[key], right[key])) for key in ours}
-    line = ", ".join(f"{key}: ours {a:.2e}, Hugging Face's bf16 {b:.2e}" for key, (a, b) in errors.items())
+    ours = _flat(
+        model, torch.cat([result.outputs[0] for result in last], dim=-1), results[0].gradients
+    )
+    right, other = (
+        _flat(model, reference.outputs[0], reference.gradients) for reference in (exact, theirs)
+    )
+    errors = {
+        key: (relative_error(ours[key], right[key]), relative_error(other[key], right[key]))
+        for key in ours
+    }
+    line = ", ".join(
+        f"{key}: ours {a:.2e}, Hugging Face's bf16 {b:.2e}" for key, (a, b) in errors.items()
+    )
     loss = results[0].loss
     print(f"\n{name} {layout}: {line}; loss {loss:.5f}, {theirs.loss:.5f}, exact {exact.loss:.5f}")
     for key, (mine, limit) in errors.items():

@@ -11,7 +11,12 @@ from tests.parity.training import Case, Layout, Outcome, join_outcomes, module_o
 from tests.ranks import run_ranks
 
 _LONG, _EOD = 2048, 3
-_WIDE = (("hidden_size", 256), ("head_dim", 64), ("intermediate_size", 512), ("max_position_embeddings", _LONG))
+_WIDE = (
+    ("hidden_size", 256),
+    ("head_dim", 64),
+    ("intermediate_size", 512),
+    ("max_position_embeddings", _LONG),
+)
 
 
 def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
@@ -20,9 +25,16 @@ def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
 
     from lightning_megatron import GPTTrainStep
 
-    tokens = torch.randint(4, 83, (2 * case.steps, _LONG), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(
+        4, 83, (2 * case.steps, _LONG), generator=torch.Generator().manual_seed(5)
+    )
     tokens[:, [100, 700, 701, 1300, 1900]] = _EOD
-    documents = {"eod_token": _EOD, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    documents = {
+        "eod_token": _EOD,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+    }
     step = GPTTrainStep(**({} if sliding else documents))
     loader: Any = DataLoader([{"input_ids": row} for row in tokens], batch_size=2)  # type: ignore[arg-type]
     return train_module(module_of(case, train_step=step), case, loader)
@@ -37,7 +49,9 @@ def test_long_rows_on_two_gpus_equal_one_gpu(how: Any, sliding: bool) -> None:
     one_gpu = replace(exact, precision="bf16-mixed")
 
     def outcome(case: Case) -> Outcome:
-        return join_outcomes(run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02)
+        return join_outcomes(
+            run_ranks(_train_on_long_rows, case.layout.world_size, case, sliding), copies_rtol=0.02
+        )
 
     sharded = replace(one_gpu, layout=Layout(cp=2, cp_comm_type=how))
     assert_same_within_rounding(outcome(sharded), outcome(one_gpu), outcome(exact))

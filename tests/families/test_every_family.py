@@ -50,7 +50,10 @@ _IN_EVERY_RUN = ("phi3", "t5")
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive) for name in models()],
+    [
+        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive)
+        for name in models()
+    ],
 )
 def test_adapters_equal_peft(family: str) -> None:
     model, rows = models()[family]()
@@ -80,18 +83,28 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
     from tests.parity.sharding import shards
 
     fields = {**CONFIGS, "t5": MODELS["t5"]}[name]
-    std_field = {"opt": "init_std", "t5": "initializer_factor"}.get(fields["model_type"], "initializer_range")
+    std_field = {"opt": "init_std", "t5": "initializer_factor"}.get(
+        fields["model_type"], "initializer_range"
+    )
     module = MegatronModule(model={**fields, std_field: 0.1}, make_vocab_size_divisible_by=8)
     trainer = trainer_of(Case(layout=layout))
     trainer.validate(module, DataLoader(padded_sentences(), batch_size=4), verbose=False)  # type: ignore[arg-type]
     assert module.model_chunks is not None
-    count = sum(parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters())
+    count = sum(
+        parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters()
+    )
     pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
     parallel, is_t5 = trainer.strategy.parallel, name == "t5"
     cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
     expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
-    problems = [] if count == expected else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
-    for shard in () if is_t5 else shards(module):  # T5's matrices have different standard deviations
+    problems = (
+        []
+        if count == expected
+        else [f"{name}: {count} parameters on stage {pp_rank}, {expected} counted"]
+    )
+    for shard in (
+        () if is_t5 else shards(module)
+    ):  # T5's matrices have different standard deviations
         std = 0.1
         if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * model.num_layers)
@@ -104,5 +117,7 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
             values = shard.data[shard.data != 0]
             is_right = values.numel() == 0 or abs(values.std().item() / std - 1) < 0.2
         if not is_right:
-            problems.append(f"{name}: {shard.key} has the mean {shard.data.mean():.3g} and std {shard.data.std():.3g}")
+            problems.append(
+                f"{name}: {shard.key} has the mean {shard.data.mean():.3g} and std {shard.data.std():.3g}"
+            )
     return problems

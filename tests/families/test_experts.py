@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.families.parity import FOUR_RANKS, VOCAB_SIZE, check_family, padded_sentences, pretrained_module, tiny_model
+from tests.families.parity import (
+    FOUR_RANKS,
+    VOCAB_SIZE,
+    check_family,
+    padded_sentences,
+    pretrained_module,
+    tiny_model,
+)
 from tests.families.test_gpts import LIKE_LLAMA
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -19,7 +26,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 28}),
     "olmoe": ("Olmoe", {**_LIKE_LLAMA, "num_experts": 4, "router_aux_loss_coef": 0.1}),
-    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 12, "max_window_layers": 4, "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_QWEN, "head_dim": 12, "max_window_layers": 4, "norm_topk_prob": True},
+    ),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
@@ -36,16 +46,22 @@ def mixture(family: str, **changes: Any) -> Any:
 def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
     """Return transformers' auxiliary loss applied to each layer and microbatch, averaged as documented."""
 
-    def load_balancing_loss(gate_logits: Any, num_experts: int, top_k: int, attention_mask: torch.Tensor) -> Any:
+    def load_balancing_loss(
+        gate_logits: Any, num_experts: int, top_k: int, attention_mask: torch.Tensor
+    ) -> Any:
         rows, length = attention_mask.shape
         total = torch.zeros(())
         for rank in range(layout.dp):
-            indices = torch.tensor(list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=rank)))  # type: ignore[arg-type]
+            indices = torch.tensor(
+                list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=rank))
+            )  # type: ignore[arg-type]
             for part in indices.chunk(layout.num_microbatches):
                 mask = attention_mask[part]
                 for logits in gate_logits:
                     router_logits = logits.view(rows, length, -1)[part].flatten(0, 1)
-                    total = total + original((router_logits,), num_experts, top_k, mask) * mask.sum()
+                    total = (
+                        total + original((router_logits,), num_experts, top_k, mask) * mask.sum()
+                    )
         return total / attention_mask.sum() / len(gate_logits)
 
     return load_balancing_loss
@@ -56,15 +72,27 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("mixtral", {"sliding_window": 5}, FOUR_RANKS),
     ("mixtral", {}, Layout(ep=2, dp=2, recompute="selective")),
     ("qwen2_moe", {}, Layout(tp=2, sequence_parallel=True, recompute="full")),
-    ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}, Layout(ep=2, dp=2, pp=2, num_microbatches=2)),
+    (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "decoder_sparse_step": 2},
+        Layout(ep=2, dp=2, pp=2, num_microbatches=2),
+    ),
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(ep=2, tp=2, dp=2, sequence_parallel=True)),
     ("qwen3_moe", {}, Layout(ep=2, cp=2)),
     ("olmoe", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
 )
 RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("qwen3_moe", {}, Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective")),
-    ("qwen3_moe", {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1}, Layout(pp=2, vpp=2, num_microbatches=2)),
-    ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, Layout(dp=2, distributed_optimizer=False)),
+    (
+        "qwen3_moe",
+        {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1},
+        Layout(pp=2, vpp=2, num_microbatches=2),
+    ),
+    (
+        "qwen3_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": False},
+        Layout(dp=2, distributed_optimizer=False),
+    ),
 )
 
 
@@ -81,13 +109,18 @@ def test_mixture_of_experts_equals_hugging_face(
 ) -> None:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     original = modeling.load_balancing_loss_func
-    monkeypatch.setattr(modeling, "load_balancing_loss_func", _per_layer_and_microbatch(original, layout))
+    monkeypatch.setattr(
+        modeling, "load_balancing_loss_func", _per_layer_and_microbatch(original, layout)
+    )
     check_family(mixture(family, **changes), layout, padded_sentences())
 
 
 def _loss_with_a_bias(directory: str) -> float:
     bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
-    case, loader = Case(layout=Layout(transformer_config_overrides=bias)), DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
+    case, loader = (
+        Case(layout=Layout(transformer_config_overrides=bias)),
+        DataLoader(padded_sentences(), batch_size=4),
+    )  # type: ignore[arg-type]
     (logged,) = trainer_of(case).validate(pretrained_module(directory), loader, verbose=False)
     return float(logged["val_loss"])
 

@@ -17,7 +17,13 @@ from tests.ranks import run_ranks
 POSITIONS = ("absolute", "rotary", "alibi")
 HEADS = ("multihead", "multiquery")
 
-_GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 4, "vocab_size": 83}
+_GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 24,
+    "n_head": 4,
+    "vocab_size": 83,
+}
 _LIKE_GPT2: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 24,
@@ -73,7 +79,9 @@ def test_only_rotary_positions_keep_rope_scaling() -> None:
         ({"model_type": "t5"}, "rotary", None, "are for GPTs"),
     ],
 )
-def test_unknown_variant_is_refused(fields: dict[str, Any], positions: Any, heads: Any, message: str) -> None:
+def test_unknown_variant_is_refused(
+    fields: dict[str, Any], positions: Any, heads: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         with_variant(model_config(fields), positions, heads)
 

@@ -12,7 +12,15 @@ import torch
 from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import config_object, family_of, model_config
 from lightning_megatron.errors import ConfigError
-from tests.families.parity import FOUR_RANKS, INTERLEAVED, LAYOUTS, VOCAB_SIZE, Rows, check_family, tiny_model
+from tests.families.parity import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    LAYOUTS,
+    VOCAB_SIZE,
+    Rows,
+    check_family,
+    tiny_model,
+)
 from tests.families.parity import padded_sentences as sentences
 from tests.models import GPT2, LLAMA, NO_DROPOUT
 from tests.parity.training import Layout
@@ -20,9 +28,18 @@ from tests.parity.training import Layout
 _LIKE_GPT2 = {**GPT2, **NO_DROPOUT, "n_inner": 48, "n_positions": 24}
 LIKE_LLAMA = {**LLAMA, "max_position_embeddings": 24}
 _OF_MANY_KEYS = {name: value for name, value in LIKE_LLAMA.items() if name != "num_key_value_heads"}
-_FALCON = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+_FALCON = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+}
 _GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
-_MULTIPLIERS = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+_MULTIPLIERS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+}
 _MULTIPLIERS |= {"logits_scaling": 2.5}
 
 
@@ -42,7 +59,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", {"n_layer": 4, "hidden_size": 32, "n_head": 4, "layer_norm_epsilon": 1e-4}),
     "falcon": ("Falcon", _FALCON),
     "gemma": ("Gemma", {**LIKE_LLAMA, "head_dim": 10, "num_key_value_heads": 1}),
-    "gemma2": ("Gemma2", {**LIKE_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "Gemma2",
+        {**LIKE_LLAMA, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3_text": ("Gemma3Text", {**LIKE_LLAMA, **_GEMMA, "sliding_window_pattern": 3}),
     "phi3": ("Phi3", {**LIKE_LLAMA, "pad_token_id": 0}),
     "olmo2": ("Olmo2", {**LIKE_LLAMA, "pad_token_id": 0}),
@@ -64,10 +84,14 @@ def gpt_model(family: str, changes: dict[str, Any]) -> Any:
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{"vocab_size": VOCAB_SIZE, **fields, **changes})
+    config = getattr(transformers, f"{name}Config")(
+        **{"vocab_size": VOCAB_SIZE, **fields, **changes}
+    )
     # Falcon without AutoModel, for which tiny_model() selects eager attention: there transformers 5.23 adds ALiBi's
     # biases twice (models/falcon/modeling_falcon.py: to the mask and to the scores), in default attention once.
-    auto = getattr(transformers, f"{name}ForCausalLM" if family == "falcon" else "AutoModelForCausalLM")
+    auto = getattr(
+        transformers, f"{name}ForCausalLM" if family == "falcon" else "AutoModelForCausalLM"
+    )
     return tiny_model(auto, config)
 
 
@@ -101,15 +125,31 @@ _CP4 = Layout(cp=4)
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 _NEWER = {
-    **{"gemma": "right", "gemma2": "left", "gemma3_text": "right", "phi3": "left", "olmo2": "right", "granite": "left"},
-    **{"starcoder2": "right", "gpt_neox": "left", "smollm3": "right", "stablelm": "left", "opt": "left"},
+    **{
+        "gemma": "right",
+        "gemma2": "left",
+        "gemma3_text": "right",
+        "phi3": "left",
+        "olmo2": "right",
+        "granite": "left",
+    },
+    **{
+        "starcoder2": "right",
+        "gpt_neox": "left",
+        "smollm3": "right",
+        "stablelm": "left",
+        "opt": "left",
+    },
     **{"cohere": "right", "glm": "left", "glm4": "right"},
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
 _SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt")
 """Those of ``_NEWER`` whose special parts depend on the layout."""
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
-_PHI4 = {"original_max_position_embeddings": 8, **_rope("longrope", partial_rotary_factor=0.75, **_OF_SIX)}
+_PHI4 = {
+    "original_max_position_embeddings": 8,
+    **_rope("longrope", partial_rotary_factor=0.75, **_OF_SIX),
+}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
@@ -199,9 +239,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for family, variant in (
         *((family, "") for family in FAMILIES),
         *(("gpt2", "untied"), ("gpt_bigcode", "a key for each head"), ("llama", "tied, biased")),
-        *(("qwen2", "windows in later layers"), ("qwen3", "biased, tied, windows"), ("falcon", "7b with biases")),
-        *(("falcon", "40b"), ("falcon", "11b"), ("falcon", "rw"), ("gpt_neox", "one after the other")),
-        *(("smollm3", "windows"), ("stablelm", "one norm"), ("granite", "tied, biased"), ("opt", "without biases")),
+        *(
+            ("qwen2", "windows in later layers"),
+            ("qwen3", "biased, tied, windows"),
+            ("falcon", "7b with biases"),
+        ),
+        *(
+            ("falcon", "40b"),
+            ("falcon", "11b"),
+            ("falcon", "rw"),
+            ("gpt_neox", "one after the other"),
+        ),
+        *(
+            ("smollm3", "windows"),
+            ("stablelm", "one norm"),
+            ("granite", "tied, biased"),
+            ("opt", "without biases"),
+        ),
     )
 }
 """Configs of each family, and of variants with different weights."""
@@ -215,7 +269,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         for case in cases
     ],
 )
-def test_gpt_equals_hugging_face(family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str) -> None:
+def test_gpt_equals_hugging_face(
+    family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str
+) -> None:
     check_family(gpt_model(family, changes), layout, rows_of(rows))
 
 
@@ -228,7 +284,9 @@ def test_parameter_count_equals_hugging_face(name: str) -> None:
 
     with torch.device("meta"):
         hf_model = AutoModelForCausalLM.from_config(config_object(CONFIGS[name]))
-    assert total_parameters(model_config(CONFIGS[name])) == sum(p.numel() for p in hf_model.parameters())
+    assert total_parameters(model_config(CONFIGS[name])) == sum(
+        p.numel() for p in hf_model.parameters()
+    )
 
 
 IGNORED_FIELDS: dict[str, str] = {
@@ -262,7 +320,9 @@ class _RecordingConfig:
         return getattr(self.config, name)
 
 
-@pytest.mark.parametrize("model_type", sorted({config["model_type"] for config in CONFIGS.values()}))
+@pytest.mark.parametrize(
+    "model_type", sorted({config["model_type"] for config in CONFIGS.values()})
+)
 def test_every_config_field_is_read_checked_or_ignored_on_purpose(model_type: str) -> None:
     # New fields of a new transformers version fail here until they are handled.
     from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -283,7 +343,10 @@ def test_every_config_field_is_read_checked_or_ignored_on_purpose(model_type: st
 
 def test_unknown_config_keys_are_ignored(tmp_path: Path) -> None:
     """Files may have any keys; transformers keeps unknown ones as attributes."""
-    for family, foreign in (("llama", {"sliding_window": 4, "dropout": 0.5}), ("bloom", {"rope_parameters": {}})):
+    for family, foreign in (
+        ("llama", {"sliding_window": 4, "dropout": 0.5}),
+        ("bloom", {"rope_parameters": {}}),
+    ):
         fields = {"model_type": family, "num_hidden_layers": 1}
         file = {**fields, **foreign, "logit_scale": 0.5, "layer_types": ["sliding_attention"]}
         (tmp_path / "config.json").write_text(json.dumps(file))
@@ -292,7 +355,9 @@ def test_unknown_config_keys_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, [], object()])
 def test_invalid_config_types_are_refused(model: Any) -> None:
-    with pytest.raises(ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"):
+    with pytest.raises(
+        ConfigError, match=f"model is a {type(model).__name__}; give a Hugging Face config object"
+    ):
         model_config(model)
 
 
@@ -328,11 +393,16 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("family", "message", "fields"), REFUSED)
-def test_unsupported_config_fields_are_refused(family: str, message: str, fields: dict[str, Any]) -> None:
+def test_unsupported_config_fields_are_refused(
+    family: str, message: str, fields: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=message):
         model_config({"model_type": family, **fields})
 
 
 def test_unused_sliding_window_is_none() -> None:
-    for fields in ({"sliding_window": 6, "max_window_layers": 0}, {**_WINDOWED, "max_window_layers": 99}):
+    for fields in (
+        {"sliding_window": 6, "max_window_layers": 0},
+        {**_WINDOWED, "max_window_layers": 99},
+    ):
         assert model_config({"model_type": "qwen2", **fields}).sliding_window is None

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, tiny_model
+from tests.families.parity import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    VOCAB_SIZE,
+    Rows,
+    check_family,
+    tiny_model,
+)
 from tests.parity.sharding import full_tensors
 from tests.parity.training import Case, Layout, Outcome, train_module, trainer_of
 from tests.ranks import run_ranks
@@ -64,7 +71,9 @@ def _labels_of_tokens(limit: int) -> torch.Tensor:
 
 
 def _pretraining_rows() -> Rows:
-    return _sentences(labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1]))
+    return _sentences(
+        labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1])
+    )
 
 
 CLASSES = torch.tensor([4, 0, -100, 2])
@@ -95,15 +104,24 @@ _CP_TP = Layout(cp=2, cp_comm_type="all_gather", tp=2, sequence_parallel=True)
 _CP_PP = Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2)
 IN_EVERY_RUN = (("classes", _CP_TP), ("classes of tokens", _CP_PP))
 SPLIT_ROWS = [
-    pytest.param(name, layout, marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive)
-    for name in ("given positions", "masked_lm", "classes", "classes of tokens", "answers outside the row")
+    pytest.param(
+        name, layout, marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive
+    )
+    for name in (
+        "given positions",
+        "masked_lm",
+        "classes",
+        "classes of tokens",
+        "answers outside the row",
+    )
     for layout in (_CP_TP, _CP_PP, Layout(cp=4))
 ]
 
 
 _EXHAUSTIVE = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels"}
 FULL_ROWS = [
-    pytest.param(name, each[1], marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE)) for name, each in CASES.items()
+    pytest.param(name, each[1], marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE))
+    for name, each in CASES.items()
 ]
 
 
@@ -117,7 +135,12 @@ def test_bert_equals_hugging_face(case: str, layout: Layout) -> None:
 
 
 def _fields(**changes: Any) -> dict[str, Any]:
-    return {**bert_model("PreTraining").config.to_dict(), "architectures": None, "initializer_range": 0.2, **changes}
+    return {
+        **bert_model("PreTraining").config.to_dict(),
+        "architectures": None,
+        "initializer_range": 0.2,
+        **changes,
+    }
 
 
 def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str, float]]:
@@ -126,7 +149,9 @@ def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str
     from lightning_megatron import BertTrainStep, MegatronModule
 
     seed_everything(1, verbose=False)
-    module = MegatronModule(model=_fields(), task="pretraining", train_step=BertTrainStep(binary_head), lr=case.lr)
+    module = MegatronModule(
+        model=_fields(), task="pretraining", train_step=BertTrainStep(binary_head), lr=case.lr
+    )
     loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     outcome = train_module(module, case, loader)
     return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
@@ -136,15 +161,23 @@ def test_pretraining_without_binary_head_trains_tokens_only() -> None:
     # With overlapped communication the engine waits for every weight's gradient, also the unused head's.
     layout = Layout(dp=2, pp=2, num_microbatches=2, overlap_communication=True)
     with_head, without_head = (
-        run_ranks(_train, 4, Case(layout=layout, steps=1), _pretraining_rows(), has_head) for has_head in (True, False)
+        run_ranks(_train, 4, Case(layout=layout, steps=1), _pretraining_rows(), has_head)
+        for has_head in (True, False)
     )
     for (_, terms), (outcome, metrics) in zip(with_head, without_head, strict=True):
-        assert terms["train_loss"] == pytest.approx(terms["train_lm_loss"] + terms["train_sop_loss"])
+        assert terms["train_loss"] == pytest.approx(
+            terms["train_lm_loss"] + terms["train_sop_loss"]
+        )
         assert outcome.losses == [pytest.approx(terms["train_lm_loss"])]
         assert "train_sop_loss" not in metrics
     gradients = full_tensors([outcome.gradients for outcome, _ in without_head])
     unused = [name for name, gradient in gradients.items() if (gradient == 0).all()]
-    assert sorted(unused) == ["binary_head.bias", "binary_head.weight", "pooler.dense.bias", "pooler.dense.weight"]
+    assert sorted(unused) == [
+        "binary_head.bias",
+        "binary_head.weight",
+        "pooler.dense.bias",
+        "pooler.dense.weight",
+    ]
 
 
 def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str, float]:
@@ -155,7 +188,9 @@ def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str
     seed_everything(1, verbose=False)
     module = MegatronModule(model=_fields(num_labels=NUM_LABELS), task=task)
     loader: DataLoader[Any] = DataLoader(rows, batch_size=4 // layout.dp)  # type: ignore[arg-type]
-    (metrics,) = trainer_of(Case(layout=layout, precision=precision)).validate(module, loader, verbose=False)
+    (metrics,) = trainer_of(Case(layout=layout, precision=precision)).validate(
+        module, loader, verbose=False
+    )
     return dict(metrics)
 
 

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.families.parity import FOUR_RANKS, INTERLEAVED, VOCAB_SIZE, Rows, check_family, pretrained_module
+from tests.families.parity import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    VOCAB_SIZE,
+    Rows,
+    check_family,
+    pretrained_module,
+)
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
@@ -20,17 +27,27 @@ def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: 
     generator = torch.Generator().manual_seed(5)
     rows = []
     for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
-        tokens, labels = (torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, num_targets))
+        tokens, labels = (
+            torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, num_targets)
+        )
         mask = torch.zeros(16, dtype=torch.long)
         mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
         is_target = torch.arange(num_targets) < target_length
-        row = {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(~is_target, -100)}
-        rows.append(row | ({"decoder_attention_mask": is_target.long()} if with_decoder_mask else {}))
+        row = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "labels": labels.masked_fill(~is_target, -100),
+        }
+        rows.append(
+            row | ({"decoder_attention_mask": is_target.long()} if with_decoder_mask else {})
+        )
     return rows
 
 
 _PARTS = (("distribute_saved_activations", True),)
-DISTRIBUTED = Layout(tp=2, pp=2, num_microbatches=2, recompute="full", transformer_config_overrides=_PARTS)
+DISTRIBUTED = Layout(
+    tp=2, pp=2, num_microbatches=2, recompute="full", transformer_config_overrides=_PARTS
+)
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"t5-{layout}": (t5, layout, _pairs()) for layout in (FOUR_RANKS, INTERLEAVED)},
     "gated, untied": (t5_1_1, FOUR_RANKS, _pairs(side="left")),
@@ -59,7 +76,9 @@ RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)])
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)]
+)
 def test_t5_equals_hugging_face(case: str) -> None:
     model, layout, rows = {**CASES, **RARER_CASES}[case]
     check_family(model(), layout, rows)
@@ -106,7 +125,13 @@ def _random_weights(fields: dict[str, Any]) -> Tensors:
 def test_initial_weights_are_as_large_as_in_transformers() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    fields = {**MODELS["t5"], "d_model": 96, "d_ff": 200, "feed_forward_proj": "gated-gelu", "initializer_factor": 0.5}
+    fields = {
+        **MODELS["t5"],
+        "d_model": 96,
+        "d_ff": 200,
+        "feed_forward_proj": "gated-gelu",
+        "initializer_factor": 0.5,
+    }
     (ours,) = run_ranks(_random_weights, 1, fields)
     theirs = dict(T5ForConditionalGeneration(T5Config(**fields)).named_parameters())
     assert ours.keys() == theirs.keys()
@@ -114,11 +139,16 @@ def test_initial_weights_are_as_large_as_in_transformers() -> None:
         expected = theirs[name].detach()
         # 32 values in a table, thousands elsewhere: four times the standard error of two standard deviations.
         rtol = 4 / expected.numel() ** 0.5
-        assert weight.square().mean().sqrt().item() == pytest.approx(expected.square().mean().sqrt().item(), rel=rtol)
+        assert weight.square().mean().sqrt().item() == pytest.approx(
+            expected.square().mean().sqrt().item(), rel=rtol
+        )
 
 
 def _fit(layout: Layout, num_labels: int) -> None:
-    row = {name: torch.ones(n, dtype=torch.long) for name, n in (("input_ids", 8), ("labels", num_labels))}
+    row = {
+        name: torch.ones(n, dtype=torch.long)
+        for name, n in (("input_ids", 8), ("labels", num_labels))
+    }
     case = Case(model="t5", steps=1, layout=layout)
     trainer_of(case).fit(module_of(case), DataLoader([row] * 4, batch_size=4))  # type: ignore[arg-type]
 
@@ -131,7 +161,11 @@ def _override(name: str, value: Any) -> Layout:
 @pytest.mark.parametrize(
     ("layout", "num_labels", "message"),
     [
-        (_override("recompute_modules", ["core_attn"]), 8, "'core_attn' cannot train T5's attention bias"),
+        (
+            _override("recompute_modules", ["core_attn"]),
+            8,
+            "'core_attn' cannot train T5's attention bias",
+        ),
         (Layout(pp=4, vpp=2, num_microbatches=4), 8, "8 chunks are more than the 7 layers"),
         (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
     ],

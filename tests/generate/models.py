@@ -38,7 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"max_position_embeddings": 12},
     ),
     "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon_alibi": (
+        "falcon",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
 }
 """GPT families and variants by name: the family, and config fields that differ from its tiny model."""
 
@@ -70,7 +73,9 @@ def hf_model(name: str) -> Any:
         return _bert(name)
     family, changes = MODELS[name]
     fields = (FAMILIES | MIXTURES)[family][1]
-    positions = {key: POSITIONS for key in ("n_positions", "max_position_embeddings") if key in fields}
+    positions = {
+        key: POSITIONS for key in ("n_positions", "max_position_embeddings") if key in fields
+    }
     if family in MIXTURES:
         return mixture(family, **positions, output_router_logits=False, **changes)
     return gpt_model(family, positions | changes)
@@ -84,9 +89,16 @@ def model_of(name: str) -> ModelConfig:
 def _bert(head: str) -> Any:
     import transformers
 
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 5}
-    config = transformers.MegatronBertConfig(intermediate_size=48, max_position_embeddings=24, **sizes, **labels)
+    config = transformers.MegatronBertConfig(
+        intermediate_size=48, max_position_embeddings=24, **sizes, **labels
+    )
     return tiny_model(getattr(transformers, f"MegatronBert{head}"), config)
 
 
@@ -102,10 +114,15 @@ def _scale_up(model: Any) -> Any:
     return model
 
 
-def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: int = 7) -> tuple[torch.Tensor, ...]:
+def prompts(
+    side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: int = 7
+) -> tuple[torch.Tensor, ...]:
     """Token ids and attention mask [b, width], padded on ``side``; the real tokens do not depend on ``side``."""
     generator = torch.Generator().manual_seed(4)
-    tokens, mask = torch.full((len(lengths), width), 2), torch.zeros(len(lengths), width, dtype=torch.long)
+    tokens, mask = (
+        torch.full((len(lengths), width), 2),
+        torch.zeros(len(lengths), width, dtype=torch.long),
+    )
     for row, length in enumerate(lengths):
         positions = slice(width - length, None) if side == "left" else slice(length)
         tokens[row, positions] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
@@ -115,7 +132,10 @@ def prompts(side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: 
 
 def on_gpus(*layouts: Layout) -> list[Any]:
     """Layouts as test parameters, each marked with the number of GPUs that it needs."""
-    return [pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout)) for layout in layouts]
+    return [
+        pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout))
+        for layout in layouts
+    ]
 
 
 def make_call(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
@@ -131,8 +151,14 @@ def hf_output(call: Call) -> torch.Tensor:
     options.pop("static_cache", None)
     eos = options.pop("eos_token_id", None)
     if eos is not None:
-        options |= {"eos_token_id": list(eos)} if eos else {"pad_token_id": 0, **options, "eos_token_id": -1}
-    output: torch.Tensor = hf_model(call.model).generate(call.input_ids, attention_mask=call.attention_mask, **options)
+        options |= (
+            {"eos_token_id": list(eos)}
+            if eos
+            else {"pad_token_id": 0, **options, "eos_token_id": -1}
+        )
+    output: torch.Tensor = hf_model(call.model).generate(
+        call.input_ids, attention_mask=call.attention_mask, **options
+    )
     return output
 
 
@@ -151,7 +177,11 @@ def generate(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.T
 
 
 def run_with_models(
-    function: Callable[..., Any], layout: Layout, calls: Sequence[Call | str], *more: Any, **case: Any
+    function: Callable[..., Any],
+    layout: Layout,
+    calls: Sequence[Call | str],
+    *more: Any,
+    **case: Any,
 ) -> list[Any]:
     """Run ``function(directory, case, calls, *more)`` on every rank; ``directory`` holds the models of the calls."""
     directory = Path(tempfile.mkdtemp(prefix="generate_"))
@@ -182,5 +212,7 @@ def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[tor
     for call in calls:
         if call.model not in modules:
             modules[call.model] = set_up(directory, case, call.model)
-        sequences.append(modules[call.model].generate(call.input_ids, call.attention_mask, **call.options))
+        sequences.append(
+            modules[call.model].generate(call.input_ids, call.attention_mask, **call.options)
+        )
     return sequences

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.generate.pipeline import Work
 
-_SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique")
+_SYNCHRONIZES = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::unique",
+)
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 """Not recorded: the results have no values yet, and the engine replaces the memory of some (viewless tensors)."""
@@ -39,7 +45,9 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Run the kernels again; each writes to the memory of its recorded result."""
         for func, args, kwargs, result in self.kernels:
-            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+            for old, new in zip(
+                tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
                 if not isinstance(old, Tensor):
                     _wait(new)
                 elif old.data_ptr() != new.data_ptr():

@@ -34,7 +34,11 @@ def _split(*layers: int, vpp: int | None = None) -> Layout:
 
 
 ONE, EVERY = ("t5_1_1",), tuple(ENCODER_DECODERS)
-CASES = ((Layout(tp=2, sequence_parallel=True), EVERY), (_split(2, 5), ONE), (_split(0, 4, 2, 1, vpp=2), ONE))
+CASES = (
+    (Layout(tp=2, sequence_parallel=True), EVERY),
+    (_split(2, 5), ONE),
+    (_split(0, 4, 2, 1, vpp=2), ONE),
+)
 RARER_CASES = (
     (Layout(pp=2, num_microbatches=2, recompute="full"), EVERY),
     (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), EVERY),
@@ -50,7 +54,9 @@ def calls_of_every_t5() -> list[Call]:
         rows = prompts(side)
         endless = make_call(name, rows, max_new_tokens=12, **NO_END)
         ends = tuple(hf_output(endless)[:2, 5].tolist())
-        early = make_call(name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends)
+        early = make_call(
+            name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends
+        )
         calls += [endless, early, *(_option_calls(name, rows, ends[:1]) if name in ONE else ())]
     return calls
 
@@ -62,7 +68,12 @@ def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...
         "decoder_attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [1, 1, 1]]),
         **{"max_new_tokens": 6, "num_beams": 2, "min_length": 6, "pad_token_id": 1},
     }
-    several: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8, "pad_token_id": 1}
+    several: dict[str, Any] = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "max_new_tokens": 8,
+        "pad_token_id": 1,
+    }
     begun = {"decoder_input_ids": rows[0][:, :2] + 1, "max_length": 9, "no_repeat_ngram_size": 2}
     return [
         make_call(name, rows, **several, eos_token_id=end),
@@ -82,7 +93,10 @@ def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...]) -
 
 
 def test_sampling_from_hugging_face_logits_draws_the_same_tokens() -> None:
-    options: tuple[dict[str, Any], ...] = ({"top_p": 0.9, "top_p_decay": 0.9}, {"top_k": 20, "temperature": 0.8})
+    options: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.9, "top_p_decay": 0.9},
+        {"top_k": 20, "temperature": 0.8},
+    )
     calls = [make_call("mt5", prompts(), max_new_tokens=8, seed=5, **o, **NO_END) for o in options]
     for call, actual in zip(calls, generate(calls, Layout(tp=2, pp=2)), strict=True):
         assert actual.tolist() == _sample_by_hand(call).tolist()
@@ -94,7 +108,9 @@ def _sample_by_hand(call: Call) -> torch.Tensor:
     request = build_request({"input_ids": call.input_ids}, call.options, model_of(call.model))
     for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(tokens)):
         model = hf_model(call.model)
-        logits = model(call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=tokens).logits[:, -1]
+        logits = model(
+            call.input_ids, attention_mask=call.attention_mask, decoder_input_ids=tokens
+        ).logits[:, -1]
         for processor in logits_processors(request):
             logits = processor(tokens, logits)
         tokens = torch.cat((tokens, sample_tokens(logits, uniform)[:, None]), dim=-1)
@@ -104,7 +120,11 @@ def _sample_by_hand(call: Call) -> torch.Tensor:
 IDS = torch.ones(1, 2).long()
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("generate", {"bos_token_id": 3}, "bos_token_id=3 is for prompts of GPTs"),
-    ("generate", {"decoder_input_ids": IDS}, "decoder_input_ids: expected 2 rows, as input_ids have, got 1"),
+    (
+        "generate",
+        {"decoder_input_ids": IDS},
+        "decoder_input_ids: expected 2 rows, as input_ids have, got 1",
+    ),
     ("generate", {"decoder_attention_mask": IDS}, "t5 needs decoder_input_ids here"),
     ("logits", {}, "t5 needs decoder_input_ids here"),
 )
@@ -118,14 +138,21 @@ def test_encoder_runs_once_and_wrong_inputs_are_refused() -> None:
         assert message in error
 
 
-def _lengths_and_refusals(directory: str, case: Case, calls: list[Call]) -> tuple[dict[str, list[int]], list[str]]:
+def _lengths_and_refusals(
+    directory: str, case: Case, calls: list[Call]
+) -> tuple[dict[str, list[int]], list[str]]:
     module, call = set_up(directory, case, "t5"), calls[0]
     (chunk,) = (unwrap(chunk) for chunk in module.model_chunks)
     cross = chunk.decoder.layers[0].cross_attention.linear_kv
     parts = {"encoder": chunk.encoder, "cross": cross, "decoder": chunk.decoder}
     lengths: dict[str, list[int]] = {name: [] for name in parts}
     for name, part in parts.items():
-        part.register_forward_pre_hook(lambda _, inputs, name=name: lengths[name].append(len(inputs[0])))
+        part.register_forward_pre_hook(
+            lambda _, inputs, name=name: lengths[name].append(len(inputs[0]))
+        )
     module.generate(call.input_ids, call.attention_mask, **call.options)
-    refusals = [refusal(getattr(module, method), call.input_ids, **arguments) for method, arguments, _ in REFUSED]
+    refusals = [
+        refusal(getattr(module, method), call.input_ids, **arguments)
+        for method, arguments, _ in REFUSED
+    ]
     return lengths, refusals

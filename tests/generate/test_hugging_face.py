@@ -51,7 +51,11 @@ RARER_CASES = (
     *((layout, EVERY, True) for layout in LAYOUTS),
     (Layout(cp=2, tp=2), FEW, True),
     (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), MIXTURES, True),
-    (Layout(tp=2, dp=2, ep=4, sequence_parallel=True), MIXTURES[:1], True),  # four ranks cannot share six experts
+    (
+        Layout(tp=2, dp=2, ep=4, sequence_parallel=True),
+        MIXTURES[:1],
+        True,
+    ),  # four ranks cannot share six experts
 )
 
 
@@ -63,9 +67,22 @@ def calls_of(names: tuple[str, ...], *, ends: bool = True) -> list[Call]:
         calls.append(make_call(name, max_new_tokens=12, **NO_END))
         if ends:
             end_tokens = tuple(hf_output(calls[-1])[:2, 11].tolist())
-            early = {"max_new_tokens": 12, "min_new_tokens": 3, "pad_token_id": 1, "eos_token_id": end_tokens}
-            beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6, "pad_token_id": 1}
-            calls += [make_call(name, **early), make_call(name, **beams, eos_token_id=end_tokens[:1])]
+            early = {
+                "max_new_tokens": 12,
+                "min_new_tokens": 3,
+                "pad_token_id": 1,
+                "eos_token_id": end_tokens,
+            }
+            beams = {
+                "num_beams": 3,
+                "num_return_sequences": 2,
+                "max_new_tokens": 6,
+                "pad_token_id": 1,
+            }
+            calls += [
+                make_call(name, **early),
+                make_call(name, **beams, eos_token_id=end_tokens[:1]),
+            ]
     return calls
 
 
@@ -94,7 +111,12 @@ def test_padding_side_is_irrelevant_and_missing_bos_is_prepended() -> None:
     options = ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}, {"bos_token_id": first})
     calls = [
         make_call(name, prompts(side), max_new_tokens=8, **o, **NO_END)
-        for name, o in (("gpt2", options[0]), ("mistral", options[0]), ("bloom", options[0]), ("gpt2", options[1]))
+        for name, o in (
+            ("gpt2", options[0]),
+            ("mistral", options[0]),
+            ("bloom", options[0]),
+            ("gpt2", options[1]),
+        )
         for side in ("left", "right")
     ]
     for call, actual in zip(calls, generate(calls, Layout(pp=2)), strict=True):
@@ -113,7 +135,12 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
     complete = hf_output(plain)
     new = complete[0, 7:].tolist()
     # Lengths include the prompt; without min_length the end tokens would likely come early.
-    lengths: dict[str, Any] = {"max_length": 17, "min_length": 13, "no_repeat_ngram_size": 2, "pad_token_id": 1}
+    lengths: dict[str, Any] = {
+        "max_length": 17,
+        "min_length": 13,
+        "no_repeat_ngram_size": 2,
+        "pad_token_id": 1,
+    }
     lengths["eos_token_id"] = (new[1], new[2])
     calls = [
         make_call("llama", rows, max_new_tokens=12, repetition_penalty=1.7, **NO_END),
@@ -124,15 +151,22 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
     compare(calls, Layout(tp=2))
     stop = tuple(new[3:5])
     end = next(n for n in range(2, 13) if tuple(new[n - 2 : n]) == stop)
-    stopping = replace(plain, options={**plain.options, "stop_sequences": (stop,), "pad_token_id": 1})
+    stopping = replace(
+        plain, options={**plain.options, "stop_sequences": (stop,), "pad_token_id": 1}
+    )
     one = replace(stopping, input_ids=rows[0][:1], attention_mask=None)
     sequences = generate([stopping, one], Layout(tp=2))
-    assert sequences[0].tolist() == [complete[0, : 7 + end].tolist() + [1] * (12 - end), *complete[1:].tolist()]
+    assert sequences[0].tolist() == [
+        complete[0, : 7 + end].tolist() + [1] * (12 - end),
+        *complete[1:].tolist(),
+    ]
     assert sequences[1].tolist() == complete[:1, : 7 + end].tolist()
 
 
 def test_fewer_prompts_than_replicas_or_stages() -> None:
-    call = make_call("qwen2", prompts(lengths=(5,), width=5), max_new_tokens=5, num_beams=2, **NO_END)
+    call = make_call(
+        "qwen2", prompts(lengths=(5,), width=5), max_new_tokens=5, num_beams=2, **NO_END
+    )
     for layout in (Layout(dp=3), Layout(pp=4)):
         compare([call], layout)
 
@@ -191,8 +225,14 @@ def test_beam_searches_equal_hugging_face() -> None:
     likely = hf_output(make_call("llama", rows, max_new_tokens=12, **NO_END))
     ends = (int(likely[0, 9]), int(likely[1, 12]), int(likely[2, 10]))
     common = {"max_new_tokens": 11, "pad_token_id": 1}
-    calls = [make_call("llama", rows, **o, **common, eos_token_id=eos) for o in SEARCHES for eos in (ends[:1], ends)]
-    assert len({hf_output(call).shape[1] for call in calls}) > 1, "no search ended earlier than another"
+    calls = [
+        make_call("llama", rows, **o, **common, eos_token_id=eos)
+        for o in SEARCHES
+        for eos in (ends[:1], ends)
+    ]
+    assert len({hf_output(call).shape[1] for call in calls}) > 1, (
+        "no search ended earlier than another"
+    )
     compare(calls, Layout(pp=2))
 
 
@@ -204,17 +244,31 @@ def test_scores_equal_hugging_face() -> None:
     outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     one: Any = hf_output(make_call("llama", rows, **options, **outputs))
     several: Any = hf_output(make_call("llama", rows, **options, **beams, **outputs))
-    beam_scores = hf_model("llama").compute_transition_scores(several.sequences, several.scores, several.beam_indices)
+    beam_scores = hf_model("llama").compute_transition_scores(
+        several.sequences, several.scores, several.beam_indices
+    )
     assert beam_scores[:, -1].eq(0.0).any(), "no sequence ended earlier than another"
     new = one.sequences[:, 7:]
     ended = ((new == end).cumsum(-1) - (new == end).long()) > 0
-    scores = torch.stack(one.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0].masked_fill(ended, 0)
-    expected = ((one.sequences, scores, scores.sum(-1)), (several.sequences, beam_scores, several.sequences_scores))
+    scores = (
+        torch.stack(one.logits, dim=1)
+        .log_softmax(-1)
+        .gather(-1, new[..., None])[..., 0]
+        .masked_fill(ended, 0)
+    )
+    expected = (
+        (one.sequences, scores, scores.sum(-1)),
+        (several.sequences, beam_scores, several.sequences_scores),
+    )
     calls = [make_call("llama", rows, **options), make_call("llama", rows, **options, **beams)]
     for outputs_of_rank in run_with_models(_generate_with_scores, Layout(tp=2, dp=2), calls):
-        for actual, (sequences, log_probabilities, scores) in zip(outputs_of_rank, expected, strict=True):
+        for actual, (sequences, log_probabilities, scores) in zip(
+            outputs_of_rank, expected, strict=True
+        ):
             assert torch.equal(actual.sequences, sequences)
-            torch.testing.assert_close(actual.log_probabilities, log_probabilities, rtol=0.0, atol=_ATOL)
+            torch.testing.assert_close(
+                actual.log_probabilities, log_probabilities, rtol=0.0, atol=_ATOL
+            )
             torch.testing.assert_close(actual.scores, scores, rtol=0.0, atol=_ATOL)
 
 
@@ -228,7 +282,9 @@ def _generate_with_scores(directory: str, case: Case, calls: list[Call]) -> list
 
 def _tokenizer(pieces: dict[int, bytes]) -> Any:
     """Decodes tokens to ``pieces``, and all other tokens to text without a stop string."""
-    return byte_level_tokenizer({token: pieces.get(token, f"<{token}>".encode()) for token in range(VOCAB_SIZE)})
+    return byte_level_tokenizer(
+        {token: pieces.get(token, f"<{token}>".encode()) for token in range(VOCAB_SIZE)}
+    )
 
 
 def test_stop_strings_end_sequences_like_hugging_face() -> None:
@@ -236,14 +292,23 @@ def test_stop_strings_end_sequences_like_hugging_face() -> None:
     plain: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": 1} | NO_END
     new = hf_output(make_call("mistral", (ids, mask), **plain))[:, 7:].tolist()
     # Stop strings: one character of two tokens; inside a token; half in the prompt; over three tokens, ending in one.
-    pieces = {new[0][4]: b"x\xc3", new[0][5]: b"\xa9", new[1][3]: b"abcd", int(ids[2, -1]): b"st", new[2][0]: b"opera"}
+    pieces = {
+        new[0][4]: b"x\xc3",
+        new[0][5]: b"\xa9",
+        new[1][3]: b"abcd",
+        int(ids[2, -1]): b"st",
+        new[2][0]: b"opera",
+    }
     pieces |= {new[3][1]: b" 0.", new[3][2]: b"1.", new[3][3]: b"2.3"}
     assert len(pieces) == 8
     plain |= {"stop_strings": ("é", "bc", "stop", "0.1.2"), "tokenizer": _tokenizer(pieces)}
     ending = {**plain, "eos_token_id": (new[0][2],)}
     beams = {**plain, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
     # Also with an end-of-sequence token, and with a minimum length, which only delays the latter.
-    calls = [make_call("mistral", (ids, mask), **o) for o in (plain, ending, {**ending, "min_new_tokens": 5}, beams)]
+    calls = [
+        make_call("mistral", (ids, mask), **o)
+        for o in (plain, ending, {**ending, "min_new_tokens": 5}, beams)
+    ]
     alone = hf_output(calls[0])[:, 7:].tolist()
     assert [row.index(1) if 1 in row else len(row) for row in alone] == [6, 4, 1, 4]
     assert hf_output(calls[1])[0, 7:].tolist().index(1) == 3
@@ -254,7 +319,11 @@ def test_stop_strings_end_sequences_like_hugging_face() -> None:
 
 def _stopped_t5() -> Call:
     rows = prompts("right", lengths=(7, 4))
-    begun = {"decoder_input_ids": torch.tensor([[2, 5], [2, 6]]), "max_new_tokens": 8, "pad_token_id": 3} | NO_END
+    begun = {
+        "decoder_input_ids": torch.tensor([[2, 5], [2, 6]]),
+        "max_new_tokens": 8,
+        "pad_token_id": 3,
+    } | NO_END
     plain = hf_output(make_call("t5_1_1", rows, **begun)).tolist()
     tokenizer = _tokenizer({5: b"sto", plain[0][2]: b"p", plain[1][4]: b"stop"})
     call = make_call("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from tests.generate.models import NO_END, generate, make_call
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, refusal, train_module, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    loader_of,
+    module_of,
+    refusal,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 from tests.tokenizers import byte_level_tokenizer
 
@@ -32,7 +41,12 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
     ("model", "layout", "precision"),
     [
         ("gpt2", Layout(tp=2, sequence_parallel=True, recompute="full"), "bf16-mixed"),
-        pytest.param("gpt2", Layout(pp=2, vpp=2, num_microbatches=2), "16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "gpt2",
+            Layout(pp=2, vpp=2, num_microbatches=2),
+            "16-mixed",
+            marks=pytest.mark.exhaustive,
+        ),
         ("gpt2", Layout(dp=2, overlap_communication=True), "32-true"),
         ("gpt2", Layout(cp=2), "bf16-mixed"),
         pytest.param(
@@ -46,7 +60,9 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
 )
 def test_generation_does_not_disturb_training(model: str, layout: Layout, precision: str) -> None:
     # With dropout: random numbers drawn by generation would change the next mask.
-    dropout = (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
+    dropout = (
+        (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
+    )
     case = Case(model=model, layout=layout, steps=3, model_fields=dropout, precision=precision)
     undisturbed = run_ranks(_train, layout.world_size, case, False)
     disturbed = run_ranks(_train, layout.world_size, case, True)
@@ -74,16 +90,23 @@ def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
         def val_dataloader(self) -> Any:
             return loader_of(case)
 
-        def on_validation_end(self) -> None:  # also before the first step: the Trainer's sanity check
+        def on_validation_end(
+            self,
+        ) -> None:  # also before the first step: the Trainer's sanity check
             super().on_validation_end()
             self._generate()
 
         def _generate(self) -> None:
             if not generates:
                 return
-            settings, gradients = _settings(self), [p.requires_grad for p in self.model_chunks.parameters()]
+            settings, gradients = (
+                _settings(self),
+                [p.requires_grad for p in self.model_chunks.parameters()],
+            )
             prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
-            sequences.append(self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist())
+            sequences.append(
+                self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist()
+            )
             assert _settings(self) == settings
             assert [p.requires_grad for p in self.model_chunks.parameters()] == gradients
 
@@ -92,9 +115,22 @@ def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
 
 def _settings(module: Any) -> list[Any]:
     """Settings that generation changes temporarily, of every submodule of the model chunks."""
-    names = ("training", "sequence_parallel", "reduce_scatter_embeddings", "kv_cache", "rotary_length")
+    names = (
+        "training",
+        "sequence_parallel",
+        "reduce_scatter_embeddings",
+        "kv_cache",
+        "rotary_length",
+    )
     values = [getattr(m, name, None) for m in module.model_chunks.modules() for name in names]
-    return [*values, *(m.config.sequence_parallel for m in module.model_chunks.modules() if hasattr(m, "config"))]
+    return [
+        *values,
+        *(
+            m.config.sequence_parallel
+            for m in module.model_chunks.modules()
+            if hasattr(m, "config")
+        ),
+    ]
 
 
 def _stop_at(token: int) -> dict[str, Any]:
@@ -114,8 +150,12 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
 
 
 def test_wrong_input_is_refused_on_every_rank_without_side_effects() -> None:
-    for errors in run_ranks(_refusals, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)):
-        assert [part for (_, part), error in zip(REFUSED, errors, strict=True) if part not in error] == [], errors
+    for errors in run_ranks(
+        _refusals, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)
+    ):
+        assert [
+            part for (_, part), error in zip(REFUSED, errors, strict=True) if part not in error
+        ] == [], errors
 
 
 def _refusals(case: Case) -> list[str]:

@@ -58,7 +58,9 @@ def test_predict_generates_once_per_prompt(model: str, layout: Layout) -> None:
         assert sequences == expected[dp_rank :: layout.dp].tolist()
 
 
-def _predict_sequences(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
+def _predict_sequences(
+    directory: str, case: Case, calls: list[Call]
+) -> tuple[int, list[list[int]]]:
     from lightning_megatron import GenerationOptions
 
     (call,) = calls
@@ -69,10 +71,18 @@ def _predict_sequences(directory: str, case: Case, calls: list[Call]) -> tuple[i
     rows = {"input_ids": ids, "attention_mask": mask}
     if call.model == "mt5":  # a batch of Megatron-Core's T5 dataset; the targets must not be used
         squares = mask[:, None].expand(-1, 7, 7)
-        rows = {"text_enc": ids, "enc_mask": squares, "text_dec": ids, "labels": ids, "dec_mask": mask}
+        rows = {
+            "text_enc": ids,
+            "enc_mask": squares,
+            "text_dec": ids,
+            "labels": ids,
+            "dec_mask": mask,
+        }
     trainer = trainer_of(case)
     predictions = trainer.predict(module, _loader(rows))
-    return trainer.strategy.topology.dp_rank, [row for batch in predictions for row in batch.tolist()]
+    return trainer.strategy.topology.dp_rank, [
+        row for batch in predictions for row in batch.tolist()
+    ]
 
 
 # ---- logits ---------------------------------------------------------------------------------------------------------
@@ -99,7 +109,9 @@ def expected_logits(name: str) -> torch.Tensor:
     return logits
 
 
-def _predict_logits(directory: str, case: Case, names: tuple[str, ...]) -> list[tuple[Any, list[Any]]]:
+def _predict_logits(
+    directory: str, case: Case, names: tuple[str, ...]
+) -> list[tuple[Any, list[Any]]]:
     """Per model, logits of rows given to every replica, and the gathered predictions."""
     from lightning_megatron import gather_predictions
 
@@ -107,13 +119,18 @@ def _predict_logits(directory: str, case: Case, names: tuple[str, ...]) -> list[
     dp, last_stage_only = case.layout.dp, case.layout.dp > 1 < case.layout.pp
     for name in names:
         rows = rows_of(name)
-        module = pretrained_module(f"{directory}/{name}", return_logits="last_stage" if last_stage_only else True)
+        module = pretrained_module(
+            f"{directory}/{name}", return_logits="last_stage" if last_stage_only else True
+        )
         trainer = trainer_of(case)
         # A batch of Megatron-Core's GPT dataset, whose last token is only a label.
         text = torch.nn.functional.pad(rows["input_ids"], (0, 1), value=-1)
         predictions = trainer.predict(module, _loader({"text": text} if last_stage_only else rows))
         if predictions[0] is not None:  # on the last stage; a short last batch is not padded
-            assert sum(len(batch) for batch in predictions) in (len(LENGTHS) // dp, -(-len(LENGTHS) // dp))
+            assert sum(len(batch) for batch in predictions) in (
+                len(LENGTHS) // dp,
+                -(-len(LENGTHS) // dp),
+            )
         shared = module.logits(**rows, last_stage_only=True) if last_stage_only else module(rows)
         results.append((shared, gather_predictions(trainer, predictions)))
         assert (shared is None) == (last_stage_only and not trainer.strategy.topology.is_last_stage)
@@ -124,11 +141,16 @@ def _predict_logits(directory: str, case: Case, names: tuple[str, ...]) -> list[
     ("layout", "names"),
     [
         (Layout(), ("gpt2", "t5", *BERTS)),
-        (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), ("t5", "t5_1_1", "bloom", *BERTS[:3])),
+        (
+            Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+            ("t5", "t5_1_1", "bloom", *BERTS[:3]),
+        ),
         (Layout(pp=2, vpp=2, num_microbatches=2), ("qwen3",)),
         (Layout(pp=2, dp=2, num_microbatches=2), ("gpt2",)),
         (Layout(dp=3), ("llama",)),
-        pytest.param(Layout(cp=2, tp=2, dp=2), ("gpt2", "t5", *BERTS), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(cp=2, tp=2, dp=2), ("gpt2", "t5", *BERTS), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
@@ -138,7 +160,12 @@ def test_logits_equal_hugging_face_in_dataset_order(layout: Layout, names: tuple
 
 @pytest.mark.parametrize("layout", on_gpus(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)))
 def test_logits_on_gpus_equal_hugging_face(layout: Layout) -> None:
-    _compare(layout, ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3]), atol=5e-5, accelerator="gpu")
+    _compare(
+        layout,
+        ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3]),
+        atol=5e-5,
+        accelerator="gpu",
+    )
 
 
 def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -> None:
@@ -167,7 +194,11 @@ def _gather(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any
         def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
             number = batch["input_ids"][:, 0]
             ragged = number.to(torch.bfloat16)[:, None].repeat(1, 1 + batch_idx)
-            return {"number": number, "more": (ragged, None)} if len(number) != 2 else {"number": number}
+            return (
+                {"number": number, "more": (ragged, None)}
+                if len(number) != 2
+                else {"number": number}
+            )
 
     module = Numbers(model=f"{directory}/{names[0]}", make_vocab_size_divisible_by=8)
     results = []
@@ -176,11 +207,17 @@ def _gather(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any
         sources = [
             {"dataloaders": DataLoader(rows, batch_size=3)},  # type: ignore[arg-type]
             {"datamodule": DatasetDataModule(test=rows, micro_batch_size=2)},
-            {"dataloaders": DataLoader(_in_batches(rows, 2 if num_rows == 11 else 1), batch_size=None)},
+            {
+                "dataloaders": DataLoader(
+                    _in_batches(rows, 2 if num_rows == 11 else 1), batch_size=None
+                )
+            },
         ]
         for source in sources:
             trainer = trainer_of(case)
-            results.append([num_rows, *gather_predictions(trainer, trainer.predict(module, **source))])
+            results.append(
+                [num_rows, *gather_predictions(trainer, trainer.predict(module, **source))]
+            )
     return results
 
 
@@ -188,11 +225,16 @@ def test_gathered_predictions_are_in_dataset_order() -> None:
     for results in run_with_models(_gather, Layout(dp=3), ("gpt2",)):
         for num_rows, *gathered in results:
             assert [int(each["number"]) for each in gathered] == list(range(num_rows))
-            assert all((each["more"][0] == each["number"]).all() for each in gathered if "more" in each)
+            assert all(
+                (each["more"][0] == each["number"]).all() for each in gathered if "more" in each
+            )
 
 
 def _in_batches(rows: list[Batch], size: int) -> Any:
-    return [{"input_ids": torch.stack([r["input_ids"] for r in rows[i : i + size]])} for i in range(0, len(rows), size)]
+    return [
+        {"input_ids": torch.stack([r["input_ids"] for r in rows[i : i + size]])}
+        for i in range(0, len(rows), size)
+    ]
 
 
 class _Stream(IterableDataset[Batch]):
@@ -214,22 +256,35 @@ REFUSED = (
 def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
     from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
 
-    module, rows = pretrained_module(f"{directory}/{names[0]}", return_logits=True), _loader(rows_of(names[0]))
+    module, rows = (
+        pretrained_module(f"{directory}/{names[0]}", return_logits=True),
+        _loader(rows_of(names[0])),
+    )
     two_rows: Any = [{"input_ids": torch.arange(3)}] * 2
     trainer, streaming = trainer_of(case), trainer_of(case)
     calls = (
         lambda: trainer_of(case).predict(module, DataLoader(two_rows, batch_size=2)),
-        lambda: trainer_of(case).predict(module, DataLoader(_in_batches(two_rows, 1), batch_size=None)),
+        lambda: trainer_of(case).predict(
+            module, DataLoader(_in_batches(two_rows, 1), batch_size=None)
+        ),
         lambda: (trainer.predict(module, rows), module.logits(torch.ones(1, 41).long())),
-        lambda: gather_predictions(streaming, streaming.predict(module, DataLoader(_Stream(), batch_size=1))),
+        lambda: gather_predictions(
+            streaming, streaming.predict(module, DataLoader(_Stream(), batch_size=1))
+        ),
         lambda: gather_predictions(trainer_of(case), [torch.zeros(2)]),
-        lambda: gather_predictions(trainer, trainer.predict(module, rows, return_predictions=False)),
+        lambda: gather_predictions(
+            trainer, trainer.predict(module, rows, return_predictions=False)
+        ),
         lambda: gather_predictions(trainer, [trainer.predict(module, rows)[0][:1]]),
-        lambda: gather_across_data_parallel_groups(torch.zeros(2, 3 + trainer.strategy.topology.dp_rank)),
+        lambda: gather_across_data_parallel_groups(
+            torch.zeros(2, 3 + trainer.strategy.topology.dp_rank)
+        ),
     )
     return [refusal(call) for call in calls]
 
 
 def test_wrong_predictions_are_refused_on_every_rank() -> None:
     for errors in run_with_models(_refusals, Layout(dp=3), ("gpt2",)):
-        assert [part for part, error in zip(REFUSED, errors, strict=True) if part not in error] == [], errors
+        assert [
+            part for part, error in zip(REFUSED, errors, strict=True) if part not in error
+        ] == [], errors

@@ -23,14 +23,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_samples_are_those_of_the_current_model(tokenizer: Path, tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
-    (final, logged), *others = run_ranks(_train, layout.world_size, Case(layout=layout, steps=4), tokenizer, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "csv" / "samples.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prompt"]) for line in lines] == [(step, p) for step in (2, 4) for p in PROMPTS]
+    (final, logged), *others = run_ranks(
+        _train, layout.world_size, Case(layout=layout, steps=4), tokenizer, tmp_path
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "csv" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (step, p) for step in (2, 4) for p in PROMPTS
+    ]
     # After training, generation gives the samples of the last step.
     words = [" ".join(f"w{token}" for token in row) for row in final]
     assert [line["prompt"] + line["text"] for line in lines[2:]] == words
     assert lines[:2] != lines[2:]
-    assert [(tag, step) for tag, _, step in logged] == [(f"samples/{i}", step) for step in (2, 4) for i in (0, 1)]
+    assert [(tag, step) for tag, _, step in logged] == [
+        (f"samples/{i}", step) for step in (2, 4) for i in (0, 1)
+    ]
     assert all(f"    {lines[3][part]}\n" in logged[3][1] for part in ("prompt", "text"))
     assert all(logged_by_other == [] for _, logged_by_other in others)
 
@@ -58,7 +66,9 @@ def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
     loggers = [TextLogger(), CSVLogger(folder, name="", version="csv")]
     trainer_of(case, callbacks=[sample], logger=loggers).fit(module, loader_of(case))
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
-    rows = module.generate(torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=())
+    rows = module.generate(
+        torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=()
+    )
     return [rows[0].tolist(), rows[1, 2:].tolist()], logged
 
 
@@ -86,11 +96,16 @@ def _train_without_logger(case: Case, tokenizer: Path) -> tuple[str, dict[str, A
     loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer is accepted like its directory
     if case.model != "t5":
         trainer = trainer_of(case, callbacks=[SampleText(loaded, ["w1", " ".join(["w1"] * 17)])])
-        with pytest.raises(ConfigError, match="need more positions than the model's max_position_embeddings=16"):
+        with pytest.raises(
+            ConfigError, match="need more positions than the model's max_position_embeddings=16"
+        ):
             trainer.fit(module_of(case), loader_of(case))
         assert trainer.global_step == 0
     with contextlib.redirect_stdout(out):
-        callbacks = [SampleText(loaded, PROMPTS[1:], every_n_steps=1), ThroughputMonitor(1, warmup_steps=1)]
+        callbacks = [
+            SampleText(loaded, PROMPTS[1:], every_n_steps=1),
+            ThroughputMonitor(1, warmup_steps=1),
+        ]
         trainer = trainer_of(case, callbacks=callbacks)
         trainer.fit(module, loader_of(case))
     return out.getvalue(), dict(trainer.callback_metrics)

@@ -24,8 +24,22 @@ from tests.generate.tape import TapeRecorder
 from tests.parity.training import Case, Layout, refusal
 
 TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
-EVERY = ("gpt2", "gpt_bigcode", "llama", "mistral", "qwen3", "bloom", "falcon_40b", "falcon_alibi", "gemma2")
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequences": 2}, {"top_p": 0.9, "seed": 7})
+EVERY = (
+    "gpt2",
+    "gpt_bigcode",
+    "llama",
+    "mistral",
+    "qwen3",
+    "bloom",
+    "falcon_40b",
+    "falcon_alibi",
+    "gemma2",
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"top_p": 0.9, "seed": 7},
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +47,9 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "num_return_sequence
     [
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
-        pytest.param(Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.exhaustive
+        ),
         pytest.param(Layout(tp=4), ("gpt_bigcode",), marks=pytest.mark.exhaustive),
     ],
     ids=str,
@@ -49,10 +65,16 @@ def test_recorded_steps_equal_hugging_face(layout: Layout, models: tuple[str, ..
 
 
 def test_attention_window_grows_with_the_sequences() -> None:
-    plain = [make_call(name, max_new_tokens=16, **o, **NO_END) for name in ("mistral", "bloom") for o in OPTIONS]
+    plain = [
+        make_call(name, max_new_tokens=16, **o, **NO_END)
+        for name in ("mistral", "bloom")
+        for o in OPTIONS
+    ]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
     ((sequences, counts),) = run_with_models(_record, Layout(), plain + static, 8)
-    for call, growing, fixed in zip(plain, sequences[: len(plain)], sequences[len(plain) :], strict=True):
+    for call, growing, fixed in zip(
+        plain, sequences[: len(plain)], sequences[len(plain) :], strict=True
+    ):
         assert torch.equal(growing, fixed), (call.model, call.options)
     # Positions 7 to 21 need windows of 8, 16 and all 24 slots; each window starts with a warm-up step.
     assert counts == [(3, 2, 12)] * len(static)
@@ -62,9 +84,13 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     # Frequencies depend on the length; the host counts tokens per expert.
     dynamic = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-    assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(dynamic)
+    assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
+        dynamic
+    )
     cases = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
-    defaults = [uses_static_cache(option, new, model_of("llama"), device) for option, new, device in cases]
+    defaults = [
+        uses_static_cache(option, new, model_of("llama"), device) for option, new, device in cases
+    ]
     assert defaults == [False, False, True, False]
     for name, reason in (("llama_dynamic", "frequencies .dynamic."), ("t5", "cross-attention")):
         with pytest.raises(ConfigError, match=f"static_cache=True: .* {reason}"):
@@ -79,16 +105,22 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
     ("layout", "models"),
     [
         pytest.param(Layout(), (*EVERY, "olmo2"), marks=pytest.mark.gpu(1)),
-        pytest.param(Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2"), marks=pytest.mark.gpu(2)),
+        pytest.param(
+            Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2"), marks=pytest.mark.gpu(2)
+        ),
         pytest.param(Layout(pp=2), ("gpt2", "llama", "bloom"), marks=pytest.mark.gpu(2)),
         pytest.param(Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.gpu(2)),
         pytest.param(Layout(tp=2, pp=2), ("llama", "bloom"), marks=pytest.mark.gpu(4)),
     ],
     ids=str,
 )
-def test_graphs_equal_their_kernels(layout: Layout, models: tuple[str, ...], precision: str) -> None:
+def test_graphs_equal_their_kernels(
+    layout: Layout, models: tuple[str, ...], precision: str
+) -> None:
     calls = [make_call(name, max_new_tokens=12, **o, **NO_END) for name in models for o in OPTIONS]
-    for results in run_with_models(_generate_three_times, layout, calls, precision=precision, accelerator="gpu"):
+    for results in run_with_models(
+        _generate_three_times, layout, calls, precision=precision, accelerator="gpu"
+    ):
         for call, (growing, kernels, graphs, (before, after)) in zip(calls, results, strict=True):
             assert after == before, call.model
             assert torch.equal(graphs, kernels), (call.model, call.options)
@@ -100,7 +132,9 @@ def test_graphs_equal_their_kernels(layout: Layout, models: tuple[str, ...], pre
 @pytest.mark.gpu(1)
 def test_uncapturable_step_is_refused_and_runs_without_graphs() -> None:
     call = make_call("llama", max_new_tokens=8, **NO_END)
-    ((before, error, after),) = run_with_models(_synchronize_in_steps, Layout(), [call], accelerator="gpu")
+    ((before, error, after),) = run_with_models(
+        _synchronize_in_steps, Layout(), [call], accelerator="gpu"
+    )
     assert "static_cache: expected steps that CUDA can capture as a graph, got: " in error
     assert "set static_cache=False" in error
     assert torch.equal(before, after)
@@ -128,7 +162,9 @@ def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list
     from lightning_megatron.generate import pipeline
 
     graph_recorder = pipeline.graph_recorder
-    modules = {name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)}
+    modules = {
+        name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)
+    }
     results = []
     for call in calls:
         generate = _generator(modules[call.model], call)
@@ -161,4 +197,6 @@ def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
 
 
 def _generator(module: Any, call: Call) -> Callable[[bool], torch.Tensor]:
-    return lambda static: module.generate(call.input_ids, call.attention_mask, static_cache=static, **call.options)
+    return lambda static: module.generate(
+        call.input_ids, call.attention_mask, static_cache=static, **call.options
+    )

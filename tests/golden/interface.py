@@ -15,13 +15,34 @@ Interface = dict[str, Any]
 """Properties by name as a user writes it, e.g. ``MegatronStrategy(tp)`` or ``convert --tp``."""
 
 MEMBERS = {
-    "MegatronStrategy": ("global_batch_size", "data_parallel_size", "data_parallel_group", "is_last_stage"),
+    "MegatronStrategy": (
+        "global_batch_size",
+        "data_parallel_size",
+        "data_parallel_group",
+        "is_last_stage",
+    ),
     "MegatronModule": ("generate", "generate_with_scores", "logits", "save_pretrained"),
-    "TrainStep": ("get_batch", "forward_step", "loss_func", "loss_terms", "metrics", "update_metrics"),
+    "TrainStep": (
+        "get_batch",
+        "forward_step",
+        "loss_func",
+        "loss_terms",
+        "metrics",
+        "update_metrics",
+    ),
     "MegatronDataModule": ("has_split", "check", "lengths", "open"),
 }
 """Members that users call or override, by class."""
-COMMANDS = ("train-tokenizer", "preprocess", "convert-dataset", "merge", "inspect", "convert", "generate", "doctor")
+COMMANDS = (
+    "train-tokenizer",
+    "preprocess",
+    "convert-dataset",
+    "merge",
+    "inspect",
+    "convert",
+    "generate",
+    "doctor",
+)
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _FIT = "--trainer.strategy=MegatronStrategy --data=IndexedDataModule --print_config"
 _CALLBACKS = ("LossCurve", "PerplexityReport", "SampleText", "lightning_megatron.ThroughputMonitor")
@@ -35,10 +56,19 @@ def interface() -> Interface:
 
 def incompatibilities(old: Interface, new: Interface) -> dict[str, str]:
     """Entries of ``old`` that are gone or incompatible, and new required parameters, with the difference."""
-    changes = {name: difference for name, was in old.items() if (difference := _difference(was, new.get(name)))}
+    changes = {
+        name: difference
+        for name, was in old.items()
+        if (difference := _difference(was, new.get(name)))
+    }
     owners = {_owner(name) for name in old}
     for name, now in new.items():
-        if name not in old and _owner(name) in owners and isinstance(now, dict) and _is_required(now):
+        if (
+            name not in old
+            and _owner(name) in owners
+            and isinstance(now, dict)
+            and _is_required(now)
+        ):
             changes[name] = "is new and required"
     return changes
 
@@ -57,7 +87,9 @@ def _difference(was: Any, now: Any) -> str | None:
     if now is None:
         return "is gone"
     if isinstance(was, list):
-        kept = [name for name in was if name in now]  # a parameter that is gone is reported under its own name
+        kept = [
+            name for name in was if name in now
+        ]  # a parameter that is gone is reported under its own name
         return None if now[: len(kept)] == kept else f"was {was} and is {now}"
     if not isinstance(was, dict):
         return None if now == was else f"was {was!r} and is {now!r}"
@@ -89,7 +121,10 @@ def _names() -> Interface:
         for member in MEMBERS.get(name, ()):
             attribute = getattr(value, member, None)
             if inspect.isfunction(attribute):
-                names |= {f"{name}.{member}": "method", **_parameters(f"{name}.{member}", attribute)}
+                names |= {
+                    f"{name}.{member}": "method",
+                    **_parameters(f"{name}.{member}", attribute),
+                }
             elif attribute is not None or any(
                 member in vars(base).get("__annotations__", ()) for base in value.__mro__
             ):
@@ -99,22 +134,33 @@ def _names() -> Interface:
 
 def _parameters(name: str, function: Callable[..., Any]) -> Interface:
     parameters = [
-        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "self"
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self"
     ]
     properties: Interface = {
         f"{name}({parameter.name})": {
             "kind": parameter.kind.name,
-            "default": _ABSENT if parameter.default is parameter.empty else _format(parameter.default),
+            "default": _ABSENT
+            if parameter.default is parameter.empty
+            else _format(parameter.default),
             "accepts": sorted(set(_alternatives(_evaluate(parameter.annotation, function)))),
         }
         for parameter in parameters
     }
-    return {**properties, f"{name}(*)": [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]}
+    return {
+        **properties,
+        f"{name}(*)": [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD],
+    }
 
 
 def _evaluate(annotation: Any, function: Callable[..., Any]) -> Any:
     try:
-        return eval(annotation, inspect.unwrap(function).__globals__) if isinstance(annotation, str) else annotation
+        return (
+            eval(annotation, inspect.unwrap(function).__globals__)
+            if isinstance(annotation, str)
+            else annotation
+        )
     except NameError:  # imported only for type checkers
         return annotation
 
@@ -135,7 +181,11 @@ def _alternatives(hint: Any) -> Iterator[str]:
     elif origin is Literal:
         yield from map(repr, arguments)
     elif origin is not None:
-        parts = ["|".join(sorted(_alternatives(argument))) for argument in arguments if not isinstance(argument, list)]
+        parts = [
+            "|".join(sorted(_alternatives(argument)))
+            for argument in arguments
+            if not isinstance(argument, list)
+        ]
         yield f"{getattr(origin, '__name__', origin)}[{', '.join(parts)}]"
     elif hint is None or hint is type(None):
         yield "None"
@@ -158,8 +208,14 @@ def _commands() -> Interface:
             for flag in action.option_strings or [action.metavar or action.dest]:
                 options[f"{command} {flag}"] = {
                     "required": action.required,
-                    "values": "none" if action.nargs == 0 else "several" if action.nargs == "+" else "one",
-                    "default": None if action.default == argparse.SUPPRESS else _plain(action.default),
+                    "values": "none"
+                    if action.nargs == 0
+                    else "several"
+                    if action.nargs == "+"
+                    else "one",
+                    "default": None
+                    if action.default == argparse.SUPPRESS
+                    else _plain(action.default),
                     "accepts": sorted(map(str, action.choices or ["Any"])),
                 }
     return options
@@ -204,4 +260,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _strategies() -> Interface:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    return {f"strategy={name!r}": "name" for name in sorted(StrategyRegistry) if name.startswith("megatron")}
+    return {
+        f"strategy={name!r}": "name"
+        for name in sorted(StrategyRegistry)
+        if name.startswith("megatron")
+    }

@@ -14,21 +14,59 @@ from tests.cli.command import run_here
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
-        **{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 110},
+        **{
+            "model_type": "gpt2",
+            "n_layer": 2,
+            "n_embd": 16,
+            "n_head": 2,
+            "n_positions": 32,
+            "vocab_size": 110,
+        },
         **{"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3, "initializer_range": 0.2},
     },
     "llama": {
-        **{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "vocab_size": 110},
+        **{
+            "model_type": "llama",
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+            "vocab_size": 110,
+        },
         **{"initializer_range": 0.2, "tie_word_embeddings": False},
     },
     "bert": {
-        **{"model_type": "megatron-bert", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24},
-        **{"num_attention_heads": 2, "max_position_embeddings": 32, "vocab_size": 110, "initializer_range": 0.2},
+        **{
+            "model_type": "megatron-bert",
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+        },
+        **{
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "vocab_size": 110,
+            "initializer_range": 0.2,
+        },
     },
     "t5": {
-        **{"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 24},
-        **{"num_heads": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
+        **{
+            "model_type": "t5",
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+        },
+        **{
+            "num_heads": 2,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 12,
+        },
         **{"vocab_size": 110, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     },
 }
@@ -58,16 +96,31 @@ BERT = Run(
 )
 T5 = Run(
     model={**MODELS["t5"], "dropout_rate": 0.0},
-    indexed={"data_path": "books_words_text_sentence", "split": "1,0,0", "tokenizer": "words", "seq_length_decoder": 8},
+    indexed={
+        "data_path": "books_words_text_sentence",
+        "split": "1,0,0",
+        "tokenizer": "words",
+        "seq_length_decoder": 8,
+    },
     strategy={"pp": 2},
     trainer={"max_steps": 5},
 )
-RUNS: dict[str, tuple[Run, int]] = {"blend": (BLEND, 4), "shuffled": (SHUFFLED, 2), "bert": (BERT, 2), "t5": (T5, 2)}
+RUNS: dict[str, tuple[Run, int]] = {
+    "blend": (BLEND, 4),
+    "shuffled": (SHUFFLED, 2),
+    "bert": (BERT, 2),
+    "t5": (T5, 2),
+}
 """Run and number of ranks by name; ``NAME.ckpt`` was saved in the middle of the run."""
 
 _INSTRUCTIONS = Run(
     model=WITHOUT_DROPOUT.model,
-    indexed={"data_path": "instructions.jsonl", "split": "1,0,0", "tokenizer": "words", "seq_length": 32},
+    indexed={
+        "data_path": "instructions.jsonl",
+        "split": "1,0,0",
+        "tokenizer": "words",
+        "seq_length": 32,
+    },
     data_module="InstructionDataModule",
     trainer={"max_epochs": 3},
 )
@@ -75,7 +128,11 @@ SAMPLES: dict[str, Run] = {
     "gpt, whole run": replace(WITHOUT_DROPOUT, trainer={"max_steps": 40}),
     "gpt, epochs": replace(
         WITHOUT_DROPOUT,
-        indexed={"data_path": ["web_text_document", "books_text_document"], "split": "8,2,0", "seed": 5},
+        indexed={
+            "data_path": ["web_text_document", "books_text_document"],
+            "split": "8,2,0",
+            "seed": 5,
+        },
         trainer={"max_epochs": 3},
     ),
     "bert, whole run": replace(BERT, strategy={}, trainer={"max_steps": 16}),
@@ -99,7 +156,11 @@ def train(run: Run, files: Path, work: Path) -> Steps:
     schedule = LRSchedule(style="linear", warmup_steps=2, decay_steps=20)
     run = run.but(module={"lr_schedule": schedule, "make_vocab_size_divisible_by": 8})
     if isinstance(run.indexed, Mapping):
-        paths = {key: _absolute(files, run.indexed[key]) for key in ("data_path", "tokenizer") if key in run.indexed}
+        paths = {
+            key: _absolute(files, run.indexed[key])
+            for key in ("data_path", "tokenizer")
+            if key in run.indexed
+        }
         run = run.but(indexed={"index_cache": str(work / "cache"), **paths})
     rows: Steps = {}
     """Row hashes of each step, and of the validation after it."""
@@ -113,9 +174,17 @@ def train(run: Run, files: Path, work: Path) -> Steps:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".* of another order than the checkpoint's")
-        _, trace = fit(run, callback(on_train_batch_start=record_rows, on_validation_batch_start=record_validation))
+        _, trace = fit(
+            run,
+            callback(on_train_batch_start=record_rows, on_validation_batch_start=record_validation),
+        )
     return {
-        step: {**rows[step], "loss": values["loss"], "lr": max(values["lr"]), "grad_norm": values["grad_norm"]}
+        step: {
+            **rows[step],
+            "loss": values["loss"],
+            "lr": max(values["lr"]),
+            "grad_norm": values["grad_norm"],
+        }
         for step, values in trace.steps.items()
     }
 
@@ -128,8 +197,13 @@ def merge_ranks(run: Run, ranks: list[Steps]) -> dict[str, dict[str, Any]]:
     for step, values in ranks[0].items():
         values = {name: value for name, value in values.items() if "rows" not in name}
         for other in ranks[1:]:
-            assert {name: other[step][name] for name in values} == values, f"ranks differ in step {step}"
-        steps[str(step)] = {**values, "rows": [" ".join(replica[step]["rows"]) for replica in replicas]}
+            assert {name: other[step][name] for name in values} == values, (
+                f"ranks differ in step {step}"
+            )
+        steps[str(step)] = {
+            **values,
+            "rows": [" ".join(replica[step]["rows"]) for replica in replicas],
+        }
     return steps
 
 
@@ -213,7 +287,10 @@ def samples(files: Path, work: Path) -> dict[str, Any]:
 def exports(checkpoints: Path, work: Path) -> dict[str, Any]:
     """Export each checkpoint to each format."""
     kinds = (hugging_face_export, legacy_export, legacy_import, megatron_export)
-    return {path.name: {kind.__name__: kind(path, work) for kind in kinds} for path in sorted(checkpoints.iterdir())}
+    return {
+        path.name: {kind.__name__: kind(path, work) for kind in kinds}
+        for path in sorted(checkpoints.iterdir())
+    }
 
 
 def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
@@ -224,8 +301,14 @@ def hugging_face_export(path: Path, work: Path) -> dict[str, Any]:
     command("convert --to hf --load-path {} --save-path {}", path, target)
     tensors = load_file(target / "model.safetensors")
     config = json.loads((target / "config.json").read_text())
-    known = {*next(model for model in MODELS.values() if model["model_type"] == config["model_type"]), "architectures"}
-    return {"tensors": _describe(tensors), "config": {name: config[name] for name in sorted(known) if name in config}}
+    known = {
+        *next(model for model in MODELS.values() if model["model_type"] == config["model_type"]),
+        "architectures",
+    }
+    return {
+        "tensors": _describe(tensors),
+        "config": {name: config[name] for name in sorted(known) if name in config},
+    }
 
 
 def legacy_export(path: Path, work: Path) -> dict[str, Any]:
@@ -234,14 +317,27 @@ def legacy_export(path: Path, work: Path) -> dict[str, Any]:
 
     target = work / f"{path.name}-legacy"
     layout = "--tp 2 --pp 2 --make-vocab-size-divisible-by 8"
-    command(f"convert --to megatron-legacy {layout} --load-path {{}} --save-path {{}}", path, target)
+    command(
+        f"convert --to megatron-legacy {layout} --load-path {{}} --save-path {{}}", path, target
+    )
     contents: dict[str, Any] = {}
     for file in sorted(target.rglob("model_optim_rng.pt")):
         with torch.serialization.safe_globals([argparse.Namespace]):
             state = torch.load(file, weights_only=True)
-        arguments = {name: str(value) for name, value in vars(state["args"]).items() if name != "hugging_face_config"}
-        plain = {"version": state["checkpoint_version"], "iteration": state["iteration"], "arguments": arguments}
-        contents |= {"of all ranks": plain, str(file.relative_to(target)): _describe(_flat(state["model"]))}
+        arguments = {
+            name: str(value)
+            for name, value in vars(state["args"]).items()
+            if name != "hugging_face_config"
+        }
+        plain = {
+            "version": state["checkpoint_version"],
+            "iteration": state["iteration"],
+            "arguments": arguments,
+        }
+        contents |= {
+            "of all ranks": plain,
+            str(file.relative_to(target)): _describe(_flat(state["model"])),
+        }
     return contents
 
 
@@ -255,7 +351,11 @@ def megatron_export(path: Path, work: Path) -> Tensors:
     target = work / f"{path.name}-core.ckpt"
     line = "convert --to megatron --make-vocab-size-divisible-by 8 --load-path {} --save-path {}"
     command(line, path, target)
-    weights = {name: tensor for name, tensor in read_tensors(target).items() if not name.startswith("optimizer.")}
+    weights = {
+        name: tensor
+        for name, tensor in read_tensors(target).items()
+        if not name.startswith("optimizer.")
+    }
     return _describe(weights)
 
 
@@ -283,5 +383,9 @@ def _hash(tensor: Any) -> str:
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name, value in nested.items():
-        tensors |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        tensors |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
     return tensors

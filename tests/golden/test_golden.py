@@ -22,7 +22,9 @@ from tests.ranks import run_ranks
 HERE = Path(__file__).parent
 FILES = HERE / "files"
 
-_ONLY_WEIGHTS = "optimizer states are not converted between formats, so replicas have no files of their own"
+_ONLY_WEIGHTS = (
+    "optimizer states are not converted between formats, so replicas have no files of their own"
+)
 
 INTENDED: dict[str, str] = {
     "inspect --png": "matplotlib draws what --json prints",
@@ -60,12 +62,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(BLEND, 4, "blend", "blend", _BF16, id="blend, tp2 pp2 as before"),
         pytest.param(
-            *(replace(WITHOUT_DROPOUT, strategy={"pp": 2}), 4, "blend without dropout", "blend", _BF16),
+            *(
+                replace(WITHOUT_DROPOUT, strategy={"pp": 2}),
+                4,
+                "blend without dropout",
+                "blend",
+                _BF16,
+            ),
             id="blend, pp2 dp2",
         ),
-        pytest.param(WITHOUT_DROPOUT, 1, "blend without dropout", "blend", _BF16, id="blend, one rank"),
+        pytest.param(
+            WITHOUT_DROPOUT, 1, "blend without dropout", "blend", _BF16, id="blend, one rank"
+        ),
         pytest.param(SHUFFLED, 2, "shuffled", "shuffled", _FP32, id="shuffled, dp2 as before"),
-        pytest.param(replace(SHUFFLED, strategy={"tp": 2}), 2, "shuffled", "shuffled", _FP32, id="shuffled, tp2"),
+        pytest.param(
+            replace(SHUFFLED, strategy={"tp": 2}),
+            2,
+            "shuffled",
+            "shuffled",
+            _FP32,
+            id="shuffled, tp2",
+        ),
         pytest.param(BERT, 2, "bert", "bert", _FP32, id="bert, tp2 as before"),
         pytest.param(replace(BERT, strategy={}), 1, "bert", "bert", _FP32, id="bert, one rank"),
         pytest.param(T5, 2, "t5", "t5", _FP32, id="t5, pp2 as before"),
@@ -91,7 +108,9 @@ def test_resume_equals_the_recorded_run(
     is_same_layout = (run, world_size) == RUNS[checkpoint]
     for step, values in steps.items():
         rows, recorded = values["rows"], expected[step]["rows"]
-        assert rows == recorded if is_same_layout else _sorted(rows) == _sorted(recorded), f"step {step}: other samples"
+        assert rows == recorded if is_same_layout else _sorted(rows) == _sorted(recorded), (
+            f"step {step}: other samples"
+        )
         assert values["loss"] == pytest.approx(expected[step]["loss"], rel=tolerances[0])
         assert values["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=tolerances[1])
         assert values["lr"] == pytest.approx(expected[step]["lr"], rel=1e-6)
@@ -129,18 +148,26 @@ def _as_release(export: dict[str, Any]) -> dict[str, Any]:
     """
     plain = export.pop("of all ranks")
     plain["arguments"] |= {"consumed_train_samples": "0", "rotary_interleaved": "False"}
-    return {"of all ranks": plain, **{f"release/{name.partition('/')[2]}": tensors for name, tensors in export.items()}}
+    return {
+        "of all ranks": plain,
+        **{f"release/{name.partition('/')[2]}": tensors for name, tensors in export.items()},
+    }
 
 
 def _texts_and_equal_files(path: Path, work: Path) -> tuple[Any, dict[str, bool]]:
     runs.command("convert --to hf --load-path {} --save-path {}", path, work / "hf")
     companions = sorted((path / "hugging_face").iterdir())
-    is_equal = {file.name: (work / "hf" / file.name).read_bytes() == file.read_bytes() for file in companions}
+    is_equal = {
+        file.name: (work / "hf" / file.name).read_bytes() == file.read_bytes()
+        for file in companions
+    }
     return runs.texts(path), is_equal
 
 
 def test_generated_texts_equal_the_record(tmp_path: Path, checkpoints: Path) -> None:
-    ((texts, companions),) = run_ranks(_texts_and_equal_files, 1, checkpoints / "words.ckpt", tmp_path)
+    ((texts, companions),) = run_ranks(
+        _texts_and_equal_files, 1, checkpoints / "words.ckpt", tmp_path
+    )
     assert texts == _record("texts")
     assert {"tokenizer.json", "generation_config.json"} <= companions.keys()
     assert all(companions.values()), companions

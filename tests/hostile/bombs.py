@@ -145,7 +145,9 @@ _BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."
 """``bytearray(0x70000000)``, which ``weights_only`` allows."""
 
 
-def _archive(pickled: bytes, tensors: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+def _archive(
+    pickled: bytes, tensors: dict[str, bytes], compression: int = zipfile.ZIP_STORED
+) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", compression, compresslevel=1) as archive:
         archive.writestr("archive/data.pkl", pickled)
@@ -171,12 +173,16 @@ def deflated_shard(folder: Path) -> str:
 
 
 def tensor_of_a_length_in_a_shard(folder: Path) -> str:
-    return _replace_entries(folder, _archive(b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x70\x85R.", {}))
+    return _replace_entries(
+        folder, _archive(b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x70\x85R.", {})
+    )
 
 
 def storage_of_a_length_in_a_shard(folder: Path) -> str:
     storage = b"ctorch.storage\nUntypedStorage\n"
-    return _replace_entries(folder, _archive(b"\x80\x02" + storage + b"J\x00\x00\x00\x70\x85R.", {}))
+    return _replace_entries(
+        folder, _archive(b"\x80\x02" + storage + b"J\x00\x00\x00\x70\x85R.", {})
+    )
 
 
 def encoded_in_common(folder: Path) -> str:
@@ -254,7 +260,9 @@ def zip_of_a_checkpoint(folder: Path) -> str:
     """NVIDIA's zip of a checkpoint, whose only member is 256 MB of zeros."""
     member = "release/mp_rank_00/model_optim_rng.pt"
     with (
-        zipfile.ZipFile(folder / "release.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        zipfile.ZipFile(
+            folder / "release.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1
+        ) as archive,
         archive.open(member, "w", force_zip64=True) as stream,
     ):
         for _ in range(4):
@@ -307,7 +315,12 @@ _LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vo
 
 
 def heads(folder: Path) -> str:
-    fields = {"num_hidden_layers": 2, "num_attention_heads": 1 << 26, "num_key_value_heads": 1 << 26, "head_dim": 16}
+    fields = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1 << 26,
+        "num_key_value_heads": 1 << 26,
+        "head_dim": 16,
+    }
     return _config(folder, **_LLAMA, **fields)
 
 
@@ -321,13 +334,27 @@ def divisors(folder: Path) -> str:
 
 
 def experts(folder: Path) -> str:
-    fields = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 10**8}
+    fields = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 10**8,
+    }
     return _config(folder, **{**_LLAMA, "model_type": "mixtral"}, **fields)
 
 
 def small_experts(folder: Path) -> str:
-    fields = {"num_hidden_layers": 500, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 10**5}
-    return _config(folder, **{**_LLAMA, "model_type": "mixtral", "hidden_size": 2, "intermediate_size": 1}, **fields)
+    fields = {
+        "num_hidden_layers": 500,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 10**5,
+    }
+    return _config(
+        folder,
+        **{**_LLAMA, "model_type": "mixtral", "hidden_size": 2, "intermediate_size": 1},
+        **fields,
+    )
 
 
 def most_layers(folder: Path) -> str:
@@ -337,18 +364,42 @@ def most_layers(folder: Path) -> str:
 
 
 def most_layers_of_an_encoder_decoder(folder: Path) -> str:
-    fields = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1000, "num_heads": 2, "vocab_size": 300}
+    fields = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 1000,
+        "num_heads": 2,
+        "vocab_size": 300,
+    }
     return _config(folder, model_type="t5", **fields, num_decoder_layers=1000)
 
 
 def token_types(folder: Path) -> str:
-    fields = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return _config(folder, model_type="megatron-bert", **fields, vocab_size=300, type_vocab_size=1 << 40)
+    fields = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return _config(
+        folder, model_type="megatron-bert", **fields, vocab_size=300, type_vocab_size=1 << 40
+    )
 
 
 def distances(folder: Path) -> str:
-    fields = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
-    distance = {"relative_attention_num_buckets": 1 << 40, "relative_attention_max_distance": 1 << 41}
+    fields = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 300,
+    }
+    distance = {
+        "relative_attention_num_buckets": 1 << 40,
+        "relative_attention_max_distance": 1 << 41,
+    }
     return _config(folder, model_type="t5", **fields, **distance)
 
 
@@ -358,7 +409,14 @@ def dense_layers(folder: Path) -> str:
 
 
 def buckets(folder: Path) -> str:
-    fields = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+    fields = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 300,
+    }
     return _config(folder, model_type="t5", **fields, relative_attention_num_buckets=1 << 40)
 
 
@@ -373,7 +431,9 @@ def positions(folder: Path) -> str:
 
 
 def sub_config_labels(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", text_config={"model_type": "llama", "num_labels": 50_000_000})
+    _change_json(
+        folder / "hf/config.json", text_config={"model_type": "llama", "num_labels": 50_000_000}
+    )
     return CONVERT_HF
 
 
@@ -383,7 +443,9 @@ def nested_config(folder: Path) -> str:
 
 
 def long_number(folder: Path) -> str:
-    (folder / "hf/config.json").write_text('{"model_type": "gpt2", "n_layer": ' + "9" * 4_000_000 + "}")
+    (folder / "hf/config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": ' + "9" * 4_000_000 + "}"
+    )
     return CONVERT_HF
 
 
@@ -426,8 +488,15 @@ def adapter_rank(folder: Path) -> str:
     adapter.mkdir()
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
     save_file({name: torch.zeros(1, 16)}, adapter / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "base_model_name_or_path": str(folder / "hf"), "r": 1 << 40, "lora_alpha": 1}
-    (adapter / "adapter_config.json").write_text(json.dumps({**fields, "lora_dropout": 0.0, "bias": "none"}))
+    fields = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(folder / "hf"),
+        "r": 1 << 40,
+        "lora_alpha": 1,
+    }
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**fields, "lora_dropout": 0.0, "bias": "none"})
+    )
     return "convert --load-path adapter --save-path new --to hf"
 
 
@@ -445,28 +514,44 @@ def token_id(folder: Path) -> str:
 
 
 def token_id_in_settings(folder: Path) -> str:
-    token = {"content": "far", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    token = {
+        "content": "far",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+    }
     _change_json(folder / "tok/tokenizer_config.json", added_tokens_decoder={"4294967295": token})
     return f"{PREPROCESS} text"
 
 
 def extra_ids(folder: Path) -> str:
-    _change_json(folder / "tok/tokenizer_config.json", tokenizer_class="ByT5Tokenizer", extra_ids=30_000_000)
+    _change_json(
+        folder / "tok/tokenizer_config.json", tokenizer_class="ByT5Tokenizer", extra_ids=30_000_000
+    )
     return f"{PREPROCESS} text"
 
 
 def extra_ids_of_t5(folder: Path) -> str:
-    _change_json(folder / "tok/tokenizer_config.json", tokenizer_class="T5Tokenizer", extra_ids=30_000_000)
+    _change_json(
+        folder / "tok/tokenizer_config.json", tokenizer_class="T5Tokenizer", extra_ids=30_000_000
+    )
     return f"{PREPROCESS} text"
 
 
 def madeup_words(folder: Path) -> str:
-    _change_json(folder / "tok/tokenizer_config.json", tokenizer_class="XGLMTokenizer", num_madeup_words=30_000_000)
+    _change_json(
+        folder / "tok/tokenizer_config.json",
+        tokenizer_class="XGLMTokenizer",
+        num_madeup_words=30_000_000,
+    )
     return f"{PREPROCESS} text"
 
 
 def pegasus_offset(folder: Path) -> str:
-    _change_json(folder / "tok/tokenizer_config.json", tokenizer_class="PegasusTokenizer", offset=30_000_000)
+    _change_json(
+        folder / "tok/tokenizer_config.json", tokenizer_class="PegasusTokenizer", offset=30_000_000
+    )
     return f"{PREPROCESS} text"
 
 
@@ -476,7 +561,9 @@ def labels_beside_a_tokenizer(folder: Path) -> str:
     fields = json.loads(file.read_text())
     del fields["tokenizer_class"]
     file.write_text(json.dumps(fields))
-    (folder / "tok/config.json").write_text(json.dumps({"model_type": "gpt2", "num_labels": 50_000_000}))
+    (folder / "tok/config.json").write_text(
+        json.dumps({"model_type": "gpt2", "num_labels": 50_000_000})
+    )
     return f"{PREPROCESS} text"
 
 
@@ -501,7 +588,10 @@ def zst_line(folder: Path) -> str:
 def zst_blank_lines(folder: Path) -> str:
     import zstandard
 
-    with (folder / "x.jsonl.zst").open("wb") as stream, zstandard.ZstdCompressor(1).stream_writer(stream) as writer:
+    with (
+        (folder / "x.jsonl.zst").open("wb") as stream,
+        zstandard.ZstdCompressor(1).stream_writer(stream) as writer,
+    ):
         for _ in range(32):
             writer.write(b"\n" * (1 << 24))
     return f"{PREPROCESS} x.jsonl.zst"
@@ -577,7 +667,9 @@ def index_counts(folder: Path) -> str:
 BOMBS: dict[str, Bomb] = {
     name: value
     for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", "") == __name__ and not name.startswith(("_", "make_"))
+    if callable(value)
+    and getattr(value, "__module__", "") == __name__
+    and not name.startswith(("_", "make_"))
 }
 HARMLESS = {"sub_config_labels", "token_id_in_settings"}
 """Bombs that are read, as nothing is built from what they claim."""

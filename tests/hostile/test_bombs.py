@@ -54,7 +54,9 @@ def _set_off(folder: Path, name: str) -> _Result:
     ((code, out, err),) = run_here(str(files), [command.split()])
     seconds = time.process_time() - begin
     shutil.rmtree(files)
-    return _Result(code=code, printed=out + err, megabytes=_megabytes("VmHWM") - before, seconds=seconds)
+    return _Result(
+        code=code, printed=out + err, megabytes=_megabytes("VmHWM") - before, seconds=seconds
+    )
 
 
 def _megabytes(field: str) -> float:

@@ -35,7 +35,9 @@ _GLOBAL_BATCH = 12
 class Cluster:
     """A run on the hosts of a network, and its output."""
 
-    def __init__(self, network: Network, folder: Path, devices: int, max_steps: int, cache: str = "cache") -> None:
+    def __init__(
+        self, network: Network, folder: Path, devices: int, max_steps: int, cache: str = "cache"
+    ) -> None:
         self.network, self.folder, self._files = network, folder, ExitStack()
         num_nodes = len(network.hosts)
         num_microbatches = _GLOBAL_BATCH // (num_nodes * devices)
@@ -69,13 +71,20 @@ class Cluster:
         """Wait until ``condition`` holds; return the seconds that it took."""
         begin = time.monotonic()
         while not condition():
-            assert time.monotonic() < begin + seconds, f"nothing after {seconds} s\n{self.log_tails()}"
+            assert time.monotonic() < begin + seconds, (
+                f"nothing after {seconds} s\n{self.log_tails()}"
+            )
             time.sleep(0.1)
         return time.monotonic() - begin
 
-    def wait_for_step(self, step: int, seconds: float = 240, world_size: int | None = None) -> float:
+    def wait_for_step(
+        self, step: int, seconds: float = 240, world_size: int | None = None
+    ) -> float:
         def is_done() -> bool:
-            return any(done >= step and world_size in (None, size) for done, _, size, _ in self.lines("steps"))
+            return any(
+                done >= step and world_size in (None, size)
+                for done, _, size, _ in self.lines("steps")
+            )
 
         return self.wait_for(is_done, seconds)
 
@@ -83,7 +92,10 @@ class Cluster:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def log_tails(self) -> str:
-        return "\n".join(f"---- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"---- {path.name}\n{path.read_text()[-6000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
     def check_losses(self) -> None:
         """Check every loss against the run in one process, which sums fp32 in another order."""
@@ -99,8 +111,13 @@ def _losses_of_one_process(max_steps: int) -> dict[int, float]:
     options = {**sizes, "max_steps": max_steps, "cache": "cache"}
     with TemporaryDirectory() as folder:
         command = python(train.__file__, json.dumps(options))
-        subprocess.run(command, cwd=folder, env=_environment(), check=True, timeout=300, capture_output=True)
-        return {step: loss for step, loss, *_ in map(json.loads, (Path(folder) / "steps").read_text().splitlines())}
+        subprocess.run(
+            command, cwd=folder, env=_environment(), check=True, timeout=300, capture_output=True
+        )
+        return {
+            step: loss
+            for step, loss, *_ in map(json.loads, (Path(folder) / "steps").read_text().splitlines())
+        }
 
 
 def _environment() -> dict[str, str]:
@@ -118,7 +135,9 @@ def print_time(text: str) -> None:
 
 
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
-def test_torchrun_continues_without_a_host_and_readmits_it(network: Network, tmp_path: Path) -> None:
+def test_torchrun_continues_without_a_host_and_readmits_it(
+    network: Network, tmp_path: Path
+) -> None:
     hosts, lost = network.hosts, network.hosts[-1]
     cluster = Cluster(network, tmp_path, devices=1, max_steps=100)
     agents = {host: cluster.torchrun(host) for host in hosts}
@@ -129,22 +148,32 @@ def test_torchrun_continues_without_a_host_and_readmits_it(network: Network, tmp
     time.sleep(10)
     network.plug(lost)
     cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 2)
-    print_time(f"{len(hosts)} hosts, cable pulled for 10 s: next step after {time.monotonic() - begin:.0f} s")
+    print_time(
+        f"{len(hosts)} hosts, cable pulled for 10 s: next step after {time.monotonic() - begin:.0f} s"
+    )
     assert len(cluster.lines("begins")) == len(hosts), cluster.log_tails()  # the same processes
 
     network.unplug(lost)
     network.kill(lost)
     begin, done = time.monotonic(), len(cluster.lines("steps"))
     noticed = cluster.wait_for(lambda: "failed (exitcode" in cluster.logs())
-    cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 1 and cluster.lines("steps")[-1][2] < len(hosts))
+    cluster.wait_for(
+        lambda: (
+            len(cluster.lines("steps")) > done + 1 and cluster.lines("steps")[-1][2] < len(hosts)
+        )
+    )
     without = time.monotonic() - begin
-    print_time(f"{len(hosts)} hosts, one without power: noticed after {noticed:.0f} s, next step after {without:.0f} s")
+    print_time(
+        f"{len(hosts)} hosts, one without power: noticed after {noticed:.0f} s, next step after {without:.0f} s"
+    )
 
     network.plug(lost)
     begin = time.monotonic()
     agents[lost] = cluster.torchrun(lost)
     cluster.wait_for(lambda: cluster.lines("steps")[-1][2] == len(hosts))
-    print_time(f"{len(hosts)} hosts, one is back: step on all after {time.monotonic() - begin:.0f} s")
+    print_time(
+        f"{len(hosts)} hosts, one is back: step on all after {time.monotonic() - begin:.0f} s"
+    )
     assert {agent.wait(240) for agent in agents.values()} == {0}, cluster.log_tails()
     assert cluster.lines("steps")[-1][0] == 100
     cluster.check_losses()
@@ -158,4 +187,7 @@ def test_wrong_network_interface_is_named(network: Network, tmp_path: Path) -> N
     ranks = [cluster.task(host, GLOO_SOCKET_IFNAME="lo") for host in network.hosts]
     # In gloo, a rank that accepts connections waits five times a collective's timeout, unless its launcher ends it.
     assert all(rank.wait(400) != 0 for rank in ranks)
-    assert "GLOO_SOCKET_IFNAME=lo: expected the network interface of this host that the 2 hosts" in cluster.logs()
+    assert (
+        "GLOO_SOCKET_IFNAME=lo: expected the network interface of this host that the 2 hosts"
+        in cluster.logs()
+    )

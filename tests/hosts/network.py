@@ -63,25 +63,57 @@ class Network:
         addresses = {host: f"10.77.0.{number}" for number, host in enumerate(self.hosts, 1)}
         for host, address in addresses.items():
             _ip("netns", "add", _space(host))
-            _ip("link", "add", _cable(host), "type", "veth", "peer", "name", "eth0", "netns", _space(host))
+            _ip(
+                "link",
+                "add",
+                _cable(host),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                _space(host),
+            )
             _ip("link", "set", _cable(host), "master", _SWITCH, "up")
             _ip("-n", _space(host), "addr", "add", f"{address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
                 _ip("-n", _space(host), "link", "set", interface, "up")
-            others = "".join(f"{address} {other}\n" for other, address in addresses.items() if other != host)
+            others = "".join(
+                f"{address} {other}\n" for other, address in addresses.items() if other != host
+            )
             self._names(host).write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n{others}")
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for host in self.hosts:
             self.kill(host)
             for arguments in (("netns", "del", _space(host)), ("link", "del", _cable(host))):
                 subprocess.run(["ip", *arguments], stderr=subprocess.DEVNULL, check=False)
         subprocess.run(["ip", "link", "del", _SWITCH], stderr=subprocess.DEVNULL, check=False)
 
-    def run(self, host: str, command: Sequence[str], log: IO[str], **environment: str) -> subprocess.Popen[bytes]:
+    def run(
+        self, host: str, command: Sequence[str], log: IO[str], **environment: str
+    ) -> subprocess.Popen[bytes]:
         """Start ``command`` on a host."""
-        inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        boot = ["unshare", "--mount", "--uts", "sh", "-c", _BOOT, str(self._names(host)), host, *command]
+        inherited = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        boot = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-c",
+            _BOOT,
+            str(self._names(host)),
+            host,
+            *command,
+        ]
         return subprocess.Popen(
             ["ip", "netns", "exec", _space(host), *boot],
             **{"cwd": log.name.rpartition("/")[0], "stdout": log, "stderr": subprocess.STDOUT},
@@ -98,7 +130,9 @@ class Network:
 
     def kill(self, host: str) -> None:
         """Kill every process of a host; if it is unplugged, no connection is closed, as in a loss of power."""
-        listed = subprocess.run(["ip", "netns", "pids", _space(host)], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", _space(host)], capture_output=True, text=True, check=False
+        )
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

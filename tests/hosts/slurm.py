@@ -51,7 +51,9 @@ class Slurm(Cluster):
         super().__init__(network, folder, devices=1, max_steps=60, cache="cache of HOST")
         self._conf = str(folder / "slurm.conf")
         Path(self._conf).write_text(_CONF.format(folder))
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # otherwise slurmd uses the mounted version
+        (folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\n"
+        )  # otherwise slurmd uses the mounted version
         self.daemon("host1", "slurmctld", "-D")
         for host in network.hosts:
             self.daemon(host, "slurmd", "-D", "-N", host)
@@ -64,7 +66,9 @@ class Slurm(Cluster):
     def ask(self, command: str, *more: str) -> str:
         """Output of a SLURM command."""
         with (self.folder / "answer.txt").open("w+") as answer:
-            self.network.run("host1", [*command.split(), *more], answer, SLURM_CONF=self._conf).wait(60)
+            self.network.run(
+                "host1", [*command.split(), *more], answer, SLURM_CONF=self._conf
+            ).wait(60)
             answer.seek(0)
             return answer.read()
 
@@ -89,10 +93,14 @@ class Slurm(Cluster):
         cause()
         self.wait_for(lambda: self.ask("squeue -h -o", "%T %r").split() == ["PENDING", "BeginTime"])
         queued = time.monotonic() - begin
-        self.ask("scontrol update JobId=1 StartTime=now")  # SLURM delays a requeued job by two minutes
+        self.ask(
+            "scontrol update JobId=1 StartTime=now"
+        )  # SLURM delays a requeued job by two minutes
         self.wait_for(lambda: len(self.lines("begins")) > starts)
         restarted = time.monotonic() - begin - queued
-        print_time(f"SLURM, {fault}: in the queue again after {queued:.0f} s, trains {restarted:.0f} s after that")
+        print_time(
+            f"SLURM, {fault}: in the queue again after {queued:.0f} s, trains {restarted:.0f} s after that"
+        )
         done = len(self.lines("steps"))
         self.wait_for(lambda: len(self.lines("steps")) >= done + 6)
 
@@ -109,7 +117,9 @@ def test_restarted_slurm_job_resumes_exactly(network: Network, tmp_path: Path) -
     job.wait_for_step(6)
     job.check_restart("its signal before time is over", lambda: job.ask("scancel --signal USR1 1"))
     job.check_restart("scontrol requeue", lambda: job.ask("scontrol requeue 1"))
-    job.check_restart("a rank is killed", lambda: os.kill(job.lines("begins")[-1][4], signal.SIGKILL))
+    job.check_restart(
+        "a rank is killed", lambda: os.kill(job.lines("begins")[-1][4], signal.SIGKILL)
+    )
     job.check_restart("a cable is pulled for ever", lambda: network.unplug("host2"))
     job.wait_for(lambda: not job.ask("squeue -h"))
     begins, steps = job.lines("begins"), job.lines("steps")
@@ -119,6 +129,8 @@ def test_restarted_slurm_job_resumes_exactly(network: Network, tmp_path: Path) -
     assert begins[2][0] >= 6  # no step was lost: the signal is handled between steps
     assert begins[4][0] > begins[2][0] + 6
     job.check_losses()
-    assert [step for step, loss, world_size, _ in steps if world_size == 2 and expected[step] != loss] == []
+    assert [
+        step for step, loss, world_size, _ in steps if world_size == 2 and expected[step] != loss
+    ] == []
     assert "num_microbatches=12 instead of 6 keeps the batch" in job.logs()
     assert job.logs().count("Building the index") == 2  # once on each host

@@ -27,12 +27,24 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Record a start."""
-        _write("begins", [trainer.global_step, trainer.world_size, socket.gethostname(), time.time(), os.getpid()])
+        _write(
+            "begins",
+            [
+                trainer.global_step,
+                trainer.world_size,
+                socket.gethostname(),
+                time.time(),
+                os.getpid(),
+            ],
+        )
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
         """Record a step."""
         if trainer.global_rank == 0:
-            _write("steps", [trainer.global_step, float(outputs["loss"]), trainer.world_size, time.time()])
+            _write(
+                "steps",
+                [trainer.global_step, float(outputs["loss"]), trainer.world_size, time.time()],
+            )
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.5")))
 
 
@@ -46,20 +58,39 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO, format=f"{socket.gethostname()}: %(message)s")
     seed_everything(3, verbose=False)
-    model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 512, "n_positions": 16}
+    model = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 512,
+        "n_positions": 16,
+    }
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     cache = str(Path(options["cache"].replace("HOST", socket.gethostname())).absolute())
-    data = IndexedDataModule(str(BOOKS), split="1,0,0", seq_length=16, micro_batch_size=1, index_cache=cache)
+    data = IndexedDataModule(
+        str(BOOKS), split="1,0,0", seq_length=16, micro_batch_size=1, index_cache=cache
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=options["devices"],
         num_nodes=options["num_nodes"],
         max_steps=options["max_steps"],
         strategy=MegatronStrategy(num_microbatches=options["num_microbatches"], timeout=TIMEOUT),
-        callbacks=[Recorder(), ModelCheckpoint("checkpoints", every_n_train_steps=5, save_last="link")],
-        **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0},
+        callbacks=[
+            Recorder(),
+            ModelCheckpoint("checkpoints", every_n_train_steps=5, save_last="link"),
+        ],
+        **{
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "limit_val_batches": 0,
+        },
     )
-    trainer.fit(MegatronModule(model={**model, **dropout}, lr=1e-2), datamodule=data, ckpt_path="last")
+    trainer.fit(
+        MegatronModule(model={**model, **dropout}, lr=1e-2), datamodule=data, ckpt_path="last"
+    )
     print("interface", os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
 
 

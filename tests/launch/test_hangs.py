@@ -52,7 +52,9 @@ BATCH_END = "on_train_batch_end"
 @pytest.mark.parametrize(
     ("strategy", "act", "rank", "message"),
     [
-        pytest.param({"pp": 2}, _sleep, 1, r"is in Hooks\.on_train_batch_end \(.* in _sleep\)", id="sleeps"),
+        pytest.param(
+            {"pp": 2}, _sleep, 1, r"is in Hooks\.on_train_batch_end \(.* in _sleep\)", id="sleeps"
+        ),
         pytest.param({"tp": 2}, _stop, 0, "whose store has not answered", id="rank 0 is stopped"),
     ],
 )
@@ -77,7 +79,8 @@ def _loop(trainer: Any) -> None:
 
 def _loop_while_saving(folder: Path) -> None:
     run = Run(
-        strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer={"max_steps": 4, "default_root_dir": str(folder)}
+        strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)},
+        trainer={"max_steps": 4, "default_root_dir": str(folder)},
     )
     fit(run, _callback("on_save_checkpoint", _loop, 1), checkpoints_at(folder))
 
@@ -103,7 +106,9 @@ def _hang_in_a_worker(folder: Path) -> None:
     from torch.utils.data import DataLoader
 
     def loader(dp: int) -> Any:
-        return DataLoader(_Hanging(folder), batch_size=8, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+        return DataLoader(
+            _Hanging(folder), batch_size=8, num_workers=2, multiprocessing_context="fork"
+        )  # type: ignore[arg-type]
 
     trainer = {"max_steps": 4, "default_root_dir": str(folder)}
     fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer, loader=loader))
@@ -133,11 +138,15 @@ def _stop_before_the_first_sample(folder: Path) -> None:
     ],
     ids=["loops while saving", "a worker hangs", "is stopped at once"],
 )
-def test_hanging_place_is_named(tmp_path: Path, run: Callable[[Path], None], rank: int, message: str) -> None:
+def test_hanging_place_is_named(
+    tmp_path: Path, run: Callable[[Path], None], rank: int, message: str
+) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(run, 2, tmp_path, timeout=60)
     lines = _error_lines(caught.value)
-    assert [line for line in lines if not re.match(rf"error: rank {rank} hangs.*{message}", line)] == []
+    assert [
+        line for line in lines if not re.match(rf"error: rank {rank} hangs.*{message}", line)
+    ] == []
     if (worker := tmp_path / "worker").exists():
         assert f"(process {worker.read_text()})" in lines[0]
         assert has_ended(int(worker.read_text()), seconds=10)
@@ -161,7 +170,12 @@ def _run_own_collective(trainer: Any) -> None:
 def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: Path) -> None:
     """Steps take longer than the watchdog's interval of a second, so that it has measured them before one hangs."""
     slow = callback(on_train_batch_start=lambda *_: time.sleep(1.5))
-    trainer = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 4, "default_root_dir": str(folder)}
+    trainer = {
+        "accelerator": "gpu",
+        "precision": "bf16-mixed",
+        "max_steps": 4,
+        "default_root_dir": str(folder),
+    }
     fit(
         Run(strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
         *(slow, _callback(BATCH_END, act, 1)),
@@ -170,7 +184,9 @@ def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    ("strategy", "act"), [({"pp": 2}, _sleep), ({}, _run_own_collective)], ids=["sleeps", "collective"]
+    ("strategy", "act"),
+    [({"pp": 2}, _sleep), ({}, _run_own_collective)],
+    ids=["sleeps", "collective"],
 )
 def test_hanging_rank_is_named_while_nccl_waits(
     tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None]
@@ -183,7 +199,9 @@ def test_hanging_rank_is_named_while_nccl_waits(
     assert all(match is not None and int(match[1]) <= 15 for match in matches), lines
     assert f"in {act.__name__}" in (tmp_path / "stacks" / "rank_1.txt").read_text()
     for rank in range(2):
-        assert pickle.loads((tmp_path / "stacks" / f"nccl_{rank}").read_bytes())["entries"]  # NCCL's flight recorder
+        assert pickle.loads((tmp_path / "stacks" / f"nccl_{rank}").read_bytes())[
+            "entries"
+        ]  # NCCL's flight recorder
 
 
 def _send_sigterm(trainer: Any) -> None:
@@ -198,7 +216,9 @@ def _hang_and_terminate(accelerator: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
-def test_sigterm_ends_a_hanging_run_within_the_grace_period(tmp_path: Path, accelerator: str) -> None:
+def test_sigterm_ends_a_hanging_run_within_the_grace_period(
+    tmp_path: Path, accelerator: str
+) -> None:
     message = r"error: rank 1 hangs.*; SIGTERM came \d+ s ago, and the run ends without saving"
     with pytest.raises(RankError, match=message):
         run_ranks(_hang_and_terminate, 2, accelerator, tmp_path)
@@ -240,17 +260,23 @@ def _take_long(folder: Path) -> tuple[int, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer, _ = fit(run, *callbacks)
-    return int(trainer.global_step), [text for warning in caught if "stood still" in (text := str(warning.message))]
+    return int(trainer.global_step), [
+        text for warning in caught if "stood still" in (text := str(warning.message))
+    ]
 
 
 def test_slow_run_continues_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
     (steps, of_rank_0), (_, (warning,)) = run_ranks(_take_long, 2, tmp_path)
     assert (steps, of_rank_0) == (4, [])
-    assert re.fullmatch(r"rank 1 stood still for \d+ s: it was stopped, or held Python's lock", warning)
+    assert re.fullmatch(
+        r"rank 1 stood still for \d+ s: it was stopped, or held Python's lock", warning
+    )
 
 
 def _beat(stale: float, location: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
-    return Beat(stale=stale, limit=60, location=location, is_waiting="all_reduce" in location, **fields)
+    return Beat(
+        stale=stale, limit=60, location=location, is_waiting="all_reduce" in location, **fields
+    )
 
 
 def test_run_hangs_only_if_no_rank_makes_progress() -> None:
@@ -258,22 +284,36 @@ def test_run_hangs_only_if_no_rank_makes_progress() -> None:
         hang = find_hang(beats, [], beats[0], cap)
         return "" if hang is None else hang.text
 
-    waits, hangs, works = _beat(70), _beat(70, "in C.setup (b.py:2 in setup)"), _beat(10, "at (c.py:3 in g)")
+    waits, hangs, works = (
+        _beat(70),
+        _beat(70, "in C.setup (b.py:2 in setup)"),
+        _beat(10, "at (c.py:3 in g)"),
+    )
     assert report(waits, works) == ""
     assert report(waits, works, cap=5) != ""
     message = "rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup"
     assert report(waits, waits, hangs).startswith(message)
-    assert report(waits, waits, _beat(70, "in all_reduce, in C.x (d.py:4 in x)")).startswith("rank 2 hangs")
+    assert report(waits, waits, _beat(70, "in all_reduce, in C.x (d.py:4 in x)")).startswith(
+        "rank 2 hangs"
+    )
     desynchronized = report(waits, _beat(70, "in all_reduce, in D.y (d.py:5 in y)"))
     assert desynchronized.startswith("ranks 0, 1 hang")
-    assert desynchronized.endswith("in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)")
-    behind, ahead = (_beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", in_user_code=True, steps=n) for n in (6, 7))
+    assert desynchronized.endswith(
+        "in all_reduce (a.py:1 in f), and the others in all_reduce, in D.y (d.py:5 in y)"
+    )
+    behind, ahead = (
+        _beat(70, f"in all_reduce, in E.z (e.py:{n} in z)", in_user_code=True, steps=n)
+        for n in (6, 7)
+    )
     assert report(ahead, behind).startswith("rank 1 hangs")
 
 
 def test_straggler_is_named_only_after_many_steps() -> None:
     def beats(sampled_steps: int, *wait_fractions: float) -> list[Beat]:
-        fields: dict[str, Any] = {"sampled_steps": sampled_steps, "busy": "in C.on_train_batch_start (e.py:5 in h)"}
+        fields: dict[str, Any] = {
+            "sampled_steps": sampled_steps,
+            "busy": "in C.on_train_batch_start (e.py:5 in h)",
+        }
         return [_beat(0, wait_fraction=fraction, **fields) for fraction in wait_fractions]
 
     assert find_straggler(beats(60, 0.83, 0.9, 0.05)) == (2, (
@@ -287,7 +327,9 @@ def test_straggler_is_named_only_after_many_steps() -> None:
 def test_limits_below_one_second_are_refused() -> None:
     from lightning_megatron import MegatronStrategy
 
-    with pytest.raises(ConfigError, match=r"Heartbeat\.step=0 must be at least 1; correct Heartbeat\.step"):
+    with pytest.raises(
+        ConfigError, match=r"Heartbeat\.step=0 must be at least 1; correct Heartbeat\.step"
+    ):
         Heartbeat(step=0)
     with pytest.raises(ConfigError, match=r"timeout=0\.5 must be at least 1; correct timeout"):
         MegatronStrategy(timeout=0.5)

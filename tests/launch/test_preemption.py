@@ -41,7 +41,9 @@ def _send_signal(signum: int, ranks: tuple[int, ...], step: int, times: int = 1)
     return callback(**{"on_validation_batch_end" if step == -1 else "on_train_batch_end": send})
 
 
-def _preempt(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]) -> tuple[Any, list[str]]:
+def _preempt(
+    run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]
+) -> tuple[Any, list[str]]:
     """Exit code and checkpoints of a run that gets SIGTERM."""
     code = None
     try:
@@ -53,27 +55,47 @@ def _preempt(run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any])
 
 _LINKED = {"save_last": "link", "save_top_k": 1, "every_n_train_steps": 2}
 _NEVER = {"every_n_train_steps": 100}
-_WITH_VALIDATION = SIX_STEPS.but(validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None})
+_WITH_VALIDATION = SIX_STEPS.but(
+    validate=True, trainer={"val_check_interval": 2, "check_val_every_n_epoch": None}
+)
 
 
 @pytest.mark.parametrize(
     ("run", "sent", "keep", "left", "first_steps"),
     [
         # The signal comes in step 1, ranks agree on it in step 2, and step 3 is the last.
-        pytest.param(SIX_STEPS, {"ranks": (1,), "step": 1}, _NEVER, ["last.ckpt"], (4,), id="without save_last"),
+        pytest.param(
+            SIX_STEPS,
+            {"ranks": (1,), "step": 1},
+            _NEVER,
+            ["last.ckpt"],
+            (4,),
+            id="without save_last",
+        ),
         pytest.param(
             *(SIX_STEPS, {"ranks": (0, 1), "times": 2, "step": 1}, _LINKED),
             *(["last.ckpt", "preempted.ckpt", "step=2.ckpt"], (4,)),
             id="both ranks, twice, link",
         ),
         pytest.param(
-            *(_WITH_VALIDATION, {"ranks": (1,), "step": -1}, {"save_last": True, **_NEVER}, ["last.ckpt"], (5, 6)),
+            *(
+                _WITH_VALIDATION,
+                {"ranks": (1,), "step": -1},
+                {"save_last": True, **_NEVER},
+                ["last.ckpt"],
+                (5, 6),
+            ),
             id="while validating",
         ),
     ],
 )
 def test_sigterm_saves_and_the_resumed_run_is_exact(
-    tmp_path: Path, run: Run, sent: dict[str, Any], keep: dict[str, Any], left: list[str], first_steps: tuple[int, ...]
+    tmp_path: Path,
+    run: Run,
+    sent: dict[str, Any],
+    keep: dict[str, Any],
+    left: list[str],
+    first_steps: tuple[int, ...],
 ) -> None:
     expected = run_ranks(train, 2, run)
 
@@ -89,8 +111,14 @@ def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     variables = slurm_variables(int(os.environ["RANK"]))
-    os.environ |= {**variables, "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{root}:{os.environ['PATH']}"}
-    run = run.but(trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)})
+    os.environ |= {
+        **variables,
+        "SLURM_RESTART_COUNT": str(restarts),
+        "PATH": f"{root}:{os.environ['PATH']}",
+    }
+    run = run.but(
+        trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)}
+    )
     return fit(run, *([_send_signal(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
 
 
@@ -102,17 +130,23 @@ def test_slurm_requeue_signal_saves_and_the_resumed_run_is_exact(tmp_path: Path)
     (root / "scontrol").chmod(0o700)
     run = SIX_STEPS.but(indexed=make_corpus(tmp_path))
     run_ranks(train, 2, run.but(trainer={"max_steps": 2}), pretrained)
-    run = run.but(strategy={"async_save": True, "load_weights_only": True}, ckpt_path=str(pretrained))
+    run = run.but(
+        strategy={"async_save": True, "load_weights_only": True}, ckpt_path=str(pretrained)
+    )
 
     expected = run_ranks(_in_slurm, 2, run, root, True, 0)
 
     assert [min(trace.steps) for trace in expected] == [1, 1]
     assert (root / "called.txt").read_text() == "requeue 7070\n"
-    (root / "hpc_ckpt_2.ckpt.partial").mkdir()  # a killed save, which Lightning takes for the newest checkpoint
+    (
+        root / "hpc_ckpt_2.ckpt.partial"
+    ).mkdir()  # a killed save, which Lightning takes for the newest checkpoint
     assert_exact_resume(expected, run_ranks(_in_slurm, 2, run, root, False, 1), 4)
 
 
-def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(corpus: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(
+    corpus: Path, tmp_path: Path
+) -> None:
     """SIGTERM goes to the process that started the other rank; the logger makes a directory for each run."""
     config = configuration(corpus, tmp_path)
     saver = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
@@ -124,8 +158,19 @@ def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(corpus: Pa
         "callbacks": [saver],
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--ckpt_path", "last"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_megatron",
+        "fit",
+        "--config",
+        "config.yaml",
+        "--ckpt_path",
+        "last",
+    ]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True
+    )
     try:
         while run.poll() is None and not any(tmp_path.rglob("version_0/checkpoints/*.ckpt")):
             time.sleep(0.1)
@@ -136,7 +181,9 @@ def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(corpus: Pa
 
     assert run.returncode == 143, err
     (line,) = [line for line in err.splitlines() if "SIGTERM at step" in line]
-    assert line.endswith(f"code 143; its checkpoint is {tmp_path}/last.ckpt, resume with ckpt_path='last'")
+    assert line.endswith(
+        f"code 143; its checkpoint is {tmp_path}/last.ckpt, resume with ckpt_path='last'"
+    )
     step = int(line.split("SIGTERM at step ")[1].split(":")[0])
     more = ["--trainer.max_steps", str(step + 2), "--trainer.devices", "1"]
     code, _, err = run_cli(tmp_path, *command[3:], *more)

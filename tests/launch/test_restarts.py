@@ -27,7 +27,11 @@ def _sum_of_ranks(port: int, last: int) -> float:
 
     from lightning_megatron.launch import connect_ranks
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     environment = TorchElasticEnvironment()
     rank = environment.global_rank()
     time.sleep(1 if rank == last else 0)
@@ -71,7 +75,9 @@ def test_killed_and_failed_processes_are_restarted(
 ) -> None:
     script = _DIES.replace("sys.argv[1]", repr(str(code)))
     command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
-    ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=200)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=200
+    )
     assert ran.returncode == exit_code, ran.stderr
     assert (tmp_path / "starts").read_text() == "x" * starts
     assert (tmp_path / "is_of_this_run").read_text() == str(starts > 1)
@@ -88,7 +94,9 @@ def test_killed_and_failed_processes_are_restarted(
 
 
 def test_sigterm_is_forwarded_and_ends_the_restarts(tmp_path: Path) -> None:
-    waits = "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
+    waits = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); "
+    )
     waits += "pathlib.Path('up').touch(); time.sleep(60)"
     command = [sys.executable, "-c", _SUPERVISED, waits, "3"]
     with subprocess.Popen(
@@ -102,7 +110,10 @@ def test_sigterm_is_forwarded_and_ends_the_restarts(tmp_path: Path) -> None:
 
 def test_invalid_max_restarts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run_cli(tmp_path, "fit", "--max-restarts", "-1")
-    assert (code, err) == (2, "error: --max-restarts: expected at least 0, got -1; give 0 or more\n")
+    assert (code, err) == (
+        2,
+        "error: --max-restarts: expected at least 0, got -1; give 0 or more\n",
+    )
     monkeypatch.setenv("SLURM_NTASKS", "2")
     code, _, err = run_cli(tmp_path, "fit", "--max-restarts", "2")
     assert code == 2
@@ -146,15 +157,32 @@ def test_fit_resumes_after_a_failed_or_hung_rank(
     config = configuration(corpus, tmp_path)
     config["trainer"] |= {
         **{"devices": 2, "max_steps": 6, "limit_val_batches": 0},
-        "strategy": {"class_path": "MegatronStrategy", "init_args": {"tp": 2, "heartbeat": heartbeat}},
+        "strategy": {
+            "class_path": "MegatronStrategy",
+            "init_args": {"tp": 2, "heartbeat": heartbeat},
+        },
         "callbacks": [
             {"class_path": "users.Fails", "init_args": {"how": how, "rank": rank}},
-            {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "save_last": "link"}},
+            {
+                "class_path": "ModelCheckpoint",
+                "init_args": {"every_n_train_steps": 2, "save_last": "link"},
+            },
         ],
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "lightning_megatron", "fit", "--config", "config.yaml", "--max-restarts", "2"]
-    ran = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=400)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_megatron",
+        "fit",
+        "--config",
+        "config.yaml",
+        "--max-restarts",
+        "2",
+    ]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=400
+    )
     assert ran.returncode == 0, ran.stderr
     assert message in ran.stderr
     assert "; restart 1 of 2\n" in ran.stderr

@@ -69,20 +69,38 @@ if rank == 1:
     sys.exit(3 if end == "a failing child" else 0)
 """
 
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+)
 
 
 def script_environment(**more: str) -> dict[str, str]:
     """Environment of a process that a user starts."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES
+    }
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 def slurm_variables(rank: int, num_nodes: int = 1, nodes: str = "localhost") -> dict[str, str]:
     """Variables that SLURM sets for one of two tasks."""
     task = {"NODEID": rank // (2 // num_nodes), "LOCALID": rank % (2 // num_nodes), "PROCID": rank}
-    job = {"JOB_ID": 7070, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2 // num_nodes, "NODELIST": nodes}
-    return {f"SLURM_{name}": str(value) for name, value in {**job, **task, "STEP_NODELIST": nodes}.items()}
+    job = {
+        "JOB_ID": 7070,
+        "JOB_NAME": "train",
+        "NTASKS": 2,
+        "NTASKS_PER_NODE": 2 // num_nodes,
+        "NODELIST": nodes,
+    }
+    return {
+        f"SLURM_{name}": str(value)
+        for name, value in {**job, **task, "STEP_NODELIST": nodes}.items()
+    }
 
 
 def has_ended(pid: int, seconds: float) -> bool:
@@ -100,7 +118,9 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
     environments = [slurm_variables(rank) for rank in (0, 1)] if how == "slurm" else [{}]
     with (folder / "printed.txt").open("w") as printed:
         processes = [
-            subprocess.Popen(command, cwd=folder, env=script_environment(**env), stdout=printed, stderr=printed)
+            subprocess.Popen(
+                command, cwd=folder, env=script_environment(**env), stdout=printed, stderr=printed
+            )
             for env in environments
         ]
         try:
@@ -112,7 +132,11 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize(
-    "how", ["lightning", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm"))]
+    "how",
+    [
+        "lightning",
+        *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm")),
+    ],
 )
 def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_path: Path) -> None:
     codes, printed = _run(how, "normal", tmp_path)
@@ -134,7 +158,12 @@ def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_
         ("rank 1 is killed", 1, "error: local rank 1 was ended by SIGKILL"),
         pytest.param("rank 0 is killed", -9, "", marks=pytest.mark.exhaustive),
         pytest.param("an exception", 1, "RuntimeError: rank 0 alone", marks=pytest.mark.exhaustive),
-        pytest.param("a failing child", 1, "error: local rank 1 ended with code 3", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "a failing child",
+            1,
+            "error: local rank 1 ended with code 3",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_path: Path) -> None:
@@ -147,7 +176,9 @@ def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_pa
     assert time.monotonic() - begin < 120  # Lightning checks its children every few seconds
 
 
-@pytest.mark.parametrize("how", ["lightning", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "how", ["lightning", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
 def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_path: Path) -> None:
     codes, printed = _run(how, "a callback of rank 1", tmp_path)
     assert codes == [1], printed
@@ -157,7 +188,9 @@ def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_pa
         assert re.fullmatch(rf"\s*{line}", lines[-1]), printed
         return
     # The traceback of rank 1 ends with the line; rank 0 has no traceback.
-    assert re.fullmatch(rf"(\[rank1\]: )?{line}", lines[-2]), printed  # torch marks lines of tracebacks
+    assert re.fullmatch(rf"(\[rank1\]: )?{line}", lines[-2]), (
+        printed
+    )  # torch marks lines of tracebacks
     assert re.fullmatch(rf"{line}; rank 0 ends with it", lines[-1]), printed
     assert printed.count("Traceback (most recent call last)") == 1, printed
 
@@ -184,14 +217,29 @@ def test_ranks_end_with_a_killed_torchrun_whose_children_they_are_or_not(tmp_pat
     """Rank 0 is a child of torchrun's agent; between the agent and rank 1 there is a shell, which survives it."""
     (tmp_path / "trains_on.py").write_text(_TRAINS_ON)
     (tmp_path / "wrapper.sh").write_text(_WRAPPER)
-    starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "sh", "wrapper.sh"]
+    starts = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "sh",
+        "wrapper.sh",
+    ]
     with (tmp_path / "printed.txt").open("w") as printed:
         torchrun = subprocess.Popen(
-            [sys.executable, *starts], cwd=tmp_path, env=script_environment(), stdout=printed, stderr=printed
+            [sys.executable, *starts],
+            cwd=tmp_path,
+            env=script_environment(),
+            stdout=printed,
+            stderr=printed,
         )
     files = [tmp_path / f"pid_{rank}" for rank in range(2)]
     deadline = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+    while (
+        not all(file.exists() and file.read_text() for file in files)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     time.sleep(0.5)
     torchrun.kill()

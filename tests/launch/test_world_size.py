@@ -23,7 +23,10 @@ from tests.ranks import RankError, run_ranks
 @pytest.mark.parametrize(("started", "devices"), [(3, 2), (2, 4)])
 def test_wrong_number_of_processes_is_refused(started: int, devices: int) -> None:
     (message,) = set(run_ranks(_start, started, devices))
-    assert f"processes: expected {devices} (devices={devices} x num_nodes=1), got {started}; start" in message
+    assert (
+        f"processes: expected {devices} (devices={devices} x num_nodes=1), got {started}; start"
+        in message
+    )
     assert f"--nproc-per-node {devices}" in message
 
 
@@ -38,7 +41,11 @@ def _wait_alone() -> tuple[str, float]:
 
     lines: list[str] = []
     launch.rank_zero_info = lines.append
-    options = {"num_nodes": 2, "strategy": MegatronStrategy(timeout=4), "plugins": [LightningEnvironment()]}
+    options = {
+        "num_nodes": 2,
+        "strategy": MegatronStrategy(timeout=4),
+        "plugins": [LightningEnvironment()],
+    }
     trainer = trainer_of(Case(), **options)
     begin = time.monotonic()
     message = refusal(trainer.fit, module_of(Case()), loader_of(Case()))
@@ -96,14 +103,18 @@ def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
             trainer.save_checkpoint(saved)
 
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
-    trainer = trainer_of(case, devices=1, num_nodes=case.layout.dp, callbacks=[callback(on_train_batch_end=record)])
+    trainer = trainer_of(
+        case, devices=1, num_nodes=case.layout.dp, callbacks=[callback(on_train_batch_end=record)]
+    )
     data: dict[str, Any] = {"train_dataloaders": loader_of(case)}
     if kind == "datamodule":
         rows = Sentences(5 * case.global_batch_size, case.labels)
         data = {"datamodule": DatasetDataModule(train=rows, micro_batch_size=3)}
     if kind == "stream":
         data = {"train_dataloaders": torch.utils.data.DataLoader(_Stream(), batch_size=6)}
-    trainer.fit(module_of(case), **data, ckpt_path=saved if saved is not None and saved.exists() else None)
+    trainer.fit(
+        module_of(case), **data, ckpt_path=saved if saved is not None and saved.exists() else None
+    )
     return losses
 
 
@@ -116,12 +127,18 @@ def test_resume_on_fewer_nodes_takes_the_same_steps(kind: Kind, tmp_path: Path) 
 
 def test_fewer_nodes_that_cannot_share_the_batch_are_refused() -> None:
     uneven = replace(CASE, layout=Layout(dp=3, num_microbatches=1))
-    with pytest.raises(RankError, match="2 of num_nodes=3 were started, so dp=2 instead of 3: expected replicas"):
+    with pytest.raises(
+        RankError, match="2 of num_nodes=3 were started, so dp=2 instead of 3: expected replicas"
+    ):
         run_ranks(_losses, 2, "loader", uneven)
     wide = replace(CASE, layout=Layout(dp=2, tp=2))
-    with pytest.raises(RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"):
+    with pytest.raises(
+        RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"
+    ):
         run_ranks(_losses, 1, "loader", wide)
-    with pytest.raises(RankError, match=r"expected a DataLoader of a map-style dataset with a batch_size"):
+    with pytest.raises(
+        RankError, match=r"expected a DataLoader of a map-style dataset with a batch_size"
+    ):
         run_ranks(_losses, 1, "stream", CASE)
 
 

@@ -31,7 +31,9 @@ def assert_same_run(actual: Outcome, expected: Outcome) -> None:
     """Assert that two fp32 runs agree up to summation order."""
     assert_same_tensors(actual.initial_weights, expected.initial_weights, atol=0.0)
     torch.testing.assert_close(actual.losses, expected.losses, rtol=_LOSS_RTOL, atol=0.0)
-    torch.testing.assert_close(actual.grad_norms, expected.grad_norms, rtol=_LATER_NORM_RTOL, atol=0.0)
+    torch.testing.assert_close(
+        actual.grad_norms, expected.grad_norms, rtol=_LATER_NORM_RTOL, atol=0.0
+    )
     assert_same_gradients(actual.gradients, expected.gradients)
     assert_same_tensors(actual.weights, expected.weights)
 
@@ -54,14 +56,19 @@ def assert_same_within_rounding(actual: Outcome, expected: Outcome, exact: Outco
     """Assert that two 16-bit runs agree up to 16-bit rounding, measured as the distance of ``expected`` from fp32."""
     assert_same_tensors(actual.initial_weights, expected.initial_weights, atol=0.0)
     loss_rounding = max(abs(a - b) for a, b in zip(expected.losses, exact.losses, strict=True))
-    torch.testing.assert_close(actual.losses, expected.losses, rtol=0.0, atol=_TIMES_ROUNDING * loss_rounding)
+    torch.testing.assert_close(
+        actual.losses, expected.losses, rtol=0.0, atol=_TIMES_ROUNDING * loss_rounding
+    )
     for name in ("gradients", "weights"):
         ours, theirs, precise = (getattr(run, name) for run in (actual, expected, exact))
         errors = {
-            key: relative_error(ours[key], theirs[key]) / max(relative_error(theirs[key], precise[key]), 1e-6)
+            key: relative_error(ours[key], theirs[key])
+            / max(relative_error(theirs[key], precise[key]), 1e-6)
             for key in theirs
         }
-        assert max(errors.values()) < _TIMES_ROUNDING, f"{name}, in units of rounding: {_worst(errors)}"
+        assert max(errors.values()) < _TIMES_ROUNDING, (
+            f"{name}, in units of rounding: {_worst(errors)}"
+        )
 
 
 def _worst(errors: dict[str, float]) -> str:

@@ -7,7 +7,16 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.parity.sharding import Tensors
-from tests.parity.training import MODELS, SEED, Case, Outcome, Sentences, loader_of, module_of, train_module
+from tests.parity.training import (
+    MODELS,
+    SEED,
+    Case,
+    Outcome,
+    Sentences,
+    loader_of,
+    module_of,
+    train_module,
+)
 
 
 def train_in_hugging_face_names(case: Case) -> Outcome:
@@ -24,7 +33,9 @@ def tensors_of(module: Any) -> Tensors:
 
     with module.megatron.engine():
         tensors = WeightGatherer(module.model_chunks, module.model_config).tensors()
-        return {name: tensor.detach().float().clone() for name, tensor in tensors if tensor is not None}
+        return {
+            name: tensor.detach().float().clone() for name, tensor in tensors if tensor is not None
+        }
 
 
 def hugging_face_model(case: Case, weights: Tensors) -> Any:
@@ -41,7 +52,9 @@ def hugging_face_model(case: Case, weights: Tensors) -> Any:
     return model
 
 
-def train_hugging_face(case: Case, initial_weights: Tensors, prepare: Callable[[Any], None] | None = None) -> Outcome:
+def train_hugging_face(
+    case: Case, initial_weights: Tensors, prepare: Callable[[Any], None] | None = None
+) -> Outcome:
     """Train ``case`` with the Hugging Face model, optionally changed by ``prepare``, and torch's optimizer."""
     model = hugging_face_model(case, initial_weights)
     if prepare is not None:
@@ -80,4 +93,6 @@ def _torch_optimizer(parameters: list[torch.nn.Parameter], case: Case) -> torch.
     if options.get("name") == "sgd":
         return torch.optim.SGD(groups, lr=case.lr, momentum=options["momentum"])
     optimizer_class = torch.optim.Adam if options.get("name") == "adam" else torch.optim.AdamW
-    return optimizer_class(groups, lr=case.lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"])
+    return optimizer_class(
+        groups, lr=case.lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"]
+    )

@@ -40,7 +40,9 @@ def full_tensors(shards_of_ranks: list[list[Shard]], copies_rtol: float = 0.0) -
         region = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.data.shape, strict=True))
         filled = ~tensor[region].isnan()
         limit = copies_rtol * shard.data.abs().max()
-        assert ((shard.data - tensor[region])[filled].abs() <= limit).all(), f"ranks differ in {shard.key}"
+        assert ((shard.data - tensor[region])[filled].abs() <= limit).all(), (
+            f"ranks differ in {shard.key}"
+        )
         tensor[region] = shard.data
     for key, tensor in tensors.items():
         assert not tensor.isnan().any(), f"no rank holds all of {key}"
@@ -65,7 +67,9 @@ def shards(module: Any) -> list[Shard]:
         for chunk in module.model_chunks:
             state = unwrap(chunk).sharded_state_dict()
             apply_factories(state)
-            result += [_shard(part) for part in nested_values(state) if isinstance(part, ShardedTensor)]
+            result += [
+                _shard(part) for part in nested_values(state) if isinstance(part, ShardedTensor)
+            ]
     return result
 
 
@@ -101,8 +105,12 @@ def _complete_gradients(module: Any) -> None:
 
     if not module.megatron.distributed_optimizer:
         return
-    buffers = [b for chunk in module.model_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    for group, bucket in ((buffer.data_parallel_group, bucket) for buffer in buffers for bucket in buffer.buckets):
+    buffers = [
+        b for chunk in module.model_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    for group, bucket in (
+        (buffer.data_parallel_group, bucket) for buffer in buffers for bucket in buffer.buckets
+    ):
         part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part, group=group)

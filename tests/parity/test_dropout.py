@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader
 from tests.families.parity import padded_sentences
 from tests.families.test_gpts import CONFIGS
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import MODELS, SEQ_LENGTH, Case, Layout, loader_of, module_of, outcome, trainer_of
+from tests.parity.training import (
+    MODELS,
+    SEQ_LENGTH,
+    Case,
+    Layout,
+    loader_of,
+    module_of,
+    outcome,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 PROBABILITY = 0.25
@@ -58,7 +67,9 @@ def recording(masks: Masks) -> Iterator[None]:
     real_dropout, real_attention = F.dropout, F.scaled_dot_product_attention
     is_inside = False
 
-    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         # Under the CPU emulation, a TorchFunctionMode, torch's own function calls this one again.
         nonlocal is_inside
         if is_inside or not training or p == 0:
@@ -70,14 +81,18 @@ def recording(masks: Masks) -> Iterator[None]:
         masks.probabilities.append(p)
         return out
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         probability = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
         if probability > 0:
             masks.probabilities.append(probability)
             state = torch.get_rng_state()
             identity = torch.eye(k.shape[-2]).expand(*k.shape[:-1], k.shape[-2])
             with torch.no_grad():
-                weights = real_attention(torch.zeros_like(q), torch.zeros_like(k), identity, *args, **kwargs)
+                weights = real_attention(
+                    torch.zeros_like(q), torch.zeros_like(k), identity, *args, **kwargs
+                )
             masks.attention.append(weights == 0)
             torch.set_rng_state(state)
         return real_attention(q, k, v, *args, **kwargs)
@@ -91,7 +106,13 @@ def recording(masks: Masks) -> Iterator[None]:
 
 # ---- the layouts -----------------------------------------------------------------------------------------------------
 
-CASE = Case(model_fields=(("embd_pdrop", PROBABILITY), ("resid_pdrop", PROBABILITY), ("attn_pdrop", PROBABILITY)))
+CASE = Case(
+    model_fields=(
+        ("embd_pdrop", PROBABILITY),
+        ("resid_pdrop", PROBABILITY),
+        ("attn_pdrop", PROBABILITY),
+    )
+)
 # Not ReLU, whose zeros would look like dropped values.
 T5 = Case(model="t5", model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")))
 NUM_LAYERS = 4
@@ -122,14 +143,22 @@ LAYOUTS = (
 def test_masks_differ_between_ranks_unless_activations_are_equal(layout: Layout) -> None:
     first, second = _masks(layout)
     is_whole = layout == Layout(tp=2)
-    assert [len(mask) for mask in first.activations] == [SEQ_LENGTH // (1 if is_whole else 2)] * (1 + 2 * NUM_LAYERS)
+    assert [len(mask) for mask in first.activations] == [SEQ_LENGTH // (1 if is_whole else 2)] * (
+        1 + 2 * NUM_LAYERS
+    )
     if is_whole:
-        assert all(torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(first.activations, second.activations, strict=True)
+        )
     else:
         assert _all_independent(first.activations, second.activations)
     if layout.cp_comm_type != "all_gather":  # attends in several calls, the first to few keys
-        assert [mask.shape[1:] for mask in first.attention] == [(2, SEQ_LENGTH, SEQ_LENGTH)] * NUM_LAYERS
-        assert _all_independent(*([_visible(mask) for mask in each.attention] for each in (first, second)))
+        assert [mask.shape[1:] for mask in first.attention] == [
+            (2, SEQ_LENGTH, SEQ_LENGTH)
+        ] * NUM_LAYERS
+        assert _all_independent(
+            *([_visible(mask) for mask in each.attention] for each in (first, second))
+        )
 
 
 def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
@@ -137,7 +166,9 @@ def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
     for a, b in zip(first.activations, second.activations, strict=True):
         is_inside_mlp = a.shape[-1] == MODELS["t5"]["d_ff"] // 2
         assert are_independent(a, b) if is_inside_mlp else torch.equal(a, b)
-    encoder = slice(0, MODELS["t5"]["num_layers"])  # in the decoder, causally masked weights are zero as well
+    encoder = slice(
+        0, MODELS["t5"]["num_layers"]
+    )  # in the decoder, causally masked weights are zero as well
     assert _all_independent(first.attention[encoder], second.attention[encoder])
 
 
@@ -182,7 +213,12 @@ def test_recomputation_repeats_dropout_masks_on_gpus(layout: Layout) -> None:
     # All four layers are recomputed, or only the first. Without recomputation other kernels draw other random numbers.
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")
     # In fp32, a single different mask changes the loss by far more than rounding does.
-    assert_same_run(*(outcome(replace(case, layout=_recomputing(layout, mode))) for mode in ("uniform", "block")))
+    assert_same_run(
+        *(
+            outcome(replace(case, layout=_recomputing(layout, mode)))
+            for mode in ("uniform", "block")
+        )
+    )
 
 
 # ---- compared with Hugging Face --------------------------------------------------------------------------------------
@@ -211,7 +247,10 @@ def _probabilities(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
     from lightning_megatron import MegatronModule
     from lightning_megatron.convert.registry import config_object
 
-    rows, auto = padded_sentences(), AutoModelForSeq2SeqLM if fields["model_type"] == "t5" else AutoModelForCausalLM
+    rows, auto = (
+        padded_sentences(),
+        AutoModelForSeq2SeqLM if fields["model_type"] == "t5" else AutoModelForCausalLM,
+    )
     model = auto.from_config(config_object(fields)).train()
     ours, theirs = Masks(), Masks()
     with recording(theirs):

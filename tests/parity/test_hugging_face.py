@@ -15,9 +15,13 @@ LLAMA = replace(GPT2, model="llama")
 
 CASES = {
     "gpt2": GPT2,
-    "llama_tied_mqa": replace(LLAMA, model_fields=(("tie_word_embeddings", True), ("num_key_value_heads", 1))),
+    "llama_tied_mqa": replace(
+        LLAMA, model_fields=(("tie_word_embeddings", True), ("num_key_value_heads", 1))
+    ),
     "adam": replace(GPT2, optimizer=(("name", "adam"), *ADAM)),
-    "sgd": replace(GPT2, lr=0.05, optimizer=(("name", "sgd"), ("momentum", 0.7), ("weight_decay", 0.3))),
+    "sgd": replace(
+        GPT2, lr=0.05, optimizer=(("name", "sgd"), ("momentum", 0.7), ("weight_decay", 0.3))
+    ),
     "sgd_clipped": replace(
         LLAMA,
         layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),

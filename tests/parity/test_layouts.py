@@ -12,7 +12,9 @@ _RARE = pytest.mark.exhaustive
 
 
 def _uneven(layout: Layout, ends: int) -> Layout:
-    return replace(layout, num_layers_in_first_pipeline_stage=ends, num_layers_in_last_pipeline_stage=ends)
+    return replace(
+        layout, num_layers_in_first_pipeline_stage=ends, num_layers_in_last_pipeline_stage=ends
+    )
 
 
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (
@@ -33,7 +35,16 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(pp=2, dp=2, num_microbatches=2), True),
     (_uneven(Layout(pp=3, num_microbatches=3), 1), True),
     (Layout(cp=2, dp=2, num_microbatches=2), True),
-    (Layout(cp=2, tp=2, sequence_parallel=True, cp_comm_type="all_gather", distributed_optimizer=False), False),
+    (
+        Layout(
+            cp=2,
+            tp=2,
+            sequence_parallel=True,
+            cp_comm_type="all_gather",
+            distributed_optimizer=False,
+        ),
+        False,
+    ),
     (Layout(cp=4, overlap_communication=True), False),
     (Layout(cp=2, pp=2, vpp=2, num_microbatches=2), False),
     (_uneven(Layout(pp=2, vpp=2, num_microbatches=2), 2), True),
@@ -46,7 +57,9 @@ WITH_RECOMPUTE = (
     (Layout(tp=2, sequence_parallel=True, recompute="selective"), True),
     (Layout(pp=2, vpp=2, num_microbatches=2, recompute="full"), True),
 )
-_ALLGATHER_DISPATCH: dict[str, Any] = {"transformer_config_overrides": (("moe_token_dispatcher_type", "allgather"),)}
+_ALLGATHER_DISPATCH: dict[str, Any] = {
+    "transformer_config_overrides": (("moe_token_dispatcher_type", "allgather"),)
+}
 WITH_EXPERTS = (
     (Layout(ep=2, dp=2, num_microbatches=3, overlap_communication=True), True),
     (Layout(ep=2, dp=2, distributed_optimizer=False), False),
@@ -69,7 +82,15 @@ def _pipeline_layout(*layers: int) -> tuple[tuple[str, Any], ...]:
 T5_LAYOUTS = (
     (Layout(tp=2, sequence_parallel=True, num_microbatches=3), True),
     (Layout(pp=2, num_microbatches=3, transformer_config_overrides=_pipeline_layout(0, 7)), False),
-    (Layout(pp=2, vpp=2, num_microbatches=4, transformer_config_overrides=_pipeline_layout(1, 3, 2, 1)), True),
+    (
+        Layout(
+            pp=2,
+            vpp=2,
+            num_microbatches=4,
+            transformer_config_overrides=_pipeline_layout(1, 3, 2, 1),
+        ),
+        True,
+    ),
     (Layout(pp=2, dp=2, transformer_config_overrides=_pipeline_layout(2, 5)), False),
     (Layout(pp=2, vpp=2, dp=2, num_microbatches=2, overlap_communication=True), True),
     (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), False),
@@ -78,7 +99,9 @@ T5_LAYOUTS = (
 # Two families and two kinds of labels, which the layouts take in turn.
 GPT2 = Case(model="gpt2", labels="uneven")
 LLAMA = Case(model="llama", labels="all")
-FEW_KEY_VALUE_HEADS = Case(model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),))
+FEW_KEY_VALUE_HEADS = Case(
+    model="llama", labels="uneven", model_fields=(("num_key_value_heads", 1),)
+)
 T5 = Case(model="t5", labels="uneven", steps=4)
 
 
@@ -93,21 +116,43 @@ CASES = (
     (GPT2, Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2), True),
     *((GPT2, *each) for each in WITH_RECOMPUTE),
     (FEW_KEY_VALUE_HEADS, Layout(tp=4, sequence_parallel=True), True),
-    (replace(GPT2, make_vocab_size_divisible_by=32), Layout(tp=4), True),  # the last rank holds vocabulary padding
+    (
+        replace(GPT2, make_vocab_size_divisible_by=32),
+        Layout(tp=4),
+        True,
+    ),  # the last rank holds vocabulary padding
     *((EXPERTS, *each) for each in WITH_EXPERTS),
-    *((replace(EXPERTS, labels="short"), replace(each, **_ALLGATHER_DISPATCH), True) for each in WITH_GATHERED_EXPERTS),
+    *(
+        (replace(EXPERTS, labels="short"), replace(each, **_ALLGATHER_DISPATCH), True)
+        for each in WITH_GATHERED_EXPERTS
+    ),
     (_clipped(GPT2), Layout(tp=2, pp=2, num_microbatches=2), True),
     *((T5, *each) for each in T5_LAYOUTS),
-    (replace(LLAMA, labels="short"), Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), True),
-    (replace(T5, labels="short"), T5_LAYOUTS[-1][0], True),  # sequence lengths change from step to step
-    (_clipped(T5), Layout(pp=2, vpp=2, num_microbatches=2), True),  # each replicated weight counts once in the norm
+    (
+        replace(LLAMA, labels="short"),
+        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+        True,
+    ),
+    (
+        replace(T5, labels="short"),
+        T5_LAYOUTS[-1][0],
+        True,
+    ),  # sequence lengths change from step to step
+    (
+        _clipped(T5),
+        Layout(pp=2, vpp=2, num_microbatches=2),
+        True,
+    ),  # each replicated weight counts once in the norm
 )
 """Case, layout, and whether it is in every test run."""
 
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [pytest.param(c, x, marks=() if y else _RARE, id=f"{c.model}-{x}{'-clipped' * bool(c.clip)}") for c, x, y in CASES],
+    [
+        pytest.param(c, x, marks=() if y else _RARE, id=f"{c.model}-{x}{'-clipped' * bool(c.clip)}")
+        for c, x, y in CASES
+    ],
 )
 def test_layout_equals_one_process(case: Case, layout: Layout) -> None:
     # ``outcome`` also checks that replicated weights are equal on all ranks after training.
@@ -118,7 +163,12 @@ def test_layout_equals_one_process(case: Case, layout: Layout) -> None:
 _ON_GPU = [replace(case, accelerator="gpu") for case in (GPT2, LLAMA, T5)]
 IN_BF16 = [
     (GPT2, Layout(tp=2, pp=2, num_microbatches=2)),
-    *((case, layout) for case in _ON_GPU[:2] for layout, _ in (*LAYOUTS, *WITH_RECOMPUTE) if layout.world_size <= 4),
+    *(
+        (case, layout)
+        for case in _ON_GPU[:2]
+        for layout, _ in (*LAYOUTS, *WITH_RECOMPUTE)
+        if layout.world_size <= 4
+    ),
     *((_ON_GPU[2], layout) for layout, _ in T5_LAYOUTS),
 ]
 
@@ -126,10 +176,16 @@ IN_BF16 = [
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(*each, marks=[pytest.mark.gpu(each[1].world_size)] * (n > 0), id=f"{each[0].model}-{each[1]}")
+        pytest.param(
+            *each,
+            marks=[pytest.mark.gpu(each[1].world_size)] * (n > 0),
+            id=f"{each[0].model}-{each[1]}",
+        )
         for n, each in enumerate(IN_BF16)
     ],
 )
 def test_bf16_layout_equals_one_process(case: Case, layout: Layout) -> None:
     reference = replace(case, precision="bf16-mixed")
-    assert_same_within_rounding(outcome(replace(reference, layout=layout)), outcome(reference), outcome(case))
+    assert_same_within_rounding(
+        outcome(replace(reference, layout=layout)), outcome(reference), outcome(case)
+    )

@@ -11,10 +11,25 @@ import torch
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
-from tests.parity.training import MODELS, Case, Layout, Outcome, join_outcomes, loader_of, module_of, train_module
+from tests.parity.training import (
+    MODELS,
+    Case,
+    Layout,
+    Outcome,
+    join_outcomes,
+    loader_of,
+    module_of,
+    train_module,
+)
 from tests.ranks import run_ranks
 
-OPTIMIZER = (("name", "adamw"), ("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
+OPTIMIZER = (
+    ("name", "adamw"),
+    ("beta1", 0.8),
+    ("beta2", 0.95),
+    ("eps", 1e-3),
+    ("weight_decay", 0.3),
+)
 LLAMA = Case(model="llama", labels="uneven", steps=5, optimizer=OPTIMIZER, clip=0.5)
 GPT2 = replace(LLAMA, model="gpt2")
 SPLIT = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
@@ -30,7 +45,9 @@ def _save_random_adapter(case: Case, targets: list[str], folder: str) -> None:
     torch.manual_seed(3)
     fields = {**MODELS[case.model], **dict(case.model_fields)}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[fields.pop("model_type")](**fields))
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     get_peft_model(model, config).save_pretrained(folder)
 
 
@@ -51,7 +68,9 @@ def _add_adapter(model: Any, folder: str) -> None:
     PeftModel.from_pretrained(model, folder, is_trainable=True)  # modifies the model in place
 
 
-def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+def _train_with_peft(
+    case: Case, base: Tensors, folder: str
+) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     outcome = train_hugging_face(case, base, partial(_add_adapter, folder=f"{folder}/initial"))
@@ -70,7 +89,9 @@ def _adapters(tensors: Tensors) -> Tensors:
         if ".lora_" in name
     }
     # A fused linear has a B of zeros for each matrix without an adapter.
-    return {name: tensor for name, tensor in named.items() if name.replace("lora_B", "lora_A") in named}
+    return {
+        name: tensor for name, tensor in named.items() if name.replace("lora_B", "lora_A") in named
+    }
 
 
 CASES: dict[str, tuple[Case, Layout, list[str]]] = {
@@ -100,11 +121,16 @@ ON_GPUS = (
     ("case", "layout", "targets"),
     [
         *(pytest.param(*each, id=name) for name, each in CASES.items()),
-        *(pytest.param(*each, id=name, marks=pytest.mark.exhaustive) for name, each in RARER_CASES.items()),
+        *(
+            pytest.param(*each, id=name, marks=pytest.mark.exhaustive)
+            for name, each in RARER_CASES.items()
+        ),
         pytest.param(*ON_GPUS, id="llama_on_gpus", marks=pytest.mark.gpu(2)),
     ],
 )
-def test_lora_training_equals_peft(case: Case, layout: Layout, targets: list[str], tmp_path: Path) -> None:
+def test_lora_training_equals_peft(
+    case: Case, layout: Layout, targets: list[str], tmp_path: Path
+) -> None:
     folder, case = str(tmp_path), replace(case, layout=layout)
     run_ranks(_save_random_adapter, 1, case, targets, f"{folder}/initial")
     ranks = run_ranks(_train, case.layout.world_size, case, folder)
@@ -117,22 +143,31 @@ def test_lora_training_equals_peft(case: Case, layout: Layout, targets: list[str
     assert_same_gradients(_adapters(ours.gradients), _adapters(theirs.gradients))
     assert_same_tensors(_adapters(ours.weights), _adapters(theirs.weights))
     assert_same_tensors({name: ours.weights[name] for name in base}, base, atol=0.0)
-    for theirs_logits in (loaded, merged):  # a few units in the last place of sums of 32 to 48 products
+    for theirs_logits in (
+        loaded,
+        merged,
+    ):  # a few units in the last place of sums of 32 to 48 products
         torch.testing.assert_close(logits, theirs_logits, rtol=1e-5, atol=2e-5)
 
 
 def _train_with_dropout(case: Case, dropout: float) -> Outcome:
     from lightning_megatron import LoRA
 
-    return train_module(module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case))
+    return train_module(
+        module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case)
+    )
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True, recompute="full")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True, recompute="full")], ids=str
+)
 def test_lora_dropout_is_equal_where_inputs_are_equal(layout: Layout) -> None:
     case = replace(LLAMA, layout=layout, steps=3)
     # ``join_outcomes`` compares replicated A and B bit by bit: they would diverge if dropout masks differed.
-    with_dropout, again = (join_outcomes(run_ranks(_train_with_dropout, 2, case, 0.5)) for _ in range(2))
+    with_dropout, again = (
+        join_outcomes(run_ranks(_train_with_dropout, 2, case, 0.5)) for _ in range(2)
+    )
     without = join_outcomes(run_ranks(_train_with_dropout, 2, case, 0.0))
     assert with_dropout.losses == again.losses
     assert with_dropout.losses[0] == without.losses[0], "B is zero at first"

@@ -40,7 +40,9 @@ def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_replays_equal_megatrons_schedule(model: str) -> None:
-    case = Case(model=model, layout=Layout(dp=2, num_microbatches=3), steps=6, labels="uneven", clip=0.5)
+    case = Case(
+        model=model, layout=Layout(dp=2, num_microbatches=3), steps=6, labels="uneven", clip=0.5
+    )
     layout = replace(case.layout, cuda_graphs=True)
     replayed = run_ranks(_train_with_fake_graphs, 2, replace(case, layout=layout))
     assert [replays for _, replays in replayed] == [[3 * 3]] * 2
@@ -51,7 +53,12 @@ def test_replays_equal_megatrons_schedule(model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
 def test_cuda_graphs_equal_megatrons_schedule(model: str) -> None:
     cases = [
-        Case(model=model, layout=Layout(num_microbatches=3, cuda_graphs=graphs), steps=6, accelerator="gpu")
+        Case(
+            model=model,
+            layout=Layout(num_microbatches=3, cuda_graphs=graphs),
+            steps=6,
+            accelerator="gpu",
+        )
         for graphs in (False, True)
     ]
     assert_same_run(*(outcome(case) for case in cases))

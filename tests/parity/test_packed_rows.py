@@ -12,7 +12,16 @@ from lightning_megatron.data.instructions import Instructions, InstructionSample
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors
-from tests.parity.training import SEQ_LENGTH, VOCAB_SIZE, Case, Layout, Outcome, Sentences, module_of, train_module
+from tests.parity.training import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    Case,
+    Layout,
+    Outcome,
+    Sentences,
+    module_of,
+    train_module,
+)
 from tests.ranks import run_ranks
 
 Texts = list[tuple[torch.Tensor, torch.Tensor]]
@@ -33,7 +42,11 @@ def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
         tokens = row["input_ids"].masked_fill(row["input_ids"] == EOD, EOD + 1)
         tokens[list(ends)] = EOD
         rows.append({"input_ids": tokens})
-        texts += [(text, text >= 0) for text in torch.tensor_split(tokens, [end + 1 for end in ends]) if len(text)]
+        texts += [
+            (text, text >= 0)
+            for text in torch.tensor_split(tokens, [end + 1 for end in ends])
+            if len(text)
+        ]
     return rows, texts, {"eod_token": EOD, **dict.fromkeys(SWITCHES, True)}
 
 
@@ -44,11 +57,16 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     is_answer = generator.random(starts[-1]) < 0.5
     is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
     tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
-    instructions = Instructions(tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0))
+    instructions = Instructions(
+        tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0)
+    )
     samples = InstructionSamples(instructions, SEQ_LENGTH, packing_seed=1234)
     assert len(samples) == 4, "expected several samples per row, and some padding"
     packed = samples.rows(range(4))
-    texts = [tuple(map(torch.from_numpy, instructions.sample(index))) for index in range(len(instructions))]
+    texts = [
+        tuple(map(torch.from_numpy, instructions.sample(index)))
+        for index in range(len(instructions))
+    ]
     return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
 
 
@@ -86,7 +104,9 @@ def test_packed_rows_equal_separate_texts(kind: str, model: str, layout: Layout)
     rows, texts, options = {"documents": _documents, "instructions": _instructions}[kind]()
     case = Case(model=model, layout=layout, steps=1)
     ours = run_ranks(_train_packed, layout.world_size, case, rows, options)[0]
-    ((loss, gradients),) = run_ranks(_train_one_text_at_a_time, 1, case, ours.initial_weights, texts)
+    ((loss, gradients),) = run_ranks(
+        _train_one_text_at_a_time, 1, case, ours.initial_weights, texts
+    )
     # Sums of a few dozen losses in a different order.
     assert ours.losses == pytest.approx([loss], rel=1.5e-6)
     assert_same_gradients(ours.gradients, gradients)

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.comparison import assert_same_run
-from tests.parity.training import Case, Layout, Outcome, join_outcomes, loader_of, module_of, outcome, train_module
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    join_outcomes,
+    loader_of,
+    module_of,
+    outcome,
+    train_module,
+)
 from tests.ranks import run_ranks
 
 
@@ -35,7 +44,9 @@ class _FakeWindow:
         operations = []
         for rank, sent in self.sent.items():
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=rank))
-            operations.append(dist.P2POp(dist.irecv, self.got[rank], group=self.group, group_peer=rank))
+            operations.append(
+                dist.P2POp(dist.irecv, self.got[rank], group=self.group, group_peer=rank)
+            )
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -67,13 +78,24 @@ _FORCED = (("tp_comm_overlap", True),)
     ("model", "layout", "exchanges"),
     [
         # Four linears in each of four layers, and the output layer, forwards and backwards.
-        ("llama", Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True), 2 * (4 * 4 + 1)),
+        (
+            "llama",
+            Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True),
+            2 * (4 * 4 + 1),
+        ),
         ("gpt2", Layout(tp=4, num_microbatches=3), 2 * (4 * 4 + 1)),
         ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
         # Heads, exchanged before and after attention in each of four layers.
-        ("llama", Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True), 2 * 4 * 2),
+        (
+            "llama",
+            Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True),
+            2 * 4 * 2,
+        ),
         pytest.param(
-            "t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None, marks=pytest.mark.exhaustive
+            "t5",
+            Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3),
+            None,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -89,15 +111,23 @@ def test_peer_copies_equal_collectives(model: str, layout: Layout, exchanges: in
     assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(case.on_one_process))
     if ranks[0][1] is not None:
         [(_, logits)] = run_ranks(_train, 1, case.on_one_process)
-        torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)  # fp32 rounding after training
+        torch.testing.assert_close(
+            ranks[0][1], logits, rtol=1e-4, atol=1e-4
+        )  # fp32 rounding after training
 
 
 def test_fp8_peer_copies_equal_collectives() -> None:
     layout = Layout(tp=2, sequence_parallel=True, num_microbatches=3, fp8="tensorwise")
-    case = Case(steps=3, precision="bf16-mixed", layout=replace(layout, transformer_config_overrides=_FORCED))
+    case = Case(
+        steps=3,
+        precision="bf16-mixed",
+        layout=replace(layout, transformer_config_overrides=_FORCED),
+    )
     ranks = run_ranks(_train_with_fake_windows, 2, case)
     assert {count for *_, count in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
-    assert_same_run(join_outcomes([run for run, *_ in ranks]), outcome(replace(case, layout=layout)))
+    assert_same_run(
+        join_outcomes([run for run, *_ in ranks]), outcome(replace(case, layout=layout))
+    )
 
 
 @pytest.mark.gpu(2)

@@ -36,11 +36,26 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     [
         (Layout(), 4, 4, 8),
         (Layout(recompute="selective"), 4, 4, 16),
-        (Layout(recompute="selective", transformer_config_overrides=(("recompute_modules", ["core_attn"]),)), 4, 8, 8),
-        (Layout(recompute="full", recompute_num_layers=3), 8, 8, 16),  # in groups of three and of one
+        (
+            Layout(
+                recompute="selective",
+                transformer_config_overrides=(("recompute_modules", ["core_attn"]),),
+            ),
+            4,
+            8,
+            8,
+        ),
+        (
+            Layout(recompute="full", recompute_num_layers=3),
+            8,
+            8,
+            16,
+        ),  # in groups of three and of one
         (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), 7, 7, 14),
     ],
     ids=str,
 )
-def test_recompute_repeats_named_parts(layout: Layout, layer_calls: int, attention_calls: int, norm_calls: int) -> None:
+def test_recompute_repeats_named_parts(
+    layout: Layout, layer_calls: int, attention_calls: int, norm_calls: int
+) -> None:
     assert run_ranks(_count_calls, 1, layout) == [(layer_calls, attention_calls, norm_calls + 1)]

@@ -29,7 +29,12 @@ targets, the others half, and batches are cut to their longest row, so that thei
 _COMMON = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.2}
 _LLAMA = {"model_type": "llama", **LLAMA, **_COMMON}
 _LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "tie_word_embeddings": False}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2, **NO_DROPOUT, **_COMMON, "n_positions": SEQ_LENGTH},
     "llama": _LLAMA,
@@ -194,7 +199,12 @@ def train(case: Case) -> Outcome:
 
 
 def train_module(
-    module: Any, case: Case, loader: Any, collect: Any = shards, ckpt_path: Any = None, **options: Any
+    module: Any,
+    case: Case,
+    loader: Any,
+    collect: Any = shards,
+    ckpt_path: Any = None,
+    **options: Any,
 ) -> Outcome:
     """Train ``module`` on ``loader``; ``collect`` returns its tensors, ``options`` are arguments of the Trainer."""
     recorded: dict[str, Any] = {"losses": [], "grad_norms": [], "gradients": []}

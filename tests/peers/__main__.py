@@ -24,7 +24,12 @@ from tests.peers.scripts import BERT, GPT2, Peer, prepare
 
 WRITES_HUGGING_FACE = "4.30.2"
 """The release whose script converts any layout correctly."""
-_OF_VOCABULARY = ("transformer.wte.", "lm_head.", "bert.embeddings.word_embeddings.", "cls.predictions.")
+_OF_VOCABULARY = (
+    "transformer.wte.",
+    "lm_head.",
+    "bert.embeddings.word_embeddings.",
+    "cls.predictions.",
+)
 _MULTIPLE = 8
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -46,7 +51,10 @@ def main() -> int:
     num_problems = 0
     for peer in peers:
         for comparison, problems in _comparisons(peer, work / peer.version):
-            print(f"transformers {peer.version}: {comparison}: {'; '.join(problems) or 'equal'}", flush=True)
+            print(
+                f"transformers {peer.version}: {comparison}: {'; '.join(problems) or 'equal'}",
+                flush=True,
+            )
             num_problems += len(problems)
     return 1 if num_problems else 0
 
@@ -54,7 +62,10 @@ def main() -> int:
 def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
     work.mkdir()
     # The script does not compute a default for n_inner.
-    gpt2, bert = gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}), bert_model("PreTraining")
+    gpt2, bert = (
+        gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
+        bert_model("PreTraining"),
+    )
     save_as(gpt2, work / "gpt2", "bin")
     save_as(bert, work / "bert", "bin")
     if peer.version == WRITES_HUGGING_FACE:
@@ -74,10 +85,14 @@ def _compare_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str) -> tuple
     ours, theirs = work / f"ours-{dtype}", work / f"read-{dtype}"
     _write(work / "gpt2", ours, dtype)
     peer.to_hugging_face(ours / "release", theirs)
-    return f"reads our gpt2 in {dtype} at tp=2, pp=2", _differences(_hugging_face(theirs), _in(dtype, model))
+    return f"reads our gpt2 in {dtype} at tp=2, pp=2", _differences(
+        _hugging_face(theirs), _in(dtype, model)
+    )
 
 
-def _compare_one_rank(peer: Peer, work: Path, name: str, model: Any, script: str) -> tuple[str, list[str]]:
+def _compare_one_rank(
+    peer: Peer, work: Path, name: str, model: Any, script: str
+) -> tuple[str, list[str]]:
     ours = work / f"ours-{name}"
     convert(_options(work / name, ours))
     rank = ours / "release" / "mp_rank_00"
@@ -92,7 +107,9 @@ def _hugging_face(folder: Path) -> Tensors:
 
 def _differences(theirs: Tensors, expected: Tensors) -> list[str]:
     problems = [
-        f"{name} is new" for name in set(theirs) - set(expected) if "attn.bias" not in name and "masked" not in name
+        f"{name} is new"
+        for name in set(theirs) - set(expected)
+        if "attn.bias" not in name and "masked" not in name
     ]
     for name, tensor in expected.items():
         if name not in theirs:
@@ -110,13 +127,19 @@ def _differences(theirs: Tensors, expected: Tensors) -> list[str]:
 # ---- checkpoints of transformers, read by us ------------------------------------------------------------------------
 
 
-def _read_tree(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool) -> Iterator[tuple[str, list[str]]]:
+def _read_tree(
+    peer: Peer, work: Path, model: Any, dtype: str, is_distributed: bool
+) -> Iterator[tuple[str, list[str]]]:
     kind = f"{dtype}{', distributed optimizer' * is_distributed}"
     theirs = work / f"theirs-{dtype}-{is_distributed:d}"
     options = [
         *("--target_tensor_model_parallel_size", "2", "--target_pipeline_model_parallel_size", "2"),
         *("--target_params_dtype", dtype, "--make_vocab_size_divisible_by", str(_MULTIPLE)),
-        *(("--use_distributed_optimizer", "--target_data_parallel_size", "2") if is_distributed else ()),
+        *(
+            ("--use_distributed_optimizer", "--target_data_parallel_size", "2")
+            if is_distributed
+            else ()
+        ),
     ]
     peer.to_megatron(work / "gpt2", theirs, options)
     if not is_distributed:
@@ -125,7 +148,10 @@ def _read_tree(peer: Peer, work: Path, model: Any, dtype: str, is_distributed: b
         yield f"writes gpt2 at tp=2, pp=2 in {kind} as we do", differences
     back = work / f"back-{theirs.name}"
     convert(ConvertOptions(load_path=theirs, save_path=back, to="hf"))
-    yield f"writes gpt2 at tp=2, pp=2 in {kind}, and we read it", _differences(_saved(back), _in(dtype, model))
+    yield (
+        f"writes gpt2 at tp=2, pp=2 in {kind}, and we read it",
+        _differences(_saved(back), _in(dtype, model)),
+    )
 
 
 def _saved(folder: Path) -> Tensors:
@@ -137,14 +163,19 @@ def _saved(folder: Path) -> Tensors:
 
 def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
     names, own = (
-        {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} for root in (theirs, ours)
+        {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        for root in (theirs, ours)
     )
     if names != own:
         return [f"different files: {sorted(names ^ own)}"]
     problems = []
     for name in sorted(names):
         if not name.endswith(".pt"):
-            problems += [f"{name} differs"] if (theirs / name).read_text() != (ours / name).read_text() else []
+            problems += (
+                [f"{name} differs"]
+                if (theirs / name).read_text() != (ours / name).read_text()
+                else []
+            )
             continue
         state, expected = _load(theirs / name), _load(ours / name)
         more = set(state) - set(expected) - {"optimizer"}  # empty and never read
@@ -182,7 +213,11 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _options(load: Path, save: Path, **fields: Any) -> ConvertOptions:
     return ConvertOptions(
-        load_path=load, save_path=save, to="megatron-legacy", make_vocab_size_divisible_by=_MULTIPLE, **fields
+        load_path=load,
+        save_path=save,
+        to="megatron-legacy",
+        make_vocab_size_divisible_by=_MULTIPLE,
+        **fields,
     )
 
 

@@ -47,16 +47,27 @@ class Peer:
         """
         command = [str(self.python), "-W", "ignore", "-m", module, *map(str, arguments)]
         variables = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=self.environment, env=variables, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=self.environment, env=variables, capture_output=True, text=True
+        )
         if done.returncode != 0:
-            raise RuntimeError(f"transformers {self.version}: {' '.join(command[4:])}: {done.stderr[-1500:]}")
+            raise RuntimeError(
+                f"transformers {self.version}: {' '.join(command[4:])}: {done.stderr[-1500:]}"
+            )
 
     def to_hugging_face(self, load: Path, save: Path) -> None:
         """Convert an iteration's directory of any layout to ``pytorch_model.bin``."""
         save.mkdir(parents=True)
         tokenizer = self.environment / _TOKENIZERS[0]
         self.run(
-            *(RESHAPE, "--convert_checkpoint_from_megatron_to_transformers", "--load_path", load, "--save_path", save),
+            *(
+                RESHAPE,
+                "--convert_checkpoint_from_megatron_to_transformers",
+                "--load_path",
+                load,
+                "--save_path",
+                save,
+            ),
             *("--tokenizer_name", tokenizer),
         )
 
@@ -80,4 +91,6 @@ def prepare(folder: Path) -> None:
         tokens = {chr(code): code - 33 for code in range(33, 127)} | {"ab": 94, "<|endoftext|>": 95}
         (tokenizer / "vocab.json").write_text(json.dumps(tokens))
         (tokenizer / "merges.txt").write_text("#version: 0.2\na b\n")
-        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+        (tokenizer / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+        )

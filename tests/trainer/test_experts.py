@@ -17,7 +17,12 @@ from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
-MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.1}
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "router_aux_loss_coef": 0.1,
+}
 RUN = Run(model=MIXTRAL, trainer={"max_steps": 2})
 
 
@@ -45,24 +50,41 @@ def test_expert_load_is_logged_and_summary_counts_all_experts() -> None:
     assert metrics["train_expert_load_min"] == min(min(layer) for layer in counts) / 64
     # Minimum: 2 (experts per token) times the coefficient; 8 times it if all tokens had the same two experts.
     assert 0.2 <= metrics["train_load_balancing_loss"] < 0.3
-    assert metrics["train_loss"] == pytest.approx(metrics["train_lm_loss"] + metrics["train_load_balancing_loss"])
+    assert metrics["train_loss"] == pytest.approx(
+        metrics["train_lm_loss"] + metrics["train_load_balancing_loss"]
+    )
 
 
 def _train_with_bias(run: Run) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
     """Expert counts of all layers after each step, and the biases by layer on this rank."""
     counts: list[torch.Tensor] = []
-    watch = callback(on_train_batch_end=lambda trainer, *_: counts.append(trainer.strategy.step_shape.expert_counts))
+    watch = callback(
+        on_train_batch_end=lambda trainer, *_: counts.append(
+            trainer.strategy.step_shape.expert_counts
+        )
+    )
     trainer, _ = fit(run, watch)
-    routers = [m for chunk in trainer.lightning_module.model_chunks for m in chunk.modules() if hasattr(m, "gating")]
+    routers = [
+        m
+        for chunk in trainer.lightning_module.model_chunks
+        for m in chunk.modules()
+        if hasattr(m, "gating")
+    ]
     return counts, {router.layer_number - 1: router.expert_bias for router in routers}
 
 
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(4, {"ep": 2, "tp": 2, "sequence_parallel": True}), (2, {"pp": 2, "vpp": 2}), (2, {"cp": 2, "ep": 2})],
+    [
+        (4, {"ep": 2, "tp": 2, "sequence_parallel": True}),
+        (2, {"pp": 2, "vpp": 2}),
+        (2, {"cp": 2, "ep": 2}),
+    ],
 )
 def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str, Any]) -> None:
-    run = RUN.but(strategy=EXPERT_BIAS, trainer={"max_steps": 3}, model={"router_aux_loss_coef": 0.0})
+    run = RUN.but(
+        strategy=EXPERT_BIAS, trainer={"max_steps": 3}, model={"router_aux_loss_coef": 0.0}
+    )
     ((counts, reference),) = run_ranks(_train_with_bias, 1, run)
     expected = 0.05 * sum((step.mean(dim=1, keepdim=True) - step).sign() for step in counts)
     assert expected.abs().max() > 0.04  # an odd number of steps: the bias oscillates
@@ -81,7 +103,9 @@ def test_sigmoid_routing_equals_megatron() -> None:
     config = SimpleNamespace(moe_router_pre_softmax=False)
     router: Any = SimpleNamespace(topk=3, expert_bias=bias, training=False, config=config)
     probs, chosen = Router.routing(router, logits)
-    dense, _ = topk_routing_with_score_function(logits, 3, score_function="sigmoid", expert_bias=bias)
+    dense, _ = topk_routing_with_score_function(
+        logits, 3, score_function="sigmoid", expert_bias=bias
+    )
     torch.testing.assert_close(torch.zeros(50, 8).scatter(1, chosen, probs), dense)
 
 
@@ -97,9 +121,17 @@ def test_expert_biases_are_never_dropped_silently(tmp_path: Path) -> None:
     run_ranks(train, 1, RUN, plain)
     for message, call, *arguments in (
         ("no Hugging Face mixtral model has biases of experts", _export, biased),
-        ("expert_bias", convert, ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf")),
+        (
+            "expert_bias",
+            convert,
+            ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf"),
+        ),
         ("expert_bias=True there and None here", fit, RUN.but(ckpt_path=str(path))),
         ("expert_bias", fit, biased.but(ckpt_path=str(plain))),
-        ("experts.num_experts=4 there and 8 here", fit, RUN.but(model={"num_local_experts": 8}, ckpt_path=str(plain))),
+        (
+            "experts.num_experts=4 there and 8 here",
+            fit,
+            RUN.but(model={"num_local_experts": 8}, ckpt_path=str(plain)),
+        ),
     ):
         assert message in run_ranks(refusal, 1, call, *arguments)[0]

@@ -7,9 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import LLAMA, Run, differences, read_tensors, train, train_with_checkpoints
+from tests.checkpoint.runs import (
+    LLAMA,
+    Run,
+    differences,
+    read_tensors,
+    train,
+    train_with_checkpoints,
+)
 from tests.parity.comparison import relative_error
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, outcome, train_module, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    loader_of,
+    module_of,
+    outcome,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 from tests.trainer.test_freezing import train_frozen
 
@@ -34,11 +50,17 @@ def _assert_close_losses(actual: Outcome, bf16: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "fields"), [("gpt2", ()), ("llama", WIDE_MLP), ("t5", ())], ids=["gpt2", "llama", "t5"]
+    ("model", "fields"),
+    [("gpt2", ()), ("llama", WIDE_MLP), ("t5", ())],
+    ids=["gpt2", "llama", "t5"],
 )
 def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -> None:
     case = replace(BF16, model=model, model_fields=fields)
-    exact, bf16, fp8 = outcome(replace(case, precision="32-true")), outcome(case), _fp8_outcome(case)
+    exact, bf16, fp8 = (
+        outcome(replace(case, precision="32-true")),
+        outcome(case),
+        _fp8_outcome(case),
+    )
     assert fp8.losses[0] != bf16.losses[0]
     _assert_close_losses(fp8, bf16)
     for key, gradient in exact.gradients.items():
@@ -53,13 +75,17 @@ def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -
         (Layout(recompute="full"), Layout()),
         (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
         pytest.param(Layout(recompute="selective"), Layout(), marks=pytest.mark.exhaustive),
-        pytest.param(Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
 def test_layouts_without_tensor_sharding_equal_one_process(layout: Layout, same_as: Layout) -> None:
     # The same number of microbatches, as each has its own scales. A different summation order may change a rounding.
-    actual, expected = (outcome(replace(BF16, layout=replace(x, fp8="tensorwise"))) for x in (layout, same_as))
+    actual, expected = (
+        outcome(replace(BF16, layout=replace(x, fp8="tensorwise"))) for x in (layout, same_as)
+    )
     torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=0.0)
     for key, gradient in expected.gradients.items():
         assert relative_error(actual.gradients[key], gradient) < 1e-3, key
@@ -80,7 +106,11 @@ def test_fp8_leaves_frozen_layers_unchanged() -> None:
         run_ranks(train_frozen, 2, replace(BF16, layout=x), "lower half")[0][0]
         for x in (layout, replace(layout, fp8="tensorwise"))
     )
-    changed = {name for name, weight in fp8.weights.items() if not torch.equal(weight, fp8.initial_weights[name])}
+    changed = {
+        name
+        for name, weight in fp8.weights.items()
+        if not torch.equal(weight, fp8.initial_weights[name])
+    }
     assert {name.split(".")[2] for name in changed if ".h." in name} == {"2", "3"}
     _assert_close_losses(fp8, bf16)
 
@@ -120,12 +150,20 @@ FP8 = Run(strategy={"fp8": "tensorwise"}, trainer={"precision": "bf16-mixed", "m
 def test_resume_is_exact_and_checkpoints_equal_bf16(tmp_path: Path) -> None:
     fp8 = FP8.but(strategy={"tp": 2, "sequence_parallel": True}, model=LLAMA)
     runs = {"fp8": fp8, "bf16": fp8.but(strategy={"fp8": None})}
-    full = {name: run_ranks(train_with_checkpoints, 2, run, tmp_path / name, EVERY_TWO) for name, run in runs.items()}
+    full = {
+        name: run_ranks(train_with_checkpoints, 2, run, tmp_path / name, EVERY_TWO)
+        for name, run in runs.items()
+    }
     checkpoints = [read_tensors(tmp_path / name / "step=2.ckpt") for name in runs]
-    shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()} for tensors in checkpoints]
+    shapes = [
+        {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        for tensors in checkpoints
+    ]
     assert shapes[0] == shapes[1]
     for saved, name in (("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")):
-        resumed = run_ranks(train, 2, runs[name].but(ckpt_path=str(tmp_path / saved / "step=2.ckpt")))
+        resumed = run_ranks(
+            train, 2, runs[name].but(ckpt_path=str(tmp_path / saved / "step=2.ckpt"))
+        )
         for expected, actual in zip(full[name], resumed, strict=True):
             assert list(actual.steps) == [3, 4]
             if name == saved:

@@ -12,7 +12,16 @@ from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, Outcome, loader_of, module_of, refusal, train_module, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Outcome,
+    loader_of,
+    module_of,
+    refusal,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer"]
@@ -86,10 +95,19 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
 def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saving, path = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), folder / "step=1.ckpt"
-    uninterrupted, *_ = train_frozen(case, "lower half", callbacks=[saving], enable_checkpointing=True)
+    saving, path = (
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1),
+        folder / "step=1.ckpt",
+    )
+    uninterrupted, *_ = train_frozen(
+        case, "lower half", callbacks=[saving], enable_checkpointing=True
+    )
     resumed = [train_frozen(x, "lower half", ckpt_path=path)[0] for x in (case, other)]
-    return uninterrupted, resumed, refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path)
+    return (
+        uninterrupted,
+        resumed,
+        refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path),
+    )
 
 
 def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
@@ -103,13 +121,19 @@ def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
         assert_same_tensors(run.weights, uninterrupted.weights, atol=atol)
         assert len(run.losses) == 2
     for target in ("hf", "megatron"):
-        convert(ConvertOptions(load_path=tmp_path / "run/step=3.ckpt", save_path=tmp_path / target, to=target))
+        convert(
+            ConvertOptions(
+                load_path=tmp_path / "run/step=3.ckpt", save_path=tmp_path / target, to=target
+            )
+        )
 
 
 def _refusals(case: Case) -> list[str]:
     from lightning_megatron import MegatronModule
 
-    late = callback(on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False))
+    late = callback(
+        on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False)
+    )
 
     class OnFitStart(MegatronModule):
         def on_fit_start(self) -> None:
@@ -118,7 +142,10 @@ def _refusals(case: Case) -> list[str]:
     frozen = module_of(case)
     frozen.freeze()
     runs = ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, []))
-    return [refusal(trainer_of(case, callbacks=hooks).fit, module, loader_of(case)) for module, hooks in runs]
+    return [
+        refusal(trainer_of(case, callbacks=hooks).fit, module, loader_of(case))
+        for module, hooks in runs
+    ]
 
 
 def _frozen_between_fits(case: Case) -> list[bool]:
@@ -127,7 +154,11 @@ def _frozen_between_fits(case: Case) -> list[bool]:
     for is_trained in (True, False, True):
         if module.model_chunks is not None:
             module.model_chunks[0].module.embedding.requires_grad_(is_trained)
-        before = [shard for shard in shards(module) if "word" in shard.key] if module.model_chunks is not None else []
+        before = (
+            [shard for shard in shards(module) if "word" in shard.key]
+            if module.model_chunks is not None
+            else []
+        )
         trainer_of(case).fit(module, loader_of(case))
         after = [shard for shard in shards(module) if "word" in shard.key]
         changed.append(not before or not torch.equal(before[0].data, after[0].data))

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import GLOBAL_BATCH, Run, Trace, callback, checkpoints_at, differences, fit, rows_dataset
+from tests.checkpoint.runs import (
+    GLOBAL_BATCH,
+    Run,
+    Trace,
+    callback,
+    checkpoints_at,
+    differences,
+    fit,
+    rows_dataset,
+)
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
@@ -26,7 +35,9 @@ def _spiky_step() -> Any:
     bad = rows[(SPIKE - 1) * GLOBAL_BATCH : SPIKE * GLOBAL_BATCH]
 
     class SpikyStep(GPTTrainStep):
-        def loss_func(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> dict[str, LossTerm]:
+        def loss_func(
+            self, batch: dict[str, torch.Tensor], output: torch.Tensor
+        ) -> dict[str, LossTerm]:
             term = super().loss_func(batch, output)["lm_loss"]
             is_bad = (batch["tokens"][:, None] == bad.to(output.device)).all(-1).any()
             return {"lm_loss": LossTerm(term.sum * 30, term.targets) if is_bad else term}
@@ -38,13 +49,21 @@ def _loader_without(steps: tuple[int, ...], tp: int) -> Any:
     """Loader of this replica's batches, in order, without those of ``steps``."""
     from torch.utils.data import DataLoader
 
-    rows = torch.stack([row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]).split(GLOBAL_BATCH)
+    rows = torch.stack([row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]).split(
+        GLOBAL_BATCH
+    )
     replica = int(os.environ["RANK"]) // tp % 2
-    batches = [{"input_ids": batch.chunk(2)[replica]} for step, batch in enumerate(rows, 1) if step not in steps]
+    batches = [
+        {"input_ids": batch.chunk(2)[replica]}
+        for step, batch in enumerate(rows, 1)
+        if step not in steps
+    ]
     return lambda dp: DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def _guarded(strategy: dict[str, Any], folder: Path) -> tuple[tuple[Trace, ...], list[dict[str, Any]], list[str], str]:
+def _guarded(
+    strategy: dict[str, Any], folder: Path
+) -> tuple[tuple[Trace, ...], list[dict[str, Any]], list[str], str]:
     """Traces of the guarded, the reference and the resumed run; states of the guards; warnings; the refusal."""
     from lightning_megatron import LRSchedule, SpikeGuard
 
@@ -56,16 +75,29 @@ def _guarded(strategy: dict[str, Any], folder: Path) -> tuple[tuple[Trace, ...],
         loader=_loader_without((), tp),
         trainer={"max_steps": STEPS, "use_distributed_sampler": False},
     )
-    guards = [SpikeGuard(window=4, threshold=100, max_rollbacks=rollbacks) for rollbacks in (1, 1, 0)]
+    guards = [
+        SpikeGuard(window=4, threshold=100, max_rollbacks=rollbacks) for rollbacks in (1, 1, 0)
+    ]
     often = {"every_n_train_steps": 2}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         guarded = fit(run, guards[0], checkpoints_at(folder, **often))[1]
-    reference = fit(run.but(loader=_loader_without(LEFT_OUT, tp), trainer={"max_steps": STEPS - len(LEFT_OUT)}))[1]
-    resumed = fit(run.but(ckpt_path=str(folder / "step=8.ckpt")), guards[1], checkpoints_at(folder / "b", **often))[1]
+    reference = fit(
+        run.but(loader=_loader_without(LEFT_OUT, tp), trainer={"max_steps": STEPS - len(LEFT_OUT)})
+    )[1]
+    resumed = fit(
+        run.but(ckpt_path=str(folder / "step=8.ckpt")),
+        guards[1],
+        checkpoints_at(folder / "b", **often),
+    )[1]
     message = refusal(fit, run, guards[2], checkpoints_at(folder / "c", **often))
     warned = [str(warning.message) for warning in caught if "SpikeGuard" in str(warning.message)]
-    return (guarded, reference, resumed), [guard.state_dict() for guard in guards[:2]], warned, message
+    return (
+        (guarded, reference, resumed),
+        [guard.state_dict() for guard in guards[:2]],
+        warned,
+        message,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,15 +105,25 @@ def _guarded(strategy: dict[str, Any], folder: Path) -> tuple[tuple[Trace, ...],
     [
         {},
         pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.exhaustive),
-        pytest.param({"pp": 2, "async_save": True, "distributed_optimizer": False}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"pp": 2, "async_save": True, "distributed_optimizer": False},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
-def test_rollback_equals_run_without_skipped_samples(tmp_path: Path, strategy: dict[str, Any]) -> None:
+def test_rollback_equals_run_without_skipped_samples(
+    tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     ranks = 2 * strategy.get("tp", 1) * strategy.get("pp", 1)
-    for rank, (traces, states, warned, message) in enumerate(run_ranks(_guarded, ranks, strategy, tmp_path)):
+    for rank, (traces, states, warned, message) in enumerate(
+        run_ranks(_guarded, ranks, strategy, tmp_path)
+    ):
         guarded, reference, resumed = traces
-        assert differences({**guarded.state, "global_step": 0}, {**reference.state, "global_step": 0}) == []
+        assert (
+            differences({**guarded.state, "global_step": 0}, {**reference.state, "global_step": 0})
+            == []
+        )
         for step in range(8, STEPS + 1):
             assert guarded.steps[step] == reference.steps[step - len(LEFT_OUT)]
         assert guarded.steps[SPIKE]["loss"] > 10 * guarded.steps[SPIKE - 1]["loss"]
@@ -93,7 +135,10 @@ def test_rollback_equals_run_without_skipped_samples(tmp_path: Path, strategy: d
         assert "after max_rollbacks=0 rollbacks" in message
         if rank == 0:
             (line,) = warned
-            assert "restored from step 4, and the samples of steps 5 to 7 are skipped; rollback 1 of 1" in line
+            assert (
+                "restored from step 4, and the samples of steps 5 to 7 are skipped; rollback 1 of 1"
+                in line
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +160,11 @@ def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
     """Flip the bit on its rank; whether the rank holds the element."""
     if int(os.environ["RANK"]) != flip.rank:
         return False
-    (parameter,) = (weight for name, weight in module.model_chunks[0].named_parameters() if name.endswith(flip.suffix))
+    (parameter,) = (
+        weight
+        for name, weight in module.model_chunks[0].named_parameters()
+        if name.endswith(flip.suffix)
+    )
     tensor, start = parameter.data, 0
     if flip.tensor != "weight":
         for held in trainer.strategy.megatron_optimizer._param_states():
@@ -131,7 +180,9 @@ def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
     return True
 
 
-def _flip_bits(strategy: dict[str, Any], precision: str, flips: list[Flip]) -> list[tuple[str, bool]]:
+def _flip_bits(
+    strategy: dict[str, Any], precision: str, flips: list[Flip]
+) -> list[tuple[str, bool]]:
     """Message of a run in which a bit flips, "" if it ends well, and whether this rank's flipped, for each flip.
 
     A run without flips passes first.
@@ -139,13 +190,17 @@ def _flip_bits(strategy: dict[str, Any], precision: str, flips: list[Flip]) -> l
     from lightning_megatron import ReplicaCheck
     from lightning_megatron.errors import NumericsError
 
-    run = Run(strategy=strategy, trainer={"max_steps": 3, "precision": precision}, model={"n_layer": 2})
+    run = Run(
+        strategy=strategy, trainer={"max_steps": 3, "precision": precision}, model={"n_layer": 2}
+    )
     fit(run, ReplicaCheck(every_n_steps=1))
     outcomes = []
     for flip in flips:
         flipped: list[bool] = []
 
-        def hook(trainer: Any, module: Any, *_: Any, flip: Flip = flip, flipped: list[bool] = flipped) -> None:
+        def hook(
+            trainer: Any, module: Any, *_: Any, flip: Flip = flip, flipped: list[bool] = flipped
+        ) -> None:
             if trainer.global_step == 2 and not flipped:
                 flipped.append(_flip(trainer, module, flip))
 
@@ -158,7 +213,11 @@ def _flip_bits(strategy: dict[str, Any], precision: str, flips: list[Flip]) -> l
     return outcomes
 
 
-SPLIT, NORM, BIAS = "layers.1.mlp.linear_fc1.weight", "final_layernorm.weight", "layers.0.mlp.linear_fc2.bias"
+SPLIT, NORM, BIAS = (
+    "layers.1.mlp.linear_fc1.weight",
+    "final_layernorm.weight",
+    "layers.0.mlp.linear_fc2.bias",
+)
 WEIGHTS = [
     Flip(rank=rank, suffix=suffix, element=element, bit=bit)
     for rank, (suffix, element, bit) in enumerate(
@@ -177,15 +236,21 @@ STATE = [
     [
         pytest.param({"tp": 2}, "32-true", marks=pytest.mark.exhaustive),
         ({"cp": 2}, "bf16-mixed"),
-        pytest.param({"cp": 2, "distributed_optimizer": False}, "32-true", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"cp": 2, "distributed_optimizer": False}, "32-true", marks=pytest.mark.exhaustive
+        ),
         ({"distributed_optimizer": False}, "bf16-mixed"),
         pytest.param({}, "bf16-mixed", marks=pytest.mark.exhaustive),
         pytest.param({"overlap_communication": True}, "bf16-mixed", marks=pytest.mark.exhaustive),
-        pytest.param({"tp": 2, "sequence_parallel": True}, "bf16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"tp": 2, "sequence_parallel": True}, "bf16-mixed", marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
-def test_replica_check_finds_every_bit_that_flips_in_a_step(strategy: dict[str, Any], precision: str) -> None:
+def test_replica_check_finds_every_bit_that_flips_in_a_step(
+    strategy: dict[str, Any], precision: str
+) -> None:
     flips = [*WEIGHTS, *STATE]
     num_flipped = 0
     for flip, of_ranks in zip(
@@ -197,14 +262,20 @@ def test_replica_check_finds_every_bit_that_flips_in_a_step(strategy: dict[str, 
         num_flipped += is_flipped
         assert bool(messages.pop()) == is_flipped, flip
     # A rank holds only a part of a sharded state.
-    assert num_flipped == len(flips) if strategy.get("distributed_optimizer") is False else num_flipped >= 6
+    assert (
+        num_flipped == len(flips)
+        if strategy.get("distributed_optimizer") is False
+        else num_flipped >= 6
+    )
 
 
 def _check_each_step(cases: list[Case]) -> None:
     from lightning_megatron import ReplicaCheck
 
     for case in cases:
-        trainer_of(case, callbacks=[ReplicaCheck(every_n_steps=1)]).fit(module_of(case), loader_of(case))
+        trainer_of(case, callbacks=[ReplicaCheck(every_n_steps=1)]).fit(
+            module_of(case), loader_of(case)
+        )
 
 
 def test_replica_check_passes_a_run_without_faults() -> None:
@@ -214,7 +285,10 @@ def test_replica_check_passes_a_run_without_faults() -> None:
         ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
         ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
     ]
-    cases = [Case(model=model, layout=layout, precision=precision) for model, layout, precision in layouts]
+    cases = [
+        Case(model=model, layout=layout, precision=precision)
+        for model, layout, precision in layouts
+    ]
     run_ranks(_check_each_step, 4, cases)
 
 
@@ -233,4 +307,6 @@ def test_replica_check_finds_what_flipped_before_the_step() -> None:
         # Only two ranks hold this shard of a weight that is split over tp.
         assert "decoder.layers.mlp.linear_fc1.weight at (1, " in split[0]
         assert "got one on ranks 1 and another on ranks 3; suspect memory" in split[0]
-        assert moment[0].startswith("ReplicaCheck, step 2: optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.bias")
+        assert moment[0].startswith(
+            "ReplicaCheck, step 2: optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.bias"
+        )

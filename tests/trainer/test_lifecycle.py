@@ -38,12 +38,18 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
         pytest.param(Layout(dp=2), "bf16-mixed", "gpu", marks=pytest.mark.gpu(2)),
     ],
 )
-def test_fit_validate_and_test_run_in_any_order(layout: Layout, precision: str, accelerator: Any) -> None:
+def test_fit_validate_and_test_run_in_any_order(
+    layout: Layout, precision: str, accelerator: Any
+) -> None:
     case = replace(CASE, layout=layout, precision=precision, accelerator=accelerator)
-    untrained, fitted, trained, tested = common_result(_run, case, ("validate", "fit", "validate", "test"))
+    untrained, fitted, trained, tested = common_result(
+        _run, case, ("validate", "fit", "validate", "test")
+    )
     assert trained == tested != untrained
     # On GPUs the summation order of some kernels varies from run to run.
-    expected = pytest.approx([untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0)
+    expected = pytest.approx(
+        [untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0
+    )
     assert common_result(_run, case, ("test", "fit", "test")) == expected
 
 
@@ -54,7 +60,9 @@ def _fit_each(cases: list[Case]) -> list[float]:
 
 def test_trainers_with_different_layouts_run_in_one_process() -> None:
     layouts = [FOUR_RANKS, Layout(tp=2, dp=2, sequence_parallel=True), FOUR_RANKS]
-    for first, other, again in run_ranks(_fit_each, 4, [replace(CASE, layout=layout) for layout in layouts]):
+    for first, other, again in run_ranks(
+        _fit_each, 4, [replace(CASE, layout=layout) for layout in layouts]
+    ):
         assert (again, other) == (first, pytest.approx(first, rel=1.5e-6))
 
 
@@ -67,23 +75,35 @@ def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
 
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             if self.global_step < self.clipped_steps:
-                self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm"
+                )
 
     class ClippingOnce(Clipping):
         clipped_steps = 1
 
     called: list[str] = []
-    names = ("on_after_backward", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad")
+    names = (
+        "on_after_backward",
+        "on_before_backward",
+        "on_before_optimizer_step",
+        "on_before_zero_grad",
+    )
     recorder = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
     clips = (0.25, None, None)
-    trainers = [trainer_of(case, callbacks=[recorder]), *(trainer_of(replace(case, clip=clip)) for clip in clips)]
+    trainers = [
+        trainer_of(case, callbacks=[recorder]),
+        *(trainer_of(replace(case, clip=clip)) for clip in clips),
+    ]
     for trainer, kind in zip(trainers, (Clipping, None, ClippingOnce, None), strict=True):
         trainer.fit(module_of(case, kind), loader_of(case))
     return called, [trainer.callback_metrics["train_loss"].item() for trainer in trainers]
 
 
 def test_step_hooks_run_in_lightnings_order_and_may_clip() -> None:
-    called, (in_hook, by_trainer, once, unclipped) = common_result(_hooks_of_a_step, replace(CASE, layout=Layout(pp=2)))
+    called, (in_hook, by_trainer, once, unclipped) = common_result(
+        _hooks_of_a_step, replace(CASE, layout=Layout(pp=2))
+    )
     backward = ["on_before_backward", "on_after_backward"]
     assert called == ["on_before_zero_grad", *backward, "on_before_optimizer_step"] * CASE.steps
     assert in_hook == by_trainer
@@ -105,17 +125,31 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
             return loss
 
     leaks: list[str] = []
-    check = callback(on_train_batch_end=lambda *_: leaks.extend(x for x in before.leaks() if x.startswith("torch")))
+    check = callback(
+        on_train_batch_end=lambda *_: leaks.extend(
+            x for x in before.leaks() if x.startswith("torch")
+        )
+    )
     module, trainer = module_of(case, Ending), trainer_of(case, callbacks=[check])
-    before, environment = Baseline(), dict(os.environ)  # after seed_everything has set its variables
+    before, environment = (
+        Baseline(),
+        dict(os.environ),
+    )  # after seed_everything has set its variables
     with pytest.raises(RuntimeError, match="in the middle") if fails else contextlib.nullcontext():
         trainer.fit(module, loader_of(case), loader_of(replace(case, steps=2)))
     variables = os.environ.keys() | environment.keys()
     # Torch sets the paths of its caches when it loads.
-    leaks += [v for v in variables if os.environ.get(v) != environment.get(v) and not v.startswith("TORCHINDUCTOR_")]
+    leaks += [
+        v
+        for v in variables
+        if os.environ.get(v) != environment.get(v) and not v.startswith("TORCHINDUCTOR_")
+    ]
     return [*leaks, *before.leaks()]
 
 
 @pytest.mark.parametrize(("fails", "precision"), [(False, "32-true"), (True, "bf16-mixed")])
 def test_runs_leave_no_patches_or_environment_variables(fails: bool, precision: str) -> None:
-    assert common_result(_leaks_of_run, replace(CASE, layout=Layout(tp=2), precision=precision), fails) == []
+    assert (
+        common_result(_leaks_of_run, replace(CASE, layout=Layout(tp=2), precision=precision), fails)
+        == []
+    )

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import MODELS, Case, Layout, common_result, loader_of, refusal, trainer_of
+from tests.parity.training import (
+    MODELS,
+    Case,
+    Layout,
+    common_result,
+    loader_of,
+    refusal,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2)
@@ -32,7 +40,9 @@ def _module(**changes: Any) -> Any:
         "model": MODELS["gpt2"],
         "position_embedding_type": "rotary",
         "lr": 2e-3,
-        "optimizer": OptimizerOptions(beta2=0.95, multipliers={"*word_embeddings*": GroupMultipliers(lr_mult=0.5)}),
+        "optimizer": OptimizerOptions(
+            beta2=0.95, multipliers={"*word_embeddings*": GroupMultipliers(lr_mult=0.5)}
+        ),
         "lr_schedule": LRSchedule(style="cosine", warmup_steps=1),
         "generation": GenerationOptions(max_new_tokens=3, eos_token_id=(7, 8)),
         "make_vocab_size_divisible_by": 8,
@@ -73,39 +83,63 @@ def _load_without_trainer(folder: str) -> dict[str, Any]:
 
     module = MegatronModule.load_from_checkpoint(folder)  # loads the newest checkpoint
     sequences = module.generate(TOKENS)
-    assert "expected 2 ranks for the run, got 1" in refusal(check_world_size, LightningEnvironment(), 2, 1)
+    assert "expected 2 ranks for the run, got 1" in refusal(
+        check_world_size, LightningEnvironment(), 2, 1
+    )
     hparams, options = dict(module.hparams), module.generation
-    return {"logits": module(TOKENS), "sequences": sequences, "hparams": hparams, "options": options}
+    return {
+        "logits": module(TOKENS),
+        "sequences": sequences,
+        "hparams": hparams,
+        "options": options,
+    }
 
 
-def test_loaded_module_infers_without_trainer_like_saved_one(folder: Path, saved: dict[str, Any]) -> None:
+def test_loaded_module_infers_without_trainer_like_saved_one(
+    folder: Path, saved: dict[str, Any]
+) -> None:
     (loaded,) = run_ranks(_load_without_trainer, 1, str(folder))
     # fp32 rounding: the summation order differs between four ranks and one process.
     torch.testing.assert_close(loaded["logits"], saved["logits"], rtol=0, atol=2e-5)
     assert loaded["sequences"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
     assert loaded["options"].eos_token_id == (7, 8)
-    expected = {name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")}
+    expected = {
+        name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")
+    }
     assert loaded["hparams"] == expected
 
 
-def test_hyperparameters_are_in_loggers_and_checkpoints(folder: Path, saved: dict[str, Any]) -> None:
-    hparams = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)["lightning"]["hyper_parameters"]
+def test_hyperparameters_are_in_loggers_and_checkpoints(
+    folder: Path, saved: dict[str, Any]
+) -> None:
+    hparams = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)["lightning"][
+        "hyper_parameters"
+    ]
     assert json.loads(json.dumps(hparams)) == json.loads(json.dumps(saved["hparams"]))
     assert hparams["train_step"] == "gpt"
     assert hparams["task"] == "causal_lm"
-    assert hparams["optimizer"]["multipliers"] == {"*word_embeddings*": {"lr_mult": 0.5, "wd_mult": 1.0}}
+    assert hparams["optimizer"]["multipliers"] == {
+        "*word_embeddings*": {"lr_mult": 0.5, "wd_mult": 1.0}
+    }
     assert hparams["lr_schedule"]["style"] == "cosine"
     # Plain numbers and strings, not enum classes that a reader would have to import.
     assert type(hparams["size"]) is int
-    assert {type(each) for key, kinds in hparams["kinds"].items() for each in (key, *kinds)} == {str}
+    assert {type(each) for key, kinds in hparams["kinds"].items() for each in (key, *kinds)} == {
+        str
+    }
     (logged,) = folder.rglob("hparams.yaml")
     assert "warmup_steps: 1" in logged.read_text()
 
 
-def _load_and_train(case: Case, folder: str, overrides: dict[str, Any]) -> tuple[float, float, float]:
+def _load_and_train(
+    case: Case, folder: str, overrides: dict[str, Any]
+) -> tuple[float, float, float]:
     from lightning_megatron import MegatronModule
 
-    module, trainer = MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides), trainer_of(case)
+    module, trainer = (
+        MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides),
+        trainer_of(case),
+    )
     (metrics,) = trainer.validate(module, loader_of(case), verbose=False)
     trainer.fit(module, loader_of(case))
     return metrics["val_loss"], module.hparams["lr"], trainer.callback_metrics["lr"].item()
@@ -126,7 +160,9 @@ def _refusals(folder: str) -> list[str]:
 
     path = f"{folder}/run.ckpt"
     mistakes: tuple[dict[str, Any], ...] = ({"lr": "3e-4"}, {"optimizer": {"beta3": 1}})
-    messages = [refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes]
+    messages = [
+        refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes
+    ]
     meta = torch.load(f"{path}/meta.pt", weights_only=True)
     meta["lightning"]["hyper_parameters"] = _module(train_step=Weighted()).hparams | {}
     torch.save(meta, f"{path}/meta.pt")

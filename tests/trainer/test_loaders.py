@@ -44,12 +44,19 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
 
     class InOrder(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
-            shard = {"num_replicas": self.megatron.data_parallel_size, "rank": self.megatron.data_parallel_rank}
-            return DataLoader(NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **shard))
+            shard = {
+                "num_replicas": self.megatron.data_parallel_size,
+                "rank": self.megatron.data_parallel_rank,
+            }
+            return DataLoader(
+                NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **shard)
+            )
 
     watch = callback(
         on_train_epoch_start=lambda *_: seen.append([]),
-        on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(batch["input_ids"][:, 0].tolist()),
+        on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(
+            batch["input_ids"][:, 0].tolist()
+        ),
     )
     trainer = trainer_of(Case(layout=layout), max_steps=-1, max_epochs=2, callbacks=[watch])
     loader = None if in_order else DataLoader(NUMBERED, batch_size=4)
@@ -102,19 +109,26 @@ def _on_a_stream(case: Case) -> Outcome:
 
 def _on_a_ragged_last_batch(case: Case) -> Outcome:
     rows = Sentences(2 * case.global_batch_size + 2, "uneven")
-    return train_module(module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp))
+    return train_module(
+        module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp)
+    )
 
 
 @pytest.mark.parametrize(
     ("train", "case"),
     [
-        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),  # only the batches of a replica's first rank are used
+        (
+            _on_a_stream,
+            Case(layout=FOUR_RANKS, steps=4),
+        ),  # only the batches of a replica's first rank are used
         (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
         (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
     ],
 )
 def test_training_on_loader_equals_one_process(train: Any, case: Case) -> None:
-    expected, actual = (join_outcomes(run_ranks(train, x.layout.world_size, x)) for x in (case.on_one_process, case))
+    expected, actual = (
+        join_outcomes(run_ranks(train, x.layout.world_size, x)) for x in (case.on_one_process, case)
+    )
     assert_same_run(actual, expected)
 
 
@@ -124,7 +138,9 @@ def _train_without_targets(case: Case) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = train_module(module_of(case), case, loader)
-    messages = [str(warning.message) for warning in caught if "had no targets" in str(warning.message)]
+    messages = [
+        str(warning.message) for warning in caught if "had no targets" in str(warning.message)
+    ]
     assert len(messages) == (torch.distributed.get_rank() == 0)
     return run
 
@@ -149,7 +165,9 @@ def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
 def _masked() -> tuple[Rows, Rows]:
     rows = list(Sentences(4))
     masks = [{"sample_mask": torch.tensor(1.0), "loss_mask": torch.ones(SEQ_LENGTH)} for _ in rows]
-    masked = [{"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)]
+    masked = [
+        {"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)
+    ]
     masked[2]["sample_mask"].zero_()
     rows[2]["labels"][:] = -100
     # ``loss_mask`` applies to the predicting position, labels to the predicted one.
@@ -171,10 +189,14 @@ _RAGGED = list(Sentences(11, "uneven"))
     ],
     ids=["ragged", "ragged on 4 ranks", "masked"],
 )
-def test_val_loss_is_mean_over_all_targets(layout: Layout, batch_size: int, rows: tuple[Rows, Rows]) -> None:
+def test_val_loss_is_mean_over_all_targets(
+    layout: Layout, batch_size: int, rows: tuple[Rows, Rows]
+) -> None:
     inputs, in_one_batch = rows
     expected = common_result(_val_loss, Case(), in_one_batch, len(in_one_batch))
-    assert common_result(_val_loss, Case(layout=layout), inputs, batch_size) == pytest.approx(expected, rel=1e-6)
+    assert common_result(_val_loss, Case(layout=layout), inputs, batch_size) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def _validate_on_two(case: Case) -> dict[str, float]:
@@ -182,7 +204,11 @@ def _validate_on_two(case: Case) -> dict[str, float]:
     trainer = trainer_of(case)
     trainer.fit(module_of(case), loader_of(case), loaders)
     names = ("val_loss", "val_perplexity")
-    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith(names)}
+    return {
+        name: value.item()
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith(names)
+    }
 
 
 def test_each_validation_loader_has_its_own_metrics() -> None:
@@ -191,7 +217,9 @@ def test_each_validation_loader_has_its_own_metrics() -> None:
     assert len(expected) == 4
     for index in (0, 1):
         loss = expected[f"val_loss/dataloader_idx_{index}"]
-        assert expected[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(math.exp(loss), rel=1e-5)
+        assert expected[f"val_perplexity/dataloader_idx_{index}"] == pytest.approx(
+            math.exp(loss), rel=1e-5
+        )
     # The exponential of a mean of about 4 has four times its relative error.
     assert common_result(_validate_on_two, case) == pytest.approx(expected, rel=6e-6)
 
@@ -211,7 +239,11 @@ REFUSED: tuple[tuple[Any, int | None, tuple[str, ...]], ...] = (
     (_rows("input_ids", 83), 4, ("input_ids", "83", "vocab")),
     (_rows("labels", -7), 4, ("labels", "-7", "-100")),
     (_rows("token_types", 0), 4, ("token_types", "input_ids, ")),
-    ([{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)], None, ("a batch has no rows",)),
+    (
+        [{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)],
+        None,
+        ("a batch has no rows",),
+    ),
 )
 
 
@@ -239,4 +271,6 @@ def test_invalid_batches_are_refused_on_every_rank() -> None:
         assert others == [first] * 3
         assert all(word in first for word in words)
     # An error in a user's check ends all ranks of the replica.
-    assert [messages[-1] for messages in ranks] == ["KeyError: 'mine'"] + ["DataError: KeyError('mine')"] * 3
+    assert [messages[-1] for messages in ranks] == ["KeyError: 'mine'"] + [
+        "DataError: KeyError('mine')"
+    ] * 3

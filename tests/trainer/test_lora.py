@@ -19,7 +19,9 @@ from tests.ranks import run_ranks
 
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 TOKENS = torch.arange(24).reshape(2, 12) % 80
-SPLIT = Case(model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4)
+SPLIT = Case(
+    model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4
+)
 
 
 def _module(folder: Path, **options: Any) -> Any:
@@ -29,10 +31,14 @@ def _module(folder: Path, **options: Any) -> Any:
 
     seed_everything(11, verbose=False)
     lora = LoRA(rank=3, alpha=5, targets=TARGETS)
-    return MegatronModule(**{"model": str(folder / "base"), "pretrained": True, "lr": 5e-2, "lora": lora, **options})
+    return MegatronModule(
+        **{"model": str(folder / "base"), "pretrained": True, "lr": 5e-2, "lora": lora, **options}
+    )
 
 
-def _train(folder: Path, case: Case, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+def _train(
+    folder: Path, case: Case, ckpt_path: str | None = None, **options: Any
+) -> dict[str, Any]:
     """Train; save at step 2, and both kinds of checkpoints at the end; return weights, sizes, logits and sequences."""
     initial: list[Any] = []
 
@@ -40,7 +46,10 @@ def _train(folder: Path, case: Case, ckpt_path: str | None = None, **options: An
         if trainer.global_step == 2:
             trainer.save_checkpoint(folder / "half.ckpt")
 
-    saver = callback(on_train_start=lambda trainer, module: initial.extend(shards(module)), on_train_batch_end=save)
+    saver = callback(
+        on_train_start=lambda trainer, module: initial.extend(shards(module)),
+        on_train_batch_end=save,
+    )
     module, trainer = _module(folder, **options), trainer_of(case, callbacks=[saver])
     trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "full.ckpt")
@@ -51,7 +60,9 @@ def _train(folder: Path, case: Case, ckpt_path: str | None = None, **options: An
         "initial": initial,
         "final": shards(module),
         "trained": sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad),
-        "moments": sum(t.numel() for state in states.values() for t in state.values() if t.numel() > 1),
+        "moments": sum(
+            t.numel() for state in states.values() for t in state.values() if t.numel() > 1
+        ),
         "masters": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
         "results": _infer(module),
     }
@@ -71,7 +82,9 @@ def _load_and_infer(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         return _infer(MegatronModule.load_from_checkpoint(path))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        return model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        return model(TOKENS).logits, model.generate(
+            TOKENS, max_new_tokens=4, do_sample=False, eos_token_id=None
+        )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +108,10 @@ def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
         assert {"_lora." in a.key for a, b in pairs if not a.data.equal(b.data)} == {True}
     (tmp_path / "base").symlink_to(folder / "base")
     (one_process,) = run_ranks(_train, 1, tmp_path, Case(model="llama", steps=1))
-    adapters = [[shard for shard in rank["initial"] if "_lora." in shard.key] for rank in (one_process, *ranks)]
+    adapters = [
+        [shard for shard in rank["initial"] if "_lora." in shard.key]
+        for rank in (one_process, *ranks)
+    ]
     expected, actual = full_tensors(adapters[:1]), full_tensors(adapters[1:])
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
@@ -105,12 +121,20 @@ def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
         assert 0.95 * limit <= tensor.abs().max() <= limit
 
 
-def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(ranks: list[dict[str, Any]], folder: Path) -> None:
-    names = {name for name in read_tensors(folder / "full.ckpt") if not name.startswith("optimizer.")}
+def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    names = {
+        name for name in read_tensors(folder / "full.ckpt") if not name.startswith("optimizer.")
+    }
     adapters = {name for name in names if name.endswith(("lora.A", "lora.B"))}
     assert read_tensors(folder / "adapters.ckpt").keys() == adapters
-    for rank, resumed in zip(ranks, run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")), strict=True):
-        assert all(a.data.equal(b.data) for a, b in zip(rank["final"], resumed["final"], strict=True))
+    for rank, resumed in zip(
+        ranks, run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")), strict=True
+    ):
+        assert all(
+            a.data.equal(b.data) for a, b in zip(rank["final"], resumed["final"], strict=True)
+        )
 
 
 def test_checkpoints_and_converted_exports_give_equal_results(
@@ -118,10 +142,34 @@ def test_checkpoints_and_converted_exports_give_equal_results(
 ) -> None:
     commands = [
         ["convert", "--load-path", folder / "full.ckpt", "--save-path", "full", "--to", "hf"],
-        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "merged_adapters", "--to", "hf"],
-        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "kept.ckpt", "--to", "megatron"],
+        [
+            "convert",
+            "--load-path",
+            folder / "adapters.ckpt",
+            "--save-path",
+            "merged_adapters",
+            "--to",
+            "hf",
+        ],
+        [
+            "convert",
+            "--load-path",
+            folder / "adapters.ckpt",
+            "--save-path",
+            "kept.ckpt",
+            "--to",
+            "megatron",
+        ],
         ["convert", "--load-path", "kept.ckpt", "--save-path", "again", "--to", "hf"],
-        ["convert", "--load-path", folder / "adapters.ckpt", "--save-path", "adapter", "--to", "peft"],
+        [
+            "convert",
+            "--load-path",
+            folder / "adapters.ckpt",
+            "--save-path",
+            "adapter",
+            "--to",
+            "peft",
+        ],
         ["convert", "--load-path", "adapter", "--save-path", "merged", "--to", "hf"],
         ["inspect", folder / "adapters.ckpt"],
         ["inspect", "adapter"],
@@ -145,20 +193,40 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
     shutil.copytree(adapter, changed)
     config = json.loads((changed / "adapter_config.json").read_text())
     (changed / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    module, validate, other = partial(_module, folder), partial(_validate, folder), LoRA(rank=2, targets=TARGETS)
+    module, validate, other = (
+        partial(_module, folder),
+        partial(_validate, folder),
+        LoRA(rank=2, targets=TARGETS),
+    )
     full, adapters = folder / "full.ckpt", folder / "adapters.ckpt"
     mistakes: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-        ("one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr", module, {"lora": LoRA(targets=("query",))}),
+        (
+            "one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr",
+            module,
+            {"lora": LoRA(targets=("query",))},
+        ),
         ("lora rank=0 must be at least 1", LoRA, {"rank": 0}),
         ("LoRA has no option 'r'; use rank", module, {"lora": {"r": 8}}),
-        ("expected a directory with adapter_config.json and", module, {"lora": str(folder / "base")}),
+        (
+            "expected a directory with adapter_config.json and",
+            module,
+            {"lora": str(folder / "base")},
+        ),
         ("expected it unset for use_dora, got True", module, {"lora": str(changed)}),
         ("expected this package's layers, got a model_provider", module, {"model_provider": print}),
-        ("a module with lora, got one", module(lora=None).save_pretrained, {"save_directory": "merged", "merge": True}),
+        (
+            "a module with lora, got one",
+            module(lora=None).save_pretrained,
+            {"save_directory": "merged", "merge": True},
+        ),
         ("has the shape", validate, {"lora": str(adapter), "model": str(folder / "narrow")}),
         ("is of another model: lora=", validate, {"ckpt_path": full, "lora": other}),
         ("is of another model: lora=", validate, {"ckpt_path": full, "lora": None}),
-        ("expected a complete model, got the adapters of", validate, {"ckpt_path": adapters, "pretrained": False}),
+        (
+            "expected a complete model, got the adapters of",
+            validate,
+            {"ckpt_path": adapters, "pretrained": False},
+        ),
     )
     return [(expected, refusal(mistake, **arguments)) for expected, mistake, arguments in mistakes]
 
@@ -168,9 +236,27 @@ def _validate(folder: Path, ckpt_path: Path | None = None, **options: Any) -> No
     trainer_of(case).validate(_module(folder, **options), loader_of(case), ckpt_path=ckpt_path)
 
 
-def test_mistakes_are_refused_in_one_line(ranks: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
-    to_peft = ["convert", "--load-path", folder / "full.ckpt", "--save-path", "adapter", "--to", "peft"]
-    base_to_peft = ["convert", "--load-path", folder / "base", "--save-path", "other", "--to", "peft"]
+def test_mistakes_are_refused_in_one_line(
+    ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    to_peft = [
+        "convert",
+        "--load-path",
+        folder / "full.ckpt",
+        "--save-path",
+        "adapter",
+        "--to",
+        "peft",
+    ]
+    base_to_peft = [
+        "convert",
+        "--load-path",
+        folder / "base",
+        "--save-path",
+        "other",
+        "--to",
+        "peft",
+    ]
     (code, _, _), (refused_code, _, reason) = run_all(tmp_path, [to_peft, base_to_peft])
     assert (code, refused_code) == (0, 2)
     assert "expected a model with adapters (LoRA), got one without" in reason

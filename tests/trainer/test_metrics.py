@@ -16,7 +16,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
-from tests.parity.training import Case, Layout, Sentences, common_result, loader_of, module_of, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Sentences,
+    common_result,
+    loader_of,
+    module_of,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 ROWS = 13  # not divisible by dp or microbatches: the last batches have padding rows, which must not count
@@ -34,7 +42,9 @@ def _counting_step() -> Any:
         def metrics(self) -> dict[str, Any]:
             return {"rows": SumMetric(), "first_loss": MeanMetric()}
 
-        def update_metrics(self, metrics: Mapping[str, Any], batch: Batch, output: torch.Tensor) -> None:
+        def update_metrics(
+            self, metrics: Mapping[str, Any], batch: Batch, output: torch.Tensor
+        ) -> None:
             real = batch["loss_mask"].sum(1) > 0
             metrics["rows"].update(real.sum())
             metrics["first_loss"].update(output[:, 0].float(), weight=real.float())
@@ -45,24 +55,36 @@ def _counting_step() -> Any:
 def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
     """Validate twice and test; ``inference``: in inference mode as on GPUs, which Lightning turns off with gloo."""
     modes: set[bool] = set()
-    watch = callback(on_validation_epoch_end=lambda *_: modes.add(torch.is_inference_mode_enabled()))
-    module, trainer = module_of(case, train_step=_counting_step()), trainer_of(case, callbacks=[watch])
+    watch = callback(
+        on_validation_epoch_end=lambda *_: modes.add(torch.is_inference_mode_enabled())
+    )
+    module, trainer = (
+        module_of(case, train_step=_counting_step()),
+        trainer_of(case, callbacks=[watch]),
+    )
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
     keep_on = patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
     with keep_on if inference else contextlib.nullcontext():
-        results = [phase(module, loader, verbose=False)[0] for phase in (*[trainer.validate] * 2, trainer.test)]
+        results = [
+            phase(module, loader, verbose=False)[0]
+            for phase in (*[trainer.validate] * 2, trainer.test)
+        ]
     assert modes == {inference}
     return [dict(metrics) for metrics in results]
 
 
 def test_metrics_are_equal_on_every_layout_rank_and_epoch() -> None:
     reference = common_result(_validate_twice, Case(), True)
-    sharded = common_result(_validate_twice, Case(layout=Layout(pp=2, dp=2, num_microbatches=2)), False)
+    sharded = common_result(
+        _validate_twice, Case(layout=Layout(pp=2, dp=2, num_microbatches=2)), False
+    )
     expected, again, tested = reference
     assert expected["val_rows"] == tested["test_rows"] == ROWS
     assert tested["test_first_loss"] == expected["val_first_loss"]
     assert again == expected
-    assert sharded == [pytest.approx(metrics, rel=1e-5) for metrics in reference]  # different summation order
+    assert sharded == [
+        pytest.approx(metrics, rel=1e-5) for metrics in reference
+    ]  # different summation order
 
 
 def _gather_in_validation(case: Case) -> dict[str, Any]:
@@ -75,10 +97,15 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
     class Gathering(MegatronModule):
         gathered: dict[str, Any]
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        def validation_step(
+            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> torch.Tensor:
             rank = self.megatron.data_parallel_rank
             tokens = batch["input_ids"][: rank + 1]  # the number of rows differs between ranks
-            inputs = {"tokens": tokens, "pair": (torch.tensor(float(rank)), [torch.full((2, 1), rank)])}
+            inputs = {
+                "tokens": tokens,
+                "pair": (torch.tensor(float(rank)), [torch.full((2, 1), rank)]),
+            }
             losses = [torch.tensor(float(rank)), torch.tensor([2.0 * rank])]
             self.gathered = gather_across_data_parallel_groups(inputs)
             self.gathered["mean"] = avg_losses_across_data_parallel_group(losses)
@@ -119,8 +146,19 @@ def _callback_metrics(case: Case) -> list[dict[str, float]]:
 
 def test_callback_metrics_equal_one_process() -> None:
     case = Case(layout=Layout(pp=2, num_microbatches=2), labels="uneven", steps=STEPS, clip=1.0)
-    actual, expected = common_result(_callback_metrics, case), common_result(_callback_metrics, case.on_one_process)
-    logged = {"train_loss", "train_lm_loss", "val_loss", "val_lm_loss", "val_perplexity", "lr", "grad_norm"}
+    actual, expected = (
+        common_result(_callback_metrics, case),
+        common_result(_callback_metrics, case.on_one_process),
+    )
+    logged = {
+        "train_loss",
+        "train_lm_loss",
+        "val_loss",
+        "val_lm_loss",
+        "val_perplexity",
+        "lr",
+        "grad_norm",
+    }
     assert set(actual[-1]) == logged
     # A loss of 5 has a resolution of 5e-7; norms differ more after some steps (comparison.py).
     assert actual == [pytest.approx(metrics, rel=5e-5) for metrics in expected]
@@ -134,7 +172,11 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
     from lightning.pytorch import callbacks, loggers
 
     early_stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
-    displays = callbacks.TQDMProgressBar(), callbacks.LearningRateMonitor(), callbacks.ModelSummary(max_depth=3)
+    displays = (
+        callbacks.TQDMProgressBar(),
+        callbacks.LearningRateMonitor(),
+        callbacks.ModelSummary(max_depth=3),
+    )
     trainer = trainer_of(
         case,
         callbacks=[early_stopping, *displays],
@@ -149,13 +191,21 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
     log.addHandler(logging.StreamHandler(summary))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=1)))
-    return {"printed": printed.getvalue(), "summary": summary.getvalue(), "stopped": early_stopping.stopped_epoch}
+    return {
+        "printed": printed.getvalue(),
+        "summary": summary.getvalue(),
+        "stopped": early_stopping.stopped_epoch,
+    }
 
 
 def test_lightning_callbacks_and_loggers_work_with_pipelines(tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, num_microbatches=2)
-    first, *others = run_ranks(_fit_with_callbacks_and_loggers, 4, Case(layout=layout, steps=STEPS), tmp_path)
-    assert others == [{"printed": "", "summary": "", "stopped": 2}] * 3  # patience: two epochs after the first
+    first, *others = run_ranks(
+        _fit_with_callbacks_and_loggers, 4, Case(layout=layout, steps=STEPS), tmp_path
+    )
+    assert (
+        others == [{"printed": "", "summary": "", "stopped": 2}] * 3
+    )  # patience: two epochs after the first
     assert first["stopped"] == 2
     assert "train_loss" in first["printed"]
     assert "val_loss" in first["printed"]
@@ -163,7 +213,10 @@ def test_lightning_callbacks_and_loggers_work_with_pipelines(tmp_path: Path) -> 
     rows = list(csv.DictReader(file.read_text().splitlines()))
     assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(3 * STEPS))
     assert sum(bool(row["val_loss"]) for row in rows) == 3
-    assert {name for name in rows[0] if name.startswith("lr/")} == {"lr/no_weight_decay", "lr/weight_decay"}
+    assert {name for name in rows[0] if name.startswith("lr/")} == {
+        "lr/no_weight_decay",
+        "lr/weight_decay",
+    }
     # The table of rank 0 covers both stages; a layer has 12 h^2 + 13 h parameters, h = 32.
     lines = [[cell.strip() for cell in line.split("|")] for line in first["summary"].splitlines()]
     table = {cells[1]: cells[3:6] for cells in lines if len(cells) > 5}

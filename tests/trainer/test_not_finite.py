@@ -22,7 +22,9 @@ STAGES_AND_REPLICAS = Layout(pp=2, dp=2, num_microbatches=3)
 SOURCES = {
     # Rank 3 is stage 1 of replica 1, whose rows 6 to 11 are three microbatches of two.
     STAGES_AND_REPLICAS: "microbatch 1 on rank 3 (data-parallel rank 1)",
-    Layout(tp=2, dp=2, distributed_optimizer=False): "microbatch 0 on rank 2 (data-parallel rank 1)",
+    Layout(
+        tp=2, dp=2, distributed_optimizer=False
+    ): "microbatch 0 on rank 2 (data-parallel rank 1)",
     Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel rank 0)",
     Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel rank 1)",
 }
@@ -37,13 +39,19 @@ def _bad_step(kind: Kind | None) -> Any:
     bad = rows[BAD_STEP * 12 + BAD_ROW]
 
     class BadStep(GPTTrainStep):
-        def loss_func(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> dict[str, LossTerm]:
+        def loss_func(
+            self, batch: dict[str, torch.Tensor], output: torch.Tensor
+        ) -> dict[str, LossTerm]:
             if kind is None or not (batch["tokens"] == bad.to(output.device)).all(-1).any():
                 return super().loss_func(batch, output)
             if kind == "nan gradient":
                 output.register_hook(lambda gradient: gradient * math.nan)
             term = super().loss_func(batch, output)["lm_loss"]
-            total = {"nan": term.sum * math.nan, "infinite loss": term.sum + math.inf, "nan gradient": term.sum}[kind]
+            total = {
+                "nan": term.sum * math.nan,
+                "infinite loss": term.sum + math.inf,
+                "nan gradient": term.sum,
+            }[kind]
             return {"lm_loss": LossTerm(total, term.targets)}
 
     return BadStep()
@@ -63,7 +71,13 @@ class Run:
 
 
 def _run(
-    case: Case, kind: Kind | None, on_nan: str, *, leave_out: bool = False, ckpt_path: Any = None, **options: Any
+    case: Case,
+    kind: Kind | None,
+    on_nan: str,
+    *,
+    leave_out: bool = False,
+    ckpt_path: Any = None,
+    **options: Any,
 ) -> Run:
     """Train five steps, or with ``leave_out`` all but the bad one; ``options`` are the Trainer's."""
     from lightning_megatron import LRSchedule
@@ -72,13 +86,25 @@ def _run(
     rates: list[float] = []
     first_weights: list[torch.Tensor] = []
     recorder = callback(
-        on_train_start=lambda _, module: first_weights.extend(shard.data for shard in shards(module)),
-        on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
+        on_train_start=lambda _, module: first_weights.extend(
+            shard.data for shard in shards(module)
+        ),
+        on_train_batch_start=lambda trainer, *_: rates.append(
+            trainer.optimizers[0].param_groups[0]["lr"]
+        ),
     )
     replica = int(os.environ["RANK"]) // case.layout.tp % case.layout.dp
     batches = [part.chunk(case.layout.dp)[replica] for part in Sentences(5 * 12).tokens.split(12)]
-    inputs = [{"input_ids": rows} for step, rows in enumerate(batches) if not (leave_out and step == BAD_STEP)]
-    module = module_of(case, train_step=_bad_step(kind), lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10))
+    inputs = [
+        {"input_ids": rows}
+        for step, rows in enumerate(batches)
+        if not (leave_out and step == BAD_STEP)
+    ]
+    module = module_of(
+        case,
+        train_step=_bad_step(kind),
+        lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10),
+    )
     options["callbacks"] = [recorder, *options.pop("callbacks", [])]
     trainer = trainer_of(replace(case, steps=len(inputs)), use_distributed_sampler=False, **options)
     trainer.strategy.on_nan = on_nan
@@ -112,8 +138,12 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     references = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
     if late:
         _decide_on_device()
-    kinds: tuple[Kind, ...] = ("nan", "nan gradient") if late else ("nan", "infinite loss", "nan gradient")
-    return *references, [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
+    kinds: tuple[Kind, ...] = (
+        ("nan", "nan gradient") if late else ("nan", "infinite loss", "nan gradient")
+    )
+    return *references, [
+        (kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +151,17 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     [
         (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
         pytest.param(
-            *(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False), marks=pytest.mark.exhaustive
+            *(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False),
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True, marks=pytest.mark.exhaustive),
         (Layout(tp=2, dp=2, distributed_optimizer=False), 0.5, "sgd", "cpu", True),
-        pytest.param(Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
-        pytest.param(Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)),
+        pytest.param(
+            Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)
+        ),
+        pytest.param(
+            Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)
+        ),
     ],
     ids=str,
 )
@@ -139,7 +174,11 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
     for two_steps, without_step, runs in ranks:
         for kind, raised, skipped in runs:
             loss = f"{SOURCES[layout]} is"
-            reasons = {"nan": f"{loss} nan", "infinite loss": f"{loss} inf", "nan gradient": "a gradient is NaN"}
+            reasons = {
+                "nan": f"{loss} nan",
+                "infinite loss": f"{loss} inf",
+                "nan gradient": "a gradient is NaN",
+            }
             assert raised.error.startswith(f"step {BAD_STEP}: ")
             assert reasons[kind] in raised.error
             assert raised.global_step == BAD_STEP + is_late
@@ -147,11 +186,15 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
             assert skipped.global_step == 5
             assert skipped.skipped_steps == 1.0
             assert reasons[kind] in "".join(skipped.warnings) or not skipped.warnings
-            tolerance = 0 if accelerator == "cpu" and not is_late else 1e-6  # on the device clipping divides
+            tolerance = (
+                0 if accelerator == "cpu" and not is_late else 1e-6
+            )  # on the device clipping divides
             for actual, expected in zip(raised.weights, two_steps.weights, strict=True):
                 torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
             # The bad step changes neither the weights nor the schedule.
-            assert skipped.rates == without_step.rates[: BAD_STEP + 1] + without_step.rates[BAD_STEP:]
+            assert (
+                skipped.rates == without_step.rates[: BAD_STEP + 1] + without_step.rates[BAD_STEP:]
+            )
             for actual, expected in zip(skipped.weights, without_step.weights, strict=True):
                 torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
@@ -162,12 +205,17 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
     if late:
         _decide_on_device()
     every_step = {"every_n_train_steps": 1, "save_top_k": -1}
-    savers = [OnExceptionCheckpoint(folder, "failed"), ModelCheckpoint(folder, "{step}", **every_step)]
+    savers = [
+        OnExceptionCheckpoint(folder, "failed"),
+        ModelCheckpoint(folder, "{step}", **every_step),
+    ]
     run = _run(case, "nan", "raise", callbacks=savers, enable_checkpointing=True)
     saved = sorted(path.name for path in folder.iterdir())
     for name in ("failed.ckpt", "step=2.ckpt"):
         resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True)
+        )
     skipping = ModelCheckpoint(folder, "skipping-{step}", **every_step)
     first = _run(case, "nan", "skip", callbacks=[skipping], enable_checkpointing=True, max_steps=4)
     return first, _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt"), saved
@@ -175,7 +223,9 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
-    for first, again, saved in run_ranks(_fail_and_resume, 2, Case(layout=Layout(dp=2)), tmp_path, late):
+    for first, again, saved in run_ranks(
+        _fail_and_resume, 2, Case(layout=Layout(dp=2)), tmp_path, late
+    ):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
         assert first.skipped_steps == again.skipped_steps == 1.0
 
@@ -205,7 +255,9 @@ def _count_device_reads(case: Case) -> list[int]:
     counts: list[int] = []
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             is_read = func is torch.ops.aten._local_scalar_dense.default
             counts[-1] += is_read and args[0].device.type == trainer.strategy.root_device.type
             return func(*args, **(kwargs or {}))

@@ -112,7 +112,9 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
         (Layout(tp=2, dp=2, distributed_optimizer=False), "bf16-mixed"),
         pytest.param(Layout(tp=2, pp=2), "32-true", marks=pytest.mark.exhaustive),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
-        pytest.param(Layout(cp=2, tp=2, distributed_optimizer=False), "32-true", marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(cp=2, tp=2, distributed_optimizer=False), "32-true", marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
@@ -121,7 +123,9 @@ def test_bad_gradient_of_any_copy_is_skipped_by_all_ranks(layout: Layout, precis
     places = itertools.product(suffixes, range(layout.world_size))
     planted = [Planted(suffix=suffix, rank=rank) for suffix, rank in places]
     case = Case(layout=layout, precision=precision, steps=len(planted))
-    for of_ranks in zip(*run_ranks(_train_with_bad_gradients, layout.world_size, case, planted), strict=True):
+    for of_ranks in zip(
+        *run_ranks(_train_with_bad_gradients, layout.world_size, case, planted), strict=True
+    ):
         plan = of_ranks[0].planted
         is_planted = any(step.is_here for step in of_ranks)  # not on a stage without the weight
         assert is_planted or layout.pp > 1
@@ -137,7 +141,9 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
     for plan in planted:
         before: list[torch.Tensor] = []
 
-        def spoil(trainer: Any, module: Any, *_: Any, plan: Planted = plan, before: list[Any] = before) -> None:
+        def spoil(
+            trainer: Any, module: Any, *_: Any, plan: Planted = plan, before: list[Any] = before
+        ) -> None:
             before[:] = [weight.detach().clone() for _, weight in _weights(module)]
             for name, weight in _weights(module):
                 if plan.rank == int(os.environ["RANK"]) and name.endswith(plan.suffix):
@@ -147,7 +153,9 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
         trainer = trainer_of(case, callbacks=[callback(on_before_optimizer_step=spoil)])
         message = refusal(trainer.fit, module, loader_of(case))
         after = [weight for _, weight in _weights(module)]
-        results.append((message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
+        results.append(
+            (message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        )
     return results
 
 
@@ -184,8 +192,16 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
 
     def run(**options: Any) -> Any:
         callbacks = [callback(on_before_optimizer_step=spoil, on_train_batch_end=count)]
-        savers = [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)] if options else []
-        trainer = trainer_of(replace(case, **options), callbacks=callbacks + savers, enable_checkpointing=bool(savers))
+        savers = (
+            [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+            if options
+            else []
+        )
+        trainer = trainer_of(
+            replace(case, **options),
+            callbacks=callbacks + savers,
+            enable_checkpointing=bool(savers),
+        )
         trainer.strategy.on_nan = "skip"
         trainer.strategy.max_skips_in_a_row = 3
         return trainer
@@ -260,10 +276,14 @@ def test_weights_that_are_not_finite_are_named_with_their_file(tmp_path: Path) -
     _write_bad_models(tmp_path)
     for messages in run_ranks(_begin_with_bad_weights, 2, tmp_path):
         for message in messages[:2]:
-            assert message.startswith("step 0: weight decoder.layers.0.mlp.linear_fc1.layer_norm_bias: expected finite")
+            assert message.startswith(
+                "step 0: weight decoder.layers.0.mlp.linear_fc1.layer_norm_bias: expected finite"
+            )
             assert f"as transformer.h.0.ln_2.bias in {tmp_path}/model/model-0000" in message
             assert message.endswith("(1 more weights are not finite either)")
         for message in messages[2:]:
             assert message.startswith("step ")
-            assert ": expected finite numbers, got NaN or infinite ones, as in checkpoint" in message
+            assert (
+                ": expected finite numbers, got NaN or infinite ones, as in checkpoint" in message
+            )
             assert f"{tmp_path}/bad.ckpt; begin with another one" in message

@@ -83,20 +83,27 @@ def _train(case: Case) -> tuple[Outcome, dict[str, Any]]:
 
 def test_overridden_loss_scale_and_bucket_size_are_used_exactly() -> None:
     """A loss scale that is a power of two is exact, and buckets do not change sums over two ranks."""
-    default, overridden = (run_ranks(_train, 2, case) for case in (_DEFAULTS, replace(_DEFAULTS, layout=_OVERRIDDEN)))
+    default, overridden = (
+        run_ranks(_train, 2, case) for case in (_DEFAULTS, replace(_DEFAULTS, layout=_OVERRIDDEN))
+    )
     assert default[0][1] == {"scale": 1.0, "buckets": 1, "gradients": {torch.float32}}
     assert overridden[0][1]["scale"] == 1024.0
     assert overridden[0][1]["buckets"] > 3
     for (expected, _), (actual, _) in zip(default, overridden, strict=True):
         assert actual.losses == expected.losses
-        assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)  # different summation order
+        assert actual.grad_norms == pytest.approx(
+            expected.grad_norms, rel=1e-6
+        )  # different summation order
         for ours, theirs in zip(actual.weights, expected.weights, strict=True):
             assert torch.equal(ours.data, theirs.data)
 
 
 def test_bf16_gradients_are_close_to_fp32() -> None:
     in_32 = replace(_DEFAULTS, precision="bf16-mixed")
-    in_16 = replace(in_32, layout=replace(_DEFAULTS.layout, ddp_config_overrides=(("grad_reduce_in_fp32", False),)))
+    in_16 = replace(
+        in_32,
+        layout=replace(_DEFAULTS.layout, ddp_config_overrides=(("grad_reduce_in_fp32", False),)),
+    )
     (expected, _), (actual, settings) = (run_ranks(_train, 2, case)[0] for case in (in_32, in_16))
     assert settings["gradients"] == {torch.bfloat16}
     # Sums of two microbatches and two ranks, each rounded to 8 bits.
@@ -121,15 +128,23 @@ def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
             # No epoch improves by 100, so the rate drops after every epoch but the first.
             worse = {"factor": 0.1, "patience": 0, "threshold": 100.0, "threshold_mode": "abs"}
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-            scheduler = _one_cycle(optimizer) if kind == "one_cycle" else plateau(optimizer, **worse)
+            scheduler = (
+                _one_cycle(optimizer) if kind == "one_cycle" else plateau(optimizer, **worse)
+            )
             trigger = {"interval": "step"} if kind == "one_cycle" else {"monitor": "val_loss"}
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **trigger}}
 
     rates: list[float] = []
-    keep = callback(on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
+    keep = callback(
+        on_train_batch_start=lambda trainer, *_: rates.append(
+            trainer.optimizers[0].param_groups[0]["lr"]
+        )
+    )
     schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
     is_own_schedule = kind == "linear"
-    module = module_of(case, lr_schedule=schedule) if is_own_schedule else module_of(case, WithScheduler)
+    module = (
+        module_of(case, lr_schedule=schedule) if is_own_schedule else module_of(case, WithScheduler)
+    )
     limits = {} if is_own_schedule and epochs == 1 else {"max_steps": -1, "max_epochs": epochs}
     trainer = trainer_of(case, callbacks=[keep], **limits)
     trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
@@ -153,7 +168,9 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
 def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
-    used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs)
+    used, logged = common_result(
+        _rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs
+    )
     assert used == pytest.approx(expected)
     assert logged == pytest.approx(expected[-1])  # of the step that it stands beside
 
@@ -169,7 +186,11 @@ def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
     from lightning.pytorch.callbacks import LearningRateFinder
 
     rates: list[float] = []
-    keep = callback(on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
+    keep = callback(
+        on_train_batch_start=lambda trainer, *_: rates.append(
+            trainer.optimizers[0].param_groups[0]["lr"]
+        )
+    )
     finder = LearningRateFinder(min_lr=1e-5, max_lr=0.3, num_training_steps=30)
     trainer = trainer_of(case, callbacks=[finder, keep], max_steps=3, default_root_dir=folder)
     trainer.fit(module_of(case), loader_of(replace(case, steps=32)))

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.training import Case, Layout, common_result, loader_of, module_of, refusal, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    common_result,
+    loader_of,
+    module_of,
+    refusal,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 TWO_REPLICAS = Layout(dp=2)
@@ -163,7 +171,9 @@ def _refusals(case: Case) -> list[str]:
         messages.append(refusal(trainer.fit, module, loader_of(case)))
         assert trainer.global_step == 0
         assert before
-        assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+        assert all(
+            torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True)
+        )
     return messages
 
 
@@ -171,7 +181,9 @@ def _refusals(case: Case) -> list[str]:
 def test_a_loss_that_is_not_the_engines_is_refused_on_all_ranks(layout: Layout) -> None:
     for messages in run_ranks(_refusals, 2, Case(layout=layout, steps=2), timeout=240):
         for change, message in zip(OTHER_LOSSES, messages, strict=True):
-            assert "Own.training_step: expected the loss that super().training_step(...)" in message, change
+            assert (
+                "Own.training_step: expected the loss that super().training_step(...)" in message
+            ), change
             assert "loss_func of a TrainStep" in message
 
 
@@ -200,7 +212,9 @@ def _steps_without_one_pass(case: Case) -> list[str]:
     class OwnCrossEntropy(MegatronModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             logits = self(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            return torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten()
+            )
 
     class Twice(MegatronModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -208,7 +222,9 @@ def _steps_without_one_pass(case: Case) -> list[str]:
             return super().training_step(batch, batch_idx)
 
     class StepsWithoutGradients(MegatronModule):
-        def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             optimizer.step()
 
     kinds = (OwnCrossEntropy, Twice, StepsWithoutGradients)
@@ -249,7 +265,11 @@ def _run_all(trainer: Any, module: Any, case: Case) -> None:
 
 def _with_loaders(base: type, case: Case) -> type:
     loaders = ("train", "val", "test", "predict")
-    return type("WithLoaders", (base,), {f"{each}_dataloader": lambda self: loader_of(case) for each in loaders})
+    return type(
+        "WithLoaders",
+        (base,),
+        {f"{each}_dataloader": lambda self: loader_of(case) for each in loaders},
+    )
 
 
 def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
@@ -280,7 +300,10 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
     called: list[str] = []
     module = _recording(_with_loaders(Plain, case), names, called)()
@@ -295,7 +318,9 @@ def _calls(case: Case, names: set[str]) -> list[str]:
 
     called: list[str] = []
     kind = _recording(_with_loaders(MegatronModule, case), names, called)
-    module = module_of(case, kind, generation=GenerationOptions(max_new_tokens=1), return_logits=True)
+    module = module_of(
+        case, kind, generation=GenerationOptions(max_new_tokens=1), return_logits=True
+    )
     _run_all(trainer_of(case), module, case)
     return called
 
@@ -307,7 +332,10 @@ def test_hooks_are_called_as_lightning_calls_them() -> None:
     # Lightning calls prepare_data on one rank of each node.
     on_other_ranks = [name for name in expected if name != "prepare_data"]
     assert run_ranks(_calls, 1, CASE, names) == [expected]
-    assert run_ranks(_calls, 2, Case(layout=Layout(tp=2), steps=CASE.steps), names) == [expected, on_other_ranks]
+    assert run_ranks(_calls, 2, Case(layout=Layout(tp=2), steps=CASE.steps), names) == [
+        expected,
+        on_other_ranks,
+    ]
 
 
 def _refused_hooks(case: Case, names: list[str]) -> list[str]:

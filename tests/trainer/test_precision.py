@@ -29,8 +29,15 @@ def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
         dtypes[precision] = {
             "weights": {p.dtype for p in parameters},
             "main gradients": {p.main_grad.dtype for p in parameters},
-            "master weights": {p.dtype for group in part.optimizer.param_groups for p in group["params"]},
-            "moments": {v.dtype for state in part.optimizer.state.values() for v in state.values() if v.numel() > 1},
+            "master weights": {
+                p.dtype for group in part.optimizer.param_groups for p in group["params"]
+            },
+            "moments": {
+                v.dtype
+                for state in part.optimizer.state.values()
+                for v in state.values()
+                if v.numel() > 1
+            },
         }
     return dtypes
 
@@ -38,7 +45,9 @@ def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
 def test_gradients_master_weights_and_moments_are_always_fp32() -> None:
     others = dict.fromkeys(("main gradients", "master weights", "moments"), {torch.float32})
     for dtypes in run_ranks(_dtypes, 2):
-        assert dtypes == {precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()}
+        assert dtypes == {
+            precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()
+        }
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
@@ -67,15 +76,26 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
 
     def record_step(trainer: Any, module: Any, *_: Any) -> None:
         record_weights(trainer, module)
-        report, rate = trainer.strategy.optimizer_report, trainer.optimizers[0].param_groups[0]["lr"]
+        report, rate = (
+            trainer.strategy.optimizer_report,
+            trainer.optimizers[0].param_groups[0]["lr"],
+        )
         changed = any(not torch.equal(a, b) for a, b in zip(*weights[-2:], strict=True))
         # The loss scale after the step, the learning rate for the next one.
-        steps.append({"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed})
+        steps.append(
+            {"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed}
+        )
 
-    hooks = {"on_train_start": record_weights, "on_before_optimizer_step": overflow, "on_train_batch_end": record_step}
+    hooks = {
+        "on_train_start": record_weights,
+        "on_before_optimizer_step": overflow,
+        "on_train_batch_end": record_step,
+    }
     optimizer = (("initial_loss_scale", FIRST_SCALE), ("loss_scale_window", 4), ("eps", 1e-3))
     layout = Layout(tp=2, pp=2, num_microbatches=2)
-    case = Case(layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator)
+    case = Case(
+        layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator
+    )
     module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
     on_cpu = {
         "precision": None,

@@ -10,7 +10,16 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_megatron import MegatronModule, SpikeGuard
 from lightning_megatron.launch import check_loaders
-from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, fit, make_module, make_trainer, rows_dataset, shuffled_loader
+from tests.checkpoint.runs import (
+    EXPERT_BIAS,
+    LLAMA,
+    Run,
+    fit,
+    make_module,
+    make_trainer,
+    rows_dataset,
+    shuffled_loader,
+)
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
@@ -21,7 +30,12 @@ ODD = {**LLAMA, "head_dim": 6}
 ODD_EXPERTS = {"hidden_size": 36, "head_dim": 8}
 SELECTIVE = Run(strategy={"recompute": "selective"})
 FALCON = SELECTIVE.but(
-    model={"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    model={
+        "model_type": "falcon",
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+    }
 )
 BF16 = {"precision": "bf16-mixed"}
 
@@ -42,7 +56,10 @@ def _uneven(dp: int) -> Any:
 
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
-        (r"the weights of this model \(768,.* parameters\) take .* GiB on 1 rank of", Run(model={"n_embd": 4 * 10**6})),
+        (
+            r"the weights of this model \(768,.* parameters\) take .* GiB on 1 rank of",
+            Run(model={"n_embd": 4 * 10**6}),
+        ),
         (
             "of 3 rows cannot be cut into num_microbatches=2 of equal size; give the DataLoader a batch_size that is a "
             "multiple of 2, or choose num_microbatches from 1, 3",
@@ -50,36 +67,90 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ),
         ("fp8='rowwise' is unknown; choose from tensorwise", Run(strategy={"fp8": "rowwise"})),
         ("fp8: expected precision='bf16-mixed'", FP8),
-        (r"num_attention_heads \* kv_channels / tp .* got 24; choose", FP8.but(model=ODD, trainer=BF16)),
+        (
+            r"num_attention_heads \* kv_channels / tp .* got 24; choose",
+            FP8.but(model=ODD, trainer=BF16),
+        ),
         ("cuda_graphs=True: expected tp=1, .* on GPUs.*a cpu", Run(strategy={"cuda_graphs": True})),
         ("ep=2: expected a divisor of the 1 ranks", MIXTRAL.but(strategy={"ep": 2})),
         ("expected at most num_experts=4, got 5", MIXTRAL.but(model={"num_experts_per_tok": 5})),
         ("together, got one of", _override(MIXTRAL, moe_router_score_function="sigmoid")),
-        ("moe_token_dispatcher_type='flex' is unknown", _override(MIXTRAL, moe_token_dispatcher_type="flex")),
-        ("moe_router_bias_update_rate: expected a model with", Run(model=LLAMA, strategy=EXPERT_BIAS)),
+        (
+            "moe_token_dispatcher_type='flex' is unknown",
+            _override(MIXTRAL, moe_token_dispatcher_type="flex"),
+        ),
+        (
+            "moe_router_bias_update_rate: expected a model with",
+            Run(model=LLAMA, strategy=EXPERT_BIAS),
+        ),
         ("router_jitter_noise=0.1", MIXTRAL.but(model={"router_jitter_noise": 0.1})),
-        ("hidden_size=36: expected a multiple of 8 in bfloat16", MIXTRAL.but(model=ODD_EXPERTS, trainer=BF16)),
-        ("experts' ffn_hidden_size=46: expected a multiple of 4 in", MIXTRAL.but(model={"intermediate_size": 46})),
-        ("recompute_modules with 'mlp': expected MLPs without biases", _override(SELECTIVE, recompute_modules=["mlp"])),
-        (r"\['mlp'\] is not supported by a layer with parallel", _override(FALCON, recompute_modules=["mlp"])),
-        ("expected bf16-mixed or 32-true, got 16-mixed", MIXTRAL.but(trainer={"precision": "16-mixed"})),
+        (
+            "hidden_size=36: expected a multiple of 8 in bfloat16",
+            MIXTRAL.but(model=ODD_EXPERTS, trainer=BF16),
+        ),
+        (
+            "experts' ffn_hidden_size=46: expected a multiple of 4 in",
+            MIXTRAL.but(model={"intermediate_size": 46}),
+        ),
+        (
+            "recompute_modules with 'mlp': expected MLPs without biases",
+            _override(SELECTIVE, recompute_modules=["mlp"]),
+        ),
+        (
+            r"\['mlp'\] is not supported by a layer with parallel",
+            _override(FALCON, recompute_modules=["mlp"]),
+        ),
+        (
+            "expected bf16-mixed or 32-true, got 16-mixed",
+            MIXTRAL.but(trainer={"precision": "16-mixed"}),
+        ),
         ("overrides: got fp4_param=True, and Megatron says: ", _override(Run(), fp4_param=True)),
         ("moe_z_loss_coeff.* nothing reads it here", _override(Run(), moe_z_loss_coeff=0.1)),
-        ("moe_aux_loss_coeff.* set it in the model's config", _override(Run(), moe_aux_loss_coeff=0.1)),
-        (r"expected no 'lr', got lr=0\.1; use MegatronModule\(lr=\)$", _override(Run(), "optimizer", lr=0.1)),
-        ("Megatron's OptimizerConfig, got 'loss_scal'; did you", _override(Run(), "optimizer", loss_scal=1.0)),
-        ("loss_scale='1e3' must be a number, and is a str", _override(Run(), "optimizer", loss_scale="1e3")),
+        (
+            "moe_aux_loss_coeff.* set it in the model's config",
+            _override(Run(), moe_aux_loss_coeff=0.1),
+        ),
+        (
+            r"expected no 'lr', got lr=0\.1; use MegatronModule\(lr=\)$",
+            _override(Run(), "optimizer", lr=0.1),
+        ),
+        (
+            "Megatron's OptimizerConfig, got 'loss_scal'; did you",
+            _override(Run(), "optimizer", loss_scal=1.0),
+        ),
+        (
+            "loss_scale='1e3' must be a number, and is a str",
+            _override(Run(), "optimizer", loss_scale="1e3"),
+        ),
         ("keeps offloaded masters", _override(Run(), "optimizer", optimizer_cpu_offload=True)),
-        ("it is Transformer Engine's Adam", _override(Run(), "optimizer", exp_avg_dtype=torch.bfloat16)),
-        (r"use MegatronStrategy\(overlap_communication=\)$", _override(Run(), "ddp", overlap_grad_reduce=True)),
+        (
+            "it is Transformer Engine's Adam",
+            _override(Run(), "optimizer", exp_avg_dtype=torch.bfloat16),
+        ),
+        (
+            r"use MegatronStrategy\(overlap_communication=\)$",
+            _override(Run(), "ddp", overlap_grad_reduce=True),
+        ),
         (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
         ("detect_anomaly=True: expected False.*on_nan=", Run(trainer={"detect_anomaly": True})),
-        ("val_check_interval=a time: expected steps", Run(trainer={"val_check_interval": {"minutes": 5}})),
-        ("checkpoint plugin AsyncCheckpointIO: expected none", Run(trainer={"plugins": [AsyncCheckpointIO()]})),
-        ("expected a loader for several passes.* got a generator", Run(loader=_single_pass, trainer={"max_steps": 5})),
+        (
+            "val_check_interval=a time: expected steps",
+            Run(trainer={"val_check_interval": {"minutes": 5}}),
+        ),
+        (
+            "checkpoint plugin AsyncCheckpointIO: expected none",
+            Run(trainer={"plugins": [AsyncCheckpointIO()]}),
+        ),
+        (
+            "expected a loader for several passes.* got a generator",
+            Run(loader=_single_pass, trainer={"max_steps": 5}),
+        ),
     ),
     2: (
-        ("fp8: expected ffn_hidden_size / tp", FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16)),
+        (
+            "fp8: expected ffn_hidden_size / tp",
+            FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16),
+        ),
         ("ep=2: expected a model with experts, got llama", Run(model=LLAMA, strategy={"ep": 2})),
         ("trained with sequence_parallel=True", MIXTRAL.but(strategy={"tp": 2})),
     ),
@@ -110,10 +181,16 @@ class ManualOptimization(MegatronModule):
 
 
 CALLBACKS: dict[str, Any] = {
-    "Scheduler does not work with MegatronStrategy.*num_microbatches": callbacks.GradientAccumulationScheduler({4: 2}),
-    "StochasticWeightAveraging copies the module.*remove it": callbacks.StochasticWeightAveraging(1e-2),
+    "Scheduler does not work with MegatronStrategy.*num_microbatches": callbacks.GradientAccumulationScheduler(
+        {4: 2}
+    ),
+    "StochasticWeightAveraging copies the module.*remove it": callbacks.StochasticWeightAveraging(
+        1e-2
+    ),
     "EMAWeightAveraging copies the module.*remove it": callbacks.EMAWeightAveraging(),
-    "ModelPruning masks whole weights.*remove it": callbacks.ModelPruning("l1_unstructured", amount=0.5),
+    "ModelPruning masks whole weights.*remove it": callbacks.ModelPruning(
+        "l1_unstructured", amount=0.5
+    ),
     "Unfreezing adds parameters to the optimizer.*requires_grad_": Unfreezing(),
     r"SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint\(every_n_train_steps=": SpikeGuard(),
 }
@@ -124,7 +201,9 @@ def _check_callbacks_and_modules() -> None:
     assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
     for pattern, hook in CALLBACKS.items():
         assert re.search(pattern, refusal(fit, run, hook))
-    assert "automatic_optimization=False does not work" in refusal(fit, run, module_class=ManualOptimization)
+    assert "automatic_optimization=False does not work" in refusal(
+        fit, run, module_class=ManualOptimization
+    )
     for name in ("backward", "transfer_batch_to_device", "on_after_batch_transfer"):
         own = type("Own", (MegatronModule,), {name: lambda *_: None})
         assert f"Own.{name} would not be called" in refusal(fit, run, module_class=own)
@@ -136,7 +215,9 @@ def _check_callbacks_and_modules() -> None:
 ITEMS = rows_dataset(8)
 NO_LOADERS: dict[str, tuple[Any, ...]] = {
     "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(": ([*ITEMS],),
-    "got a TensorDataset; give DataLoader(": (torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),),
+    "got a TensorDataset; give DataLoader(": (
+        torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),
+    ),
     "got a dict of Tensor; give": ({"input_ids": torch.zeros(4, 8, dtype=torch.long)},),
     "got a str; give": ("corpus_text_document",),
     "got a int; give": (5,),
@@ -155,7 +236,12 @@ def _check_loaders() -> None:
     for message, arguments in NO_LOADERS.items():
         error = refusal(make_trainer(run).fit, make_module(run), *arguments)
         assert message in error, error
-    for loader in (shuffled_loader(1), [shuffled_loader(1)], {"a": shuffled_loader(1)}, _single_pass(1)):
+    for loader in (
+        shuffled_loader(1),
+        [shuffled_loader(1)],
+        {"a": shuffled_loader(1)},
+        _single_pass(1),
+    ):
         check_loaders({"train_dataloaders": loader, "val_dataloaders": None})
 
 

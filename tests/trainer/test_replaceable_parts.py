@@ -11,7 +11,9 @@ from examples.custom_train_step import KeyTokenTrainStep
 from tests.parity.training import Case, Layout, common_result, loader_of, module_of, train_module
 from tests.ranks import RankError
 
-CASE = Case(layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven")
+CASE = Case(
+    layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven"
+)
 
 
 def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
@@ -28,10 +30,14 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
             return {**batch, "tokens": torch.zeros_like(batch["tokens"])}
 
     class Unmasked(GPTTrainStep):
-        def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, LossFunc]:
+        def forward_step(
+            self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        ) -> tuple[Any, LossFunc]:
             batch = self.get_batch(data_iterator)
             output = model(batch["tokens"], None, None, labels=batch["targets"])
-            return output, lambda losses: {"lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))}
+            return output, lambda losses: {
+                "lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))
+            }
 
     class Uncounted(Unmasked):
         def counts(self, batch: Batch) -> None:
@@ -56,15 +62,21 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
 
 def test_replacing_one_part_equals_one_process() -> None:
     replaced = ("loss_func", "get_batch", "forward_step")
-    original, *sharded, provider, config = common_result(_losses, CASE, ("nothing", *replaced, "model", "config"))
-    for losses, expected in zip(sharded, common_result(_losses, CASE.on_one_process, replaced), strict=True):
+    original, *sharded, provider, config = common_result(
+        _losses, CASE, ("nothing", *replaced, "model", "config")
+    )
+    for losses, expected in zip(
+        sharded, common_result(_losses, CASE.on_one_process, replaced), strict=True
+    ):
         assert losses == pytest.approx(expected, rel=1.5e-6)
         assert losses[0] != pytest.approx(original[0], rel=1e-3)
     assert provider == config != original
 
 
 def test_target_counts_that_differ_from_loss_are_refused() -> None:
-    with pytest.raises(RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns"):
+    with pytest.raises(
+        RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns"
+    ):
         common_result(_losses, CASE, ("targets",))
 
 
@@ -72,9 +84,13 @@ def test_example_loss_equals_manual_computation() -> None:
     step = KeyTokenTrainStep(key_tokens=[7, 9], alpha=0.5)
     batch = {
         "tokens": torch.tensor([[7, 1, 9, 7], [1, 2, 3, 4], [9, 0, 0, 0]]),
-        "loss_mask": torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]),
+        "loss_mask": torch.tensor(
+            [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+        ),
     }
-    losses = torch.tensor([[2.0, 4.0, 100.0, 100.0], [1.0, 2.0, 3.0, 6.0], [50.0, 50.0, 50.0, 50.0]])
+    losses = torch.tensor(
+        [[2.0, 4.0, 100.0, 100.0], [1.0, 2.0, 3.0, 6.0], [50.0, 50.0, 50.0, 50.0]]
+    )
     term = step.loss_func(batch, losses)["lm_loss"]
     # First row: mean (2 + 4) / 2 = 3, three key tokens: times 2.5. Second: (1 + 2 + 3 + 6) / 4 = 3. Third: no targets.
     assert term.sum.item() == pytest.approx(3 * 2.5 + 3)

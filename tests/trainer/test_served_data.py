@@ -34,7 +34,9 @@ def _train(run: Run, save_to: Path | None = None) -> list[dict[str, Any]]:
 def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert [step["rows"] for step in actual] == [step["rows"] for step in expected]
     # A different summation order, in fp32.
-    assert [step["loss"] for step in actual] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
+    assert [step["loss"] for step in actual] == pytest.approx(
+        [step["loss"] for step in expected], rel=1e-5
+    )
 
 
 @pytest.mark.gpu(2)
@@ -42,7 +44,9 @@ def test_workers_and_pinned_memory_keep_samples_on_gpus(tmp_path: Path) -> None:
     data = {"data_path": make_corpus(tmp_path), "split": "1,0,0"}
     run = Run(model=NO_DROPOUT, indexed=data, strategy=TP2, trainer={"max_steps": 6})
     on_cpu = run_ranks(_train, 2, run)
-    on_gpu = run_ranks(_train, 2, run.but(indexed={"num_workers": 2}, trainer={"accelerator": "gpu"}))
+    on_gpu = run_ranks(
+        _train, 2, run.but(indexed={"num_workers": 2}, trainer={"accelerator": "gpu"})
+    )
 
     for expected, steps in zip(on_cpu, on_gpu, strict=True):
         assert steps == on_gpu[0]
@@ -52,7 +56,9 @@ def test_workers_and_pinned_memory_keep_samples_on_gpus(tmp_path: Path) -> None:
 
 def test_batch_size_rampup_equals_one_rank_and_resumes(tmp_path: Path) -> None:
     data = {"data_path": make_corpus(tmp_path), "split": "1,0,0", "rampup_batch_size": [4, 4, 24]}
-    run = Run(model=NO_DROPOUT, indexed=data, strategy={"num_microbatches": 4}, trainer={"max_steps": 7})
+    run = Run(
+        model=NO_DROPOUT, indexed=data, strategy={"num_microbatches": 4}, trainer={"max_steps": 7}
+    )
     (expected,) = run_ranks(_train, 1, run)
     # One increment, from 4 to 8 rows over 24 samples: batches of 4 until 24 samples are consumed.
     assert [len(step["rows"]["text"]) for step in expected] == [4, 4, 4, 4, 4, 4, 8]
@@ -84,7 +90,10 @@ def test_data_missing_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
 def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run on prompts and completions."""
     folder = tmp_path_factory.mktemp("instructions")
-    records = [{"prompt": f"w{n} w{n + 1} ", "completion": " ".join(["w3"] * (1 + n % 4))} for n in range(30)]
+    records = [
+        {"prompt": f"w{n} w{n + 1} ", "completion": " ".join(["w3"] * (1 + n % 4))}
+        for n in range(30)
+    ]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(record) for record in records))
     files = {"data_path": str(folder / "pairs.jsonl"), "tokenizer": str(corpus.parent / "tok")}
     return Run(
@@ -97,7 +106,9 @@ def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize(
-    "rows", [{"packing": True}, pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive)], ids=str
+    "rows",
+    [{"packing": True}, pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive)],
+    ids=str,
 )
 def test_instruction_tuning_equals_one_rank(instructions: Run, rows: dict[str, Any]) -> None:
     run = instructions.but(indexed=rows)
@@ -110,7 +121,10 @@ def test_instruction_tuning_equals_one_rank(instructions: Run, rows: dict[str, A
 
 def test_each_epoch_has_every_item_once_after_resume_at_another_layout(tmp_path: Path) -> None:
     num_items = 22
-    items = [[number, *((number * 7 + position) % 50 for position in range(11))] for number in range(num_items)]
+    items = [
+        [number, *((number * 7 + position) % 50 for position in range(11))]
+        for number in range(num_items)
+    ]
     run = Run(
         model=NO_DROPOUT,
         indexed={"train": [{"input_ids": item} for item in items]},
@@ -120,7 +134,10 @@ def test_each_epoch_has_every_item_once_after_resume_at_another_layout(tmp_path:
     )
     (expected,) = run_ranks(_train, 1, run)
     taken = [row[0] for step in expected for row in step["rows"]["input_ids"]]
-    passes = [taken[begin : begin + num_items] for begin in range(0, len(taken) - num_items + 1, num_items)]
+    passes = [
+        taken[begin : begin + num_items]
+        for begin in range(0, len(taken) - num_items + 1, num_items)
+    ]
     assert len(passes) == 2
     assert all(sorted(items_of_pass) == list(range(num_items)) for items_of_pass in passes)
     assert passes[0] != passes[1]

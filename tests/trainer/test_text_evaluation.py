@@ -80,7 +80,9 @@ def _losses(model: Any, rows: list[tuple[list[int], int]]) -> tuple[float, float
         row = torch.tensor(tokens)
         with torch.no_grad():
             logits = model(row[None, :-1]).logits[0, -count:]
-        losses.append(torch.nn.functional.cross_entropy(logits, row[-count:], reduction="none").double())
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, row[-count:], reduction="none").double()
+        )
         right.append(bool((logits.argmax(-1) == row[-count:]).all()))
     return torch.cat(losses).mean().item(), sum(right) / len(right)
 
@@ -107,8 +109,13 @@ def _test(folder: str, case: Case) -> dict[str, Any]:
 def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layout: Layout) -> None:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    model, tokenizer = GPT2LMHeadModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    (mean, right), (of_windows, _) = (_losses(model, rows(tokenizer)) for rows in (_last_words, _windows))
+    model, tokenizer = (
+        GPT2LMHeadModel.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    (mean, right), (of_windows, _) = (
+        _losses(model, rows(tokenizer)) for rows in (_last_words, _windows)
+    )
     assert 0.2 < right < 0.8
     for metrics in run_ranks(_test, layout.world_size, str(folder), Case(layout=layout)):
         # A count, so exact.
@@ -122,7 +129,10 @@ def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layo
 def _refusals(folder: str) -> list[str]:
     from lightning_megatron import MegatronModule, TextEvaluationDataModule
 
-    messages, sizes = [], {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 16}
+    messages, sizes = (
+        [],
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 16},
+    )
     for task, phase in (("last_word", "test"), ("perplexity", "fit")):
         module = MegatronModule(model={**sizes, "vocab_size": 311}, train_step="gpt")
         data = TextEvaluationDataModule(f"{folder}/texts.jsonl", folder, task=task, seq_length=12)  # type: ignore[arg-type]
@@ -143,10 +153,14 @@ def _losses_of_encodings(folder: str) -> list[Any]:
     from lightning_megatron import TextEvaluationDataModule
 
     def data(name: str, **options: Any) -> Any:
-        return TextEvaluationDataModule(f"{folder}/{name}", folder, seq_length=12, micro_batch_size=1, **options)
+        return TextEvaluationDataModule(
+            f"{folder}/{name}", folder, seq_length=12, micro_batch_size=1, **options
+        )
 
     def loss(served: Any) -> float:
-        (metrics,) = trainer_of(Case()).test(pretrained_module(folder), datamodule=served, verbose=False)
+        (metrics,) = trainer_of(Case()).test(
+            pretrained_module(folder), datamodule=served, verbose=False
+        )
         return float(metrics["test_loss"])
 
     results: list[Any] = [loss(data("utf8.txt")), loss(data("latin.txt", encoding="latin-1"))]
@@ -163,5 +177,11 @@ def test_encoding_of_texts_is_given_replaced_or_refused(folder: Path) -> None:
         (folder / name).write_bytes("is it yés? the answer is: yés".encode(encoding))
     utf8, latin, replaced, refused, warned = run_ranks(_losses_of_encodings, 1, str(folder))[0]
     assert utf8 == latin != replaced
-    assert "latin.txt is not utf-8: byte 0xe9 at offset 7 of it; give its encoding (encoding=latin-1" in refused
-    assert any("2 characters of" in text and "latin.txt that are not utf-8 were replaced" in text for text in warned)
+    assert (
+        "latin.txt is not utf-8: byte 0xe9 at offset 7 of it; give its encoding (encoding=latin-1"
+        in refused
+    )
+    assert any(
+        "2 characters of" in text and "latin.txt that are not utf-8 were replaced" in text
+        for text in warned
+    )

@@ -21,7 +21,12 @@ from lightning_megatron.accounting import (
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 
-_LIKE_LLAMA = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LIKE_LLAMA = {
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _LIKE_LLAMA |= {"intermediate_size": 40, "num_experts_per_tok": 3, "vocab_size": 83}
 _LIKE_QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
 MIXTURES = {
@@ -29,18 +34,42 @@ MIXTURES = {
     "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
     "Qwen3Moe": {**_LIKE_QWEN, "decoder_sparse_step": 2},
 }
-_BERT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "num_labels": 5}
-_T5 = {"d_model": 1024, "d_ff": 2816, "num_heads": 16, "num_layers": 3, "num_decoder_layers": 4, "vocab_size": 101}
+_BERT = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "num_labels": 5,
+}
+_T5 = {
+    "d_model": 1024,
+    "d_ff": 2816,
+    "num_heads": 16,
+    "num_layers": 3,
+    "num_decoder_layers": 4,
+    "vocab_size": 101,
+}
 OTHERS = {
-    **dict.fromkeys((f"MegatronBertFor{head}" for head in ("PreTraining", "MaskedLM", "QuestionAnswering")), _BERT),
-    **dict.fromkeys((f"MegatronBertFor{level}Classification" for level in ("Sequence", "Token")), _BERT),
-    "T5ForConditionalGeneration": {**_T5, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 8},
+    **dict.fromkeys(
+        (f"MegatronBertFor{head}" for head in ("PreTraining", "MaskedLM", "QuestionAnswering")),
+        _BERT,
+    ),
+    **dict.fromkeys(
+        (f"MegatronBertFor{level}Classification" for level in ("Sequence", "Token")), _BERT
+    ),
+    "T5ForConditionalGeneration": {
+        **_T5,
+        "feed_forward_proj": "gated-gelu",
+        "relative_attention_num_buckets": 8,
+    },
 }
 
 
 def test_total_parameters_equal_published_counts() -> None:
     published = ((GPT2_LARGE, 774_030_080), (LLAMA_8B, 8_030_261_248), (T5_LARGE, 737_668_096))
-    assert [total_parameters(model_config(model)) for model, _ in published] == [count for _, count in published]
+    assert [total_parameters(model_config(model)) for model, _ in published] == [
+        count for _, count in published
+    ]
 
 
 def _build_both(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
@@ -64,9 +93,13 @@ def test_active_parameters_and_flops_of_experts(name: str) -> None:
     idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in experts)
     assert active_parameters(model) == total_parameters(model) - idle
     # Without attention, each weight of a matrix except the embedding is one multiply-add per token.
-    not_multiplied = sum(p.numel() for n, p in reference.named_parameters() if p.dim() == 1 or "embed_tokens" in n)
+    not_multiplied = sum(
+        p.numel() for n, p in reference.named_parameters() if p.dim() == 1 or "embed_tokens" in n
+    )
     scores = sum(layer_flops(model, (8,), layer)[1] for layer in range(4))
-    assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (active_parameters(model) - not_multiplied)
+    assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (
+        active_parameters(model) - not_multiplied
+    )
 
 
 def test_rank_parameters_of_stages_and_experts() -> None:
@@ -82,16 +115,29 @@ def test_rank_parameters_of_stages_and_experts() -> None:
 
 
 def test_flops_of_small_models_equal_hand_calculation() -> None:
-    sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 4,
+        "intermediate_size": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = model_config({"model_type": "llama", "num_hidden_layers": 2, **sizes})
     # q, k, v: 4*4 + 2*(4*2); output projection 4*4; gated MLP 3*4*6; scores and values 2*4*(8/2); head 4*10.
     layer = (16 + 16) + 16 + 72
     assert forward_flops(model, (8,), 10) == 8 * 2 * (2 * (layer + 32) + 40)
     assert forward_flops(model, (8,), 10, "full") == 8 * 2 * (2 * (layer + 64) + 40)
     assert model_flops(model, (8,), 10) == 3 * forward_flops(model, (8,), 10)
-    small = model_config({"model_type": "t5", "d_model": 4, "d_kv": 3, "d_ff": 5, "num_heads": 1, "num_layers": 1})
+    small = model_config(
+        {"model_type": "t5", "d_model": 4, "d_kv": 3, "d_ff": 5, "num_heads": 1, "num_layers": 1}
+    )
     encoder = 6 * (4 * 4 * 3 + 2 * 4 * 5) + 2 * 3 * 6 * 6
-    decoder = 2 * (4 * 4 * 3 + 2 * 4 * 5) + 2 * 3 * 2 * 2 / 2 + 2 * (2 * 4 * 3) + 6 * (2 * 4 * 3) + 2 * 3 * 2 * 6
+    decoder = (
+        2 * (4 * 4 * 3 + 2 * 4 * 5)
+        + 2 * 3 * 2 * 2 / 2
+        + 2 * (2 * 4 * 3)
+        + 6 * (2 * 4 * 3)
+        + 2 * 3 * 2 * 6
+    )
     assert model_flops(small, (6, 2), 7) == 6 * (encoder + decoder + 2 * 4 * 7)
     assert model_flops(small, (6, 2), 7, "full") - model_flops(small, (6, 2), 7) == 6 * 12
 
@@ -105,7 +151,9 @@ def test_sliding_window_reduces_attention_flops() -> None:
         flops = forward_flops(full, (8,), 128, attention)
         for layers, changes in ((3, {}), (1, {"sliding_window_layers": (1,)})):
             windowed = replace(full, sliding_window=4, **changes)
-            assert flops - forward_flops(windowed, (8,), 128, attention) == layers * 2 * 2 * 24 * (all_keys - visible)
+            assert flops - forward_flops(windowed, (8,), 128, attention) == layers * 2 * 2 * 24 * (
+                all_keys - visible
+            )
         assert forward_flops(replace(full, sliding_window=99), (8,), 128, attention) == flops
 
 

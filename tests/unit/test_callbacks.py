@@ -15,7 +15,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron.accounting import model_flops
-from lightning_megatron.callbacks import Curve, LossCurve, PerplexityReport, ProgressLine, StepClock, ThroughputMonitor
+from lightning_megatron.callbacks import (
+    Curve,
+    LossCurve,
+    PerplexityReport,
+    ProgressLine,
+    StepClock,
+    ThroughputMonitor,
+)
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from tests.models import QUIET
@@ -98,7 +105,9 @@ def test_failed_run_writes_a_picture_and_callback_can_be_reused(tmp_path: Path) 
     assert curve.resumed_at == []
 
 
-def test_resume_continues_curve_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_continues_curve_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {**EVERY_SECOND_STEP, "num_sanity_val_steps": -1}
     first = toy_trainer(tmp_path, [LossCurve(), PerplexityReport()], max_steps=4, **options)
     first.fit(ToyModule(LOSSES, [math.log(900.0), 4.0, 4.0]), loader(10), loader(3))
@@ -135,19 +144,33 @@ def test_long_curve_is_bounded_and_evenly_spaced() -> None:
 @pytest.mark.parametrize(
     ("sanity_steps", "val_losses", "line"),
     [
-        (-1, [math.log(4187.2), 6.0, 5.0, math.log(61.3)], "perplexity: 4187.2 before, 61.3 after 6 steps"),
-        (2, [math.log(50.0), 3.0, 3.0, 800.0], "50.0 before (on the first batches only), inf after 6 steps"),
+        (
+            -1,
+            [math.log(4187.2), 6.0, 5.0, math.log(61.3)],
+            "perplexity: 4187.2 before, 61.3 after 6 steps",
+        ),
+        (
+            2,
+            [math.log(50.0), 3.0, 3.0, 800.0],
+            "50.0 before (on the first batches only), inf after 6 steps",
+        ),
         (0, [], "perplexity: unknown, because no validation logged val_loss"),
     ],
 )
 def test_report_shows_first_and_last_perplexity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sanity_steps: int, val_losses: list[float], line: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sanity_steps: int,
+    val_losses: list[float],
+    line: str,
 ) -> None:
     report = PerplexityReport()
     report.load_state_dict(
         {"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3}
     )  # from another run
-    trainer = toy_trainer(tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps)
+    trainer = toy_trainer(
+        tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps
+    )
     trainer.fit(ToyModule([1.0] * 20, val_losses), loader(4), loader(3))
     assert line in capsys.readouterr().out.splitlines()[-1]
 
@@ -155,10 +178,14 @@ def test_report_shows_first_and_last_perplexity(
 # ---- ProgressLine ---------------------------------------------------------------------------------------------------
 
 
-def _print_progress(capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine) -> list[str]:
+def _print_progress(
+    capsys: pytest.CaptureFixture[str], folder: Path, line: ProgressLine
+) -> list[str]:
     trainer = toy_trainer(folder, [line], enable_progress_bar=True, **EVERY_SECOND_STEP)
     module = ToyModule([1.0] * 20, [1.0] * 9)
-    module.on_progress_bar = {f"quantity_{number}": 12345.678 if number else 0.5 for number in range(9)}
+    module.on_progress_bar = {
+        f"quantity_{number}": 12345.678 if number else 0.5 for number in range(9)
+    }
     trainer.fit(module, loader(4), loader(3))
     return re.split(r"[\r\n]", capsys.readouterr().out.replace("\x1b[K", ""))
 
@@ -168,7 +195,9 @@ def test_progress_is_one_terminal_row_or_several_file_rows(
 ) -> None:
     for line, steps in ((ProgressLine(), (1, 6)), (ProgressLine(every_seconds=0), range(1, 7))):
         rows = _print_progress(capsys, tmp_path, line)
-        assert [row.split(",")[0] for row in rows if row.startswith("step")] == [f"step {step}/6" for step in steps]
+        assert [row.split(",")[0] for row in rows if row.startswith("step")] == [
+            f"step {step}/6" for step in steps
+        ]
     assert "validate: batch 3" in rows
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -179,17 +208,26 @@ def test_progress_is_one_terminal_row_or_several_file_rows(
 
 # ---- ThroughputMonitor ----------------------------------------------------------------------------------------------
 
-MODEL = model_config({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300})
+MODEL = model_config(
+    {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300}
+)
 
 
 class _FakeClock(Callback):
     """Advances the clock in each training step, validation batch and checkpoint."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, step_seconds: list[float], checkpoint_after: int | None = None):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        step_seconds: list[float],
+        checkpoint_after: int | None = None,
+    ):
         self.now = 100.0
         self.step_seconds = step_seconds
         self.checkpoint_after = checkpoint_after
-        patch.setattr("lightning_megatron.callbacks.time", SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(
+            "lightning_megatron.callbacks.time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         self.now += self.step_seconds[trainer.global_step]
@@ -208,7 +246,9 @@ def _measure(
 ) -> tuple[list[dict[str, float]], Trainer]:
     """Logged throughput of a run whose strategy reports 64 tokens per step, and its Trainer."""
     # The monitor comes before the callback that saves, as Lightning moves ModelCheckpoint to the end.
-    trainer = toy_trainer(folder, [monitor, clock], logger=CSVLogger(folder, name=None, version="log"), **options)
+    trainer = toy_trainer(
+        folder, [monitor, clock], logger=CSVLogger(folder, name=None, version="log"), **options
+    )
     trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
     trainer.strategy.tp = 2
     module = ToyModule([1.0] * 20, [1.0] * 20)
@@ -219,9 +259,13 @@ def _measure(
     return [{name: float(value) for name, value in row.items() if value} for row in rows], trainer
 
 
-def test_throughput_covers_the_steps_since_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_covers_the_steps_since_the_last_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = _FakeClock(monkeypatch, [50.0, 50.0, 1.0, 2.0, 6.0, 4.0, 4.0, 4.0])
-    (row,), trainer = _measure(tmp_path, ThroughputMonitor(warmup_steps=2), clock, max_steps=8, log_every_n_steps=5)
+    (row,), trainer = _measure(
+        tmp_path, ThroughputMonitor(warmup_steps=2), clock, max_steps=8, log_every_n_steps=5
+    )
     assert row.pop("step") == 4  # Lightning numbers the fifth step 4
     flops = model_flops(MODEL, (16,), 512) / 16  # 300 tokens, padded to a multiple of 128 x tp=2
     assert {name: row[name] for name in row if name not in ("epoch", "train_loss")} == {
@@ -234,15 +278,24 @@ def test_throughput_covers_the_steps_since_the_last_report(tmp_path: Path, monke
     assert trainer.progress_bar_metrics.keys() == {"tokens_per_s"}
 
 
-def test_validation_and_checkpoints_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor = _FakeClock(monkeypatch, [1.0] * 10, checkpoint_after=7), ThroughputMonitor(warmup_steps=1)
-    (row,), _ = _measure(tmp_path, monitor, clock, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10)
+def test_validation_and_checkpoints_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, monitor = (
+        _FakeClock(monkeypatch, [1.0] * 10, checkpoint_after=7),
+        ThroughputMonitor(warmup_steps=1),
+    )
+    (row,), _ = _measure(
+        tmp_path, monitor, clock, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10
+    )
     assert row["step_seconds_mean"] == 1.0
     assert row["tokens_per_s"] == pytest.approx(64.0)
 
 
 def test_other_strategy_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ThroughputMonitor needs MegatronStrategy, got SingleDeviceStrategy"):
+    with pytest.raises(
+        ConfigError, match="ThroughputMonitor needs MegatronStrategy, got SingleDeviceStrategy"
+    ):
         toy_trainer(tmp_path, [ThroughputMonitor()]).fit(ToyModule([1.0] * 6), loader(6))
 
 

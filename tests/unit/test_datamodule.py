@@ -38,7 +38,11 @@ class FakeMegatronStrategy(SingleDeviceStrategy):
 
     def __init__(self, num_microbatches: int = 1) -> None:
         super().__init__("cpu")
-        self.data_parallel_size, self.data_parallel_rank, self.num_microbatches = 1, 0, num_microbatches
+        self.data_parallel_size, self.data_parallel_rank, self.num_microbatches = (
+            1,
+            0,
+            num_microbatches,
+        )
         self.tp, self.sequence_parallel = 1, False
         self.is_data_source = True
 
@@ -80,7 +84,11 @@ def documents(tmp_path: Path) -> list[NDArray[np.uint16]]:
 
 
 def _data(folder: Path, **options: Any) -> IndexedDataModule:
-    defaults: dict[str, Any] = {"data_path": str(folder / "corpus"), "split": "8,1,1", "seq_length": 8}
+    defaults: dict[str, Any] = {
+        "data_path": str(folder / "corpus"),
+        "split": "8,1,1",
+        "seq_length": 8,
+    }
     return IndexedDataModule(**defaults | {"micro_batch_size": 2} | options)
 
 
@@ -103,7 +111,11 @@ def _run(
         "limit_val_batches": 0,
         "callbacks": [checkpoint],
     }
-    settings |= {"accelerator": "cpu", "strategy": FakeMegatronStrategy(num_microbatches), **options}
+    settings |= {
+        "accelerator": "cpu",
+        "strategy": FakeMegatronStrategy(num_microbatches),
+        **options,
+    }
     trainer = Trainer(default_root_dir=folder, **settings)
     path = ckpt_path and str(folder / ckpt_path)
     getattr(trainer, phase)(module, datamodule=_data(folder, **(data or {})), ckpt_path=path)
@@ -139,7 +151,9 @@ def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsR
         _run(tmp_path, max_steps=5, data={"seed": 1}, ckpt_path="step=3.ckpt")
 
 
-@pytest.mark.parametrize(("old_size", "new_size", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)])
+@pytest.mark.parametrize(
+    ("old_size", "new_size", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)]
+)
 def test_epochs_after_a_resume_with_another_batch_size_are_complete(
     tmp_path: Path, old_size: int, new_size: int, saved_at: int, ask_num_steps: bool
 ) -> None:
@@ -157,7 +171,9 @@ def test_epochs_after_a_resume_with_another_batch_size_are_complete(
     assert rest.validated == ends
     assert len(rest.rows) == (ends[-1] - saved_at) * 2 * new_size
     begin = epoch * old_steps * 2 * old_size
-    taken = np.concatenate([first.rows[begin : saved_at * 2 * old_size], rest.rows])[: (num_samples // 8) * 8]
+    taken = np.concatenate([first.rows[begin : saved_at * 2 * old_size], rest.rows])[
+        : (num_samples // 8) * 8
+    ]
     assert len(np.unique(taken, axis=0)) == len(taken)  # the resumed epoch repeats no row
 
 
@@ -165,7 +181,9 @@ def test_epochs_of_varying_length_need_reloaded_dataloaders(tmp_path: Path) -> N
     ramp = {"data": {"rampup_batch_size": [2, 2, 12]}}
     _run(tmp_path, 2, max_epochs=3)
     for max_epochs, options in ((3, {"ckpt_path": "step=4.ckpt"}), (2, ramp)):
-        with pytest.raises(ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"):
+        with pytest.raises(
+            ConfigError, match=r"set Trainer\(reload_dataloaders_every_n_epochs=1\)"
+        ):
             _run(tmp_path, 4, max_epochs=max_epochs, **options)
         _run(tmp_path, 4, max_epochs=1, **options)  # no further epoch
 
@@ -182,12 +200,16 @@ def test_unused_split_may_be_empty(tmp_path: Path) -> None:
             _run(tmp_path, data=data, phase="validate", limit_val_batches=1)
 
 
-def test_legacy_formats_give_the_same_samples(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+def test_legacy_formats_give_the_same_samples(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
     """In a blend with a dataset in the current format."""
     first, second = ([[tokens.tolist()] for tokens in documents[half::2]] for half in (0, 1))
     new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
     paths = (new, [write_legacy(tmp_path / "old", first), new[1]])
-    current, legacy = (_run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths)
+    current, legacy = (
+        _run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths
+    )
     assert np.array_equal(legacy, current)
 
 
@@ -203,22 +225,32 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
     def start(launcher: Any) -> None:
         raise InterruptedError("would start")
 
-    monkeypatch.setenv(LAUNCHER, str(os.getpid()))  # restored after the test, as the launcher sets it
+    monkeypatch.setenv(
+        LAUNCHER, str(os.getpid())
+    )  # restored after the test, as the launcher sets it
     monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
     module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
     for kind, error in ((IndexedDataModule, DataError), (Preparing, InterruptedError)):
-        trainer = Trainer(accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False
+        )
         with pytest.raises(error, match=r"data_path=.*nothing needs two files|would start"):
             trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))
 
 
-def test_token_beyond_the_vocabulary_is_refused(tmp_path: Path, documents: list[NDArray[np.uint16]]) -> None:
+def test_token_beyond_the_vocabulary_is_refused(
+    tmp_path: Path, documents: list[NDArray[np.uint16]]
+) -> None:
     largest = max(int(tokens.max()) for tokens in documents)
-    shape = BatchShape(micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0)
+    shape = BatchShape(
+        micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0
+    )
     model = model_config({"model_type": "gpt2", "vocab_size": largest + 1})
     _data(tmp_path).check(Run(shape=shape, model=model))
-    with pytest.raises(DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"):
+    with pytest.raises(
+        DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"
+    ):
         _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
 
 

@@ -63,9 +63,17 @@ def test_only_leftovers_of_killed_programs_are_deleted(tmp_path: Path) -> None:
     lock = _start_partial(tmp_path / "a.ckpt")
 
     assert _names(own) == []
-    assert _names(tmp_path) == ["a.ckpt.partial", "d.ckpt.partial", "e.ckpt.partial", "f.ckpt", "g.partial"]
+    assert _names(tmp_path) == [
+        "a.ckpt.partial",
+        "d.ckpt.partial",
+        "e.ckpt.partial",
+        "f.ckpt",
+        "g.partial",
+    ]
     active_lock.release()
-    with pytest.raises(CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"):
+    with pytest.raises(
+        CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"
+    ):
         _start_partial(tmp_path / "a.ckpt")
     lock.release()
 
@@ -73,7 +81,9 @@ def test_only_leftovers_of_killed_programs_are_deleted(tmp_path: Path) -> None:
 # ---- staged ---------------------------------------------------------------------------------------------------------
 
 
-def test_staged_files_are_replaced_with_the_marker_file_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_files_are_replaced_with_the_marker_file_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a.bin", "a.idx", "b.idx"):
         (tmp_path / name).write_text("old")
     replaced: list[tuple[str, str]] = []
@@ -104,7 +114,10 @@ def test_staged_directory_replaces_the_old_one_only_on_success(tmp_path: Path) -
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "old")
     with staged(tmp_path, "model") as partial:
         _folder(partial / "model", "new")
-        with pytest.raises(DataError, match="another program is writing"), staged(tmp_path, "model", error=DataError):
+        with (
+            pytest.raises(DataError, match="another program is writing"),
+            staged(tmp_path, "model", error=DataError),
+        ):
             pass
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
 
@@ -124,27 +137,41 @@ def test_unwritable_staged_directory_raises_the_given_error(tmp_path: Path) -> N
         staged(tmp_path / "file", "a", error=DataError),
     ):
         pass
-    with pytest.raises(CheckpointError, match="No space"), staged(tmp_path, "a", error=CheckpointError):
+    with (
+        pytest.raises(CheckpointError, match="No space"),
+        staged(tmp_path, "a", error=CheckpointError),
+    ):
         raise OSError(28, "No space left on device")
     assert _names(tmp_path) == ["file"]
 
 
-def test_a_planted_staging_name_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_staging_name_is_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim = _folder(tmp_path / "victim", "mine")
     partial = tmp_path / ".a.partial"
     partial.symlink_to(victim)
-    with pytest.raises(DataError, match="got a link or a file; remove it"), staged(tmp_path, "a", error=DataError):
+    with (
+        pytest.raises(DataError, match="got a link or a file; remove it"),
+        staged(tmp_path, "a", error=DataError),
+    ):
         raise AssertionError("it was followed")
     partial.unlink()
     partial.write_text("a file")
-    with pytest.raises(DataError, match="got a link or a file; remove it"), staged(tmp_path, "a", error=DataError):
+    with (
+        pytest.raises(DataError, match="got a link or a file; remove it"),
+        staged(tmp_path, "a", error=DataError),
+    ):
         raise AssertionError("it was taken for a directory")
     partial.unlink()
     _folder(partial, "of somebody else")
     owner = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: owner)
     monkeypatch.setattr(files, "_is_this_user", lambda owner, folder: False)
-    with pytest.raises(DataError, match="expected a directory of this user"), staged(tmp_path, "a", error=DataError):
+    with (
+        pytest.raises(DataError, match="expected a directory of this user"),
+        staged(tmp_path, "a", error=DataError),
+    ):
         raise AssertionError("it was emptied")
     assert _names(partial) == ["meta.pt"]
     monkeypatch.undo()

@@ -9,7 +9,13 @@ import pytest
 from lightning.pytorch import callbacks, loggers
 
 import lightning_megatron
-from lightning_megatron import ConfigError, GenerationOptions, LRSchedule, MegatronModule, MegatronStrategy
+from lightning_megatron import (
+    ConfigError,
+    GenerationOptions,
+    LRSchedule,
+    MegatronModule,
+    MegatronStrategy,
+)
 from lightning_megatron.cli.commands import PROG, _parser
 from lightning_megatron.foreign_names import foreign_names
 
@@ -19,18 +25,40 @@ _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (MegatronStrategy, {"tensor_model_parallel_size": 2}, "MegatronStrategy has no option .*; use tp$"),
-        (MegatronStrategy, {"gradient_clipping": 1.0}, r"use Trainer\(gradient_clip_val=\.\.\.\), 0 disables"),
-        (MegatronStrategy, {"load_data_on_every_rank": True}, "leave it out: one rank of each replica reads"),
+        (
+            MegatronStrategy,
+            {"tensor_model_parallel_size": 2},
+            "MegatronStrategy has no option .*; use tp$",
+        ),
+        (
+            MegatronStrategy,
+            {"gradient_clipping": 1.0},
+            r"use Trainer\(gradient_clip_val=\.\.\.\), 0 disables",
+        ),
+        (
+            MegatronStrategy,
+            {"load_data_on_every_rank": True},
+            "leave it out: one rank of each replica reads",
+        ),
         (MegatronStrategy, {"tpp": 2}, r"did you mean tp\?$"),
-        (MegatronStrategy, {"sequence_parallel": "false"}, "='false' must be True or False, and is a str"),
-        (MegatronModule, {"model": {"model_type": "gpt2"}, "min_lr": 0.1}, r"use LRSchedule\(min_lr=\.\.\.\)"),
+        (
+            MegatronStrategy,
+            {"sequence_parallel": "false"},
+            "='false' must be True or False, and is a str",
+        ),
+        (
+            MegatronModule,
+            {"model": {"model_type": "gpt2"}, "min_lr": 0.1},
+            r"use LRSchedule\(min_lr=\.\.\.\)",
+        ),
         (LRSchedule, {"lr_decay_style": "cosine"}, "use style,"),
         (GenerationOptions, {"add_BOS": True}, "use bos_token_id, the token"),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
-def test_option_of_another_tool_is_refused_with_ours(build: Callable[..., Any], options: Any, message: str) -> None:
+def test_option_of_another_tool_is_refused_with_ours(
+    build: Callable[..., Any], options: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**options)
 

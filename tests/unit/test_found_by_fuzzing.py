@@ -30,10 +30,19 @@ def test_link_to_a_parent_directory_is_not_copied(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"dtype": "../../etc/passwd"}, "the gpt2 config is invalid: .*; correct it"),
-        ({"n_head": 2**62}, "does not divide hidden_size=768; choose num_attention_heads from 1, 2, 3, 4, 6, 8"),
+        (
+            {"n_head": 2**62},
+            "does not divide hidden_size=768; choose num_attention_heads from 1, 2, 3, 4, 6, 8",
+        ),
         ({"n_head": 2**30 + 1, "n_embd": 2**40}, "does not divide hidden_size"),
-        ({"model_type": "falcon", "num_attention_heads": 3, "hidden_size": 32}, "=3 does not divide hidden_size=32"),
-        ({"initializer_range": float("nan")}, "init_method_std=nan: expected a finite number, at least 0"),
+        (
+            {"model_type": "falcon", "num_attention_heads": 3, "hidden_size": 32},
+            "=3 does not divide hidden_size=32",
+        ),
+        (
+            {"initializer_range": float("nan")},
+            "init_method_std=nan: expected a finite number, at least 0",
+        ),
         ({"n_inner": 2**40}, r"take [\d,]+ GiB on 1 rank of this host, which has \d+ GiB"),
     ],
 )

@@ -9,7 +9,12 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
-from lightning_megatron.generate.inputs import SpecialTokens, build_request, special_tokens, stop_strings
+from lightning_megatron.generate.inputs import (
+    SpecialTokens,
+    build_request,
+    special_tokens,
+    stop_strings,
+)
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from tests.generate.models import model_of
 from tests.tokenizers import byte_level_tokenizer
@@ -24,8 +29,14 @@ from tests.tokenizers import byte_level_tokenizer
         ({"stop_strings": ("x", "")}, "expected a non-empty string or a tuple of them"),
         ({"stop_sequences": ("ab",)}, "stop_sequences=.*: expected integers, and tuples of them"),
         ({"top_p_decay": 0.5}, r"top_p_decay=0\.5 has no top_p"),
-        ({"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6}, r"top_p_bound=0\.6 is above top_p=0\.5"),
-        ({"do_sample": False, "top_k": 5, "min_p": 0.1}, "but top_k=5 and min_p=0.1 is for sampling"),
+        (
+            {"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6},
+            r"top_p_bound=0\.6 is above top_p=0\.5",
+        ),
+        (
+            {"do_sample": False, "top_k": 5, "min_p": 0.1},
+            "but top_k=5 and min_p=0.1 is for sampling",
+        ),
         ({"num_return_sequences": 3}, "num_return_sequences=3 would return the same"),
         ({"length_penalty": 2.0}, r"length_penalty=2\.0 is for beam search"),
         ({"typical_p": 0.5}, "no option 'typical_p'; choose from max_new_tokens, "),
@@ -38,8 +49,12 @@ def test_invalid_options_are_refused(arguments: dict[str, Any], message: str) ->
 
 
 def test_neutral_options_are_accepted() -> None:
-    assert not options_from({"do_sample": False, "temperature": None, "top_k": None, "top_p": None}).samples
-    assert not options_from({"do_sample": False, "temperature": 1.0, "top_p": 1.0, "num_beams": 3}).samples
+    assert not options_from(
+        {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    ).samples
+    assert not options_from(
+        {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "num_beams": 3}
+    ).samples
     # As in transformers, top_p applies to the tokens that top_k keeps.
     assert options_from({"top_k": 50, "top_p": 0.9, "length_penalty": None}).samples
 
@@ -50,16 +65,28 @@ def test_neutral_options_are_accepted() -> None:
         ({}, None, (0, 20)),
         ({}, 5, (0, 5)),
         ({"max_length": 14, "min_length": 12}, None, (2, 4)),
-        ({"max_length": 10}, None, "max_length=10 leaves rows of 10 .* at most 0 new tokens; give a larger max_length"),
-        ({"min_length": 31, "max_new_tokens": 20}, None, "min_length=31 and max_new_tokens=20 leaves"),
+        (
+            {"max_length": 10},
+            None,
+            "max_length=10 leaves rows of 10 .* at most 0 new tokens; give a larger max_length",
+        ),
+        (
+            {"min_length": 31, "max_new_tokens": 20},
+            None,
+            "min_length=31 and max_new_tokens=20 leaves",
+        ),
     ],
 )
-def test_length_limits_apply_after_the_prompts(arguments: dict[str, Any], room: int | None, expected: Any) -> None:
+def test_length_limits_apply_after_the_prompts(
+    arguments: dict[str, Any], room: int | None, expected: Any
+) -> None:
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room)
     else:
-        assert GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room) == expected
+        assert (
+            GenerationOptions(**arguments).new_token_limits(10, 10, room and 9 + room) == expected
+        )
 
 
 def _ids(*rows: list[int]) -> torch.Tensor:
@@ -69,18 +96,42 @@ def _ids(*rows: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("input_ids", "mask", "options", "message"),
     [
-        ([[1]], None, {}, r"input_ids: expected a tensor of integers, \[prompts, tokens\], got a list"),
-        (_ids([1, 2]), [[1, 1]], {}, r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list"),
+        (
+            [[1]],
+            None,
+            {},
+            r"input_ids: expected a tensor of integers, \[prompts, tokens\], got a list",
+        ),
+        (
+            _ids([1, 2]),
+            [[1, 1]],
+            {},
+            r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list",
+        ),
         (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
         (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
         (_ids([1, 83]), None, {}, r"expected tokens of the vocabulary, 0 to 82, got 83"),
-        (_ids([1] * 32), None, {"max_new_tokens": 10}, "a prompt of 32 tokens and max_new_tokens=10 .* at most 9"),
-        (_ids([1] * 32), None, {"max_length": 42}, "a prompt of 32 tokens and max_length=42 .* of at most 41"),
+        (
+            _ids([1] * 32),
+            None,
+            {"max_new_tokens": 10},
+            "a prompt of 32 tokens and max_new_tokens=10 .* at most 9",
+        ),
+        (
+            _ids([1] * 32),
+            None,
+            {"max_length": 42},
+            "a prompt of 32 tokens and max_length=42 .* of at most 41",
+        ),
         (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
     ],
 )
 def test_invalid_prompts_are_refused(input_ids: Any, mask: Any, options: Any, message: str) -> None:
-    inputs = {"input_ids": input_ids} if mask is None else {"input_ids": input_ids, "attention_mask": mask}
+    inputs = (
+        {"input_ids": input_ids}
+        if mask is None
+        else {"input_ids": input_ids, "attention_mask": mask}
+    )
     with pytest.raises(ConfigError, match=message):
         build_request(inputs, options, model_of("gpt2"))
 
@@ -90,9 +141,13 @@ def test_invalid_prompts_are_refused(input_ids: Any, mask: Any, options: Any, me
 
 def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
     options = {"top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.3}
-    (decaying,) = logits_processors(build_request({"input_ids": _ids([1])}, options, model_of("gpt2")))
+    (decaying,) = logits_processors(
+        build_request({"input_ids": _ids([1])}, options, model_of("gpt2"))
+    )
     logits, sequences = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
-    num_kept = [int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)]
+    num_kept = [
+        int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)
+    ]
     assert num_kept == sorted(num_kept, reverse=True)
     assert num_kept[0] > num_kept[2] == num_kept[3] >= 1
 
@@ -100,7 +155,9 @@ def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
 def test_sampled_frequencies_match_probabilities() -> None:
     draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
-    counts = torch.bincount(sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6).double()
+    counts = torch.bincount(
+        sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6
+    ).double()
     assert counts[1] == 0
     expected = draws * probabilities.double()
     possible = expected > 0
@@ -121,7 +178,9 @@ def test_sampled_frequencies_match_probabilities() -> None:
         ("{", "cannot be read as JSON"),
     ],
 )
-def test_generation_config_takes_precedence_over_config(tmp_path: Path, generation: str | None, expected: Any) -> None:
+def test_generation_config_takes_precedence_over_config(
+    tmp_path: Path, generation: str | None, expected: Any
+) -> None:
     fields = {"model_type": "t5", "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 3}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     if generation is not None:
@@ -135,7 +194,10 @@ def test_generation_config_takes_precedence_over_config(tmp_path: Path, generati
 
 def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> None:
     byte_level_tokenizer({0: b"a", 1: b"b"}).save_pretrained(tmp_path)
-    assert stop_strings(["ab"], tmp_path, 2)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [True, False]
+    assert stop_strings(["ab"], tmp_path, 2)(torch.tensor([[0, 1], [1, 0]]), None).tolist() == [
+        True,
+        False,
+    ]
     with pytest.raises(ConfigError, match=r"stop_strings=\('x',\) cannot be written"):
         stop_strings(["x"], str(tmp_path), 2)
     with pytest.raises(ConfigError, match="stop_strings: expected a tokenizer .* got 3"):

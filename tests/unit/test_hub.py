@@ -17,7 +17,15 @@ from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
-from tests.parity.training import Case, Layout, common_result, loader_of, module_of, refusal, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    common_result,
+    loader_of,
+    module_of,
+    refusal,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 from tests.tokenizers import make_tokenizer
 
@@ -33,7 +41,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def _add_to_cache(cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT) -> Path:
+def _add_to_cache(
+    cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT
+) -> Path:
     """Add the files of ``source`` in the layout of the hub cache: links to blobs. Return the snapshot directory."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     for part in ("refs", "blobs", f"snapshots/{commit}"):
@@ -61,9 +71,19 @@ def test_cached_model_and_tokenizer_are_loaded_and_converted(
     assert MegatronModule(model="org/gpt", pretrained=True).pretrained_path == snapshot
     assert MegatronModule(model="org/gpt@small").model_config.num_layers == 1
     assert load_tokenizer("org/gpt").get_vocab() == load_tokenizer(tmp_path / "model").get_vocab()
-    convert = ["convert", "--load-path", "org/gpt", "--save-path", str(tmp_path / "out"), "--to", "hf"]
+    convert = [
+        "convert",
+        "--load-path",
+        "org/gpt",
+        "--save-path",
+        str(tmp_path / "out"),
+        "--to",
+        "hf",
+    ]
     assert main([*convert, "--tokenizer", "org/gpt"]) == 0
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        snapshot / "tokenizer.json"
+    ).read_bytes()
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
     # An existing local path takes precedence over the hub.
@@ -74,11 +94,15 @@ def test_cached_model_and_tokenizer_are_loaded_and_converted(
     assert "got config.json; give one of these" in capfd.readouterr().err
 
 
-def test_home_directory_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directory_is_expanded_in_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``~`` in a YAML file is not expanded by a shell."""
     monkeypatch.setenv("HOME", str(tmp_path))
     make_tokenizer(tmp_path / "model")
-    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 311}))
+    (tmp_path / "model/config.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 311})
+    )
     assert MegatronModule(model="~/model").model_config.vocab_size == 311
     assert load_tokenizer("~/model").encode("yes")
     assert f"{tmp_path}/a.ckpt" in refusal(find_newest, Path("~/a.ckpt"))
@@ -97,7 +121,9 @@ def test_missing_model_error_says_how_to_download_it(
     *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
     last.unlink()
     _add_to_cache(cache, "org/gpt", tmp_path / "model")
-    assert f"its {last.name} is not in the cache" in refusal(MegatronModule, model="org/gpt", pretrained=True)
+    assert f"its {last.name} is not in the cache" in refusal(
+        MegatronModule, model="org/gpt", pretrained=True
+    )
     assert MegatronModule(model="org/gpt").model_config.num_layers
     for name in ("runs/last.ckpt", "../model", "a/b/c", "model", "/a/b"):
         assert local_folder(name, "model") == Path(name)  # reading it fails later
@@ -114,9 +140,13 @@ def _load_on_rank(source: str, cache: str, log: str) -> str:
 
     real = huggingface_hub.snapshot_download
 
-    def download(repo: str, *, revision: Any, allow_patterns: list[str], local_files_only: bool = False) -> str:
+    def download(
+        repo: str, *, revision: Any, allow_patterns: list[str], local_files_only: bool = False
+    ) -> str:
         if local_files_only:
-            return real(repo, revision=revision, allow_patterns=allow_patterns, local_files_only=True)
+            return real(
+                repo, revision=revision, allow_patterns=allow_patterns, local_files_only=True
+            )
         with Path(log).open("a") as opened:
             opened.write(f"{' '.join(allow_patterns)}\n")
         time.sleep(1)  # long enough for the other ranks to arrive
@@ -159,7 +189,12 @@ def _train_and_push(case: Case, log: str, fails: bool) -> str:
     module = module_of(case)
     assert "no model to save" in refusal(module.push_to_hub, "org/new")
     trainer_of(case).fit(module, loader_of(case))
-    options: dict[str, Any] = {"token": "secret", "revision": "dev", "private": True, "commit_message": "One step"}
+    options: dict[str, Any] = {
+        "token": "secret",
+        "revision": "dev",
+        "private": True,
+        "commit_message": "One step",
+    }
     push = partial(module.push_to_hub, "org/new", **options)
     return refusal(push) if fails else str(push())
 
@@ -173,8 +208,15 @@ def test_push_by_rank_0_and_its_failure_on_all_ranks(tmp_path: Path) -> None:
     assert model.config.n_layer == 4
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
     request = json.loads((tmp_path / "request.json").read_text())
-    assert request == {"repo_id": "org/new", "commit_message": "One step", "revision": "dev", "create_pr": False}
+    assert request == {
+        "repo_id": "org/new",
+        "commit_message": "One step",
+        "revision": "dev",
+        "create_pr": False,
+    }
     assert (tmp_path / "branch").read_text() == "dev"
     for error in run_ranks(_train_and_push, 2, case, str(tmp_path), True):
-        assert error.startswith("org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);")
+        assert error.startswith(
+            "org/new cannot be written on the Hugging Face hub (401 Client Error: not logged in);"
+        )
         assert "hf auth login" in error

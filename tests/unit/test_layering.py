@@ -31,7 +31,16 @@ LAYERS = (
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-MUST_NOT_IMPORT_LIGHTNING = ("engine", "models", "data", "checkpoint", "steps", "convert", "accounting", "generate")
+MUST_NOT_IMPORT_LIGHTNING = (
+    "engine",
+    "models",
+    "data",
+    "checkpoint",
+    "steps",
+    "convert",
+    "accounting",
+    "generate",
+)
 MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate", "models")  # models: RoPE scaling
 
 MAX_FUNCTION_LINES = 60
@@ -115,7 +124,8 @@ def test_imports_follow_the_layers() -> None:
 
 def test_imports_have_no_cycles() -> None:
     graph = {
-        module: {imported for imported in _imports(path) if imported in MODULES} for module, path in MODULES.items()
+        module: {imported for imported in _imports(path) if imported in MODULES}
+        for module, path in MODULES.items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
@@ -123,7 +133,9 @@ def test_imports_have_no_cycles() -> None:
 def test_lightning_and_transformers_are_imported_only_where_allowed() -> None:
     for module, path in MODULES.items():
         tops = {imported.split(".")[0] for imported in _imports(path)}
-        assert "lightning" not in tops or _layer_name(module) not in MUST_NOT_IMPORT_LIGHTNING, module
+        assert "lightning" not in tops or _layer_name(module) not in MUST_NOT_IMPORT_LIGHTNING, (
+            module
+        )
         assert "transformers" not in tops or _layer_name(module) in MAY_IMPORT_TRANSFORMERS, module
 
 
@@ -138,7 +150,9 @@ def test_functions_and_parameter_lists_are_short() -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         is_method = bool(arguments) and arguments[0].arg in ("self", "cls")
         # Triton kernels take every address as a parameter, as structures cannot be passed to a GPU.
-        is_kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+        is_kernel = any(
+            ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list
+        )
         if len(arguments) - is_method > MAX_PARAMETERS and not is_kernel:
             many.add(name)
     assert violations == []

@@ -9,7 +9,14 @@ import lightning_megatron
 from lightning_megatron import ConfigError, GPTTrainStep, IndexedDataModule, MegatronModule
 from lightning_megatron.engine.optimizer import GroupMultipliers
 
-_GPT2 = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 8,
+    "n_embd": 4,
+    "n_layer": 1,
+    "n_head": 1,
+    "n_positions": 8,
+}
 _REQUIRED: dict[str, dict[str, Any]] = {
     "InstructionDataModule": {"data_path": "x", "tokenizer": "x"},
     "IndexedDataModule": {"data_path": "x"},
@@ -29,14 +36,24 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "list": (5, "x"),
 }
 """Values that no option of a type accepts."""
-_OPTIONS = ("GenerationOptions", "GroupMultipliers", "Heartbeat", "LRSchedule", "LoRA", "LoadFrom", "MaskingOptions")
+_OPTIONS = (
+    "GenerationOptions",
+    "GroupMultipliers",
+    "Heartbeat",
+    "LRSchedule",
+    "LoRA",
+    "LoadFrom",
+    "MaskingOptions",
+)
 _OPTION_OBJECTS = (*_OPTIONS, "OptimizerOptions")
 """Classes of objects that hold options; a mapping of their fields will do, a number or a flag will not."""
 
 
 def _classes() -> list[Any]:
     public = (getattr(lightning_megatron, name) for name in lightning_megatron.__all__)
-    named = [each for each in public if inspect.isclass(each) and hasattr(each.__init__, "__wrapped__")]
+    named = [
+        each for each in public if inspect.isclass(each) and hasattr(each.__init__, "__wrapped__")
+    ]
     return [*named, GroupMultipliers]
 
 
@@ -49,7 +66,13 @@ def _wrong_values(annotation: str) -> tuple[Any, ...]:
 
 def test_every_class_of_options_checks_their_types() -> None:
     checked = {cls.__name__ for cls in _classes()}
-    assert {*_OPTION_OBJECTS, "IndexedDataModule", "MegatronModule", "MegatronStrategy", "SpikeGuard"} <= checked
+    assert {
+        *_OPTION_OBJECTS,
+        "IndexedDataModule",
+        "MegatronModule",
+        "MegatronStrategy",
+        "SpikeGuard",
+    } <= checked
 
 
 @pytest.mark.parametrize("cls", _classes(), ids=lambda cls: cls.__name__)

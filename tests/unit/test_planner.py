@@ -29,8 +29,26 @@ MEASURED = [
     ("llama-8b-8layers", 2, 4, 1, {}, 0.8417, 60.1, False),
     ("llama-8b-8layers", 1, 8, 2, {"length": 8192}, 1.7292, 43.9, False),
     ("llama-8b-8layers", 2, 8, 2, {"length": 8192, "cp": 2}, 1.7857, 44.4, False),
-    ("llama-8b-8layers", 1, 1, 2, {"length": 131072, "cp": 2, "recompute": "full"}, 6.6617, 67.7, False),
-    ("llama-8b-8layers", 1, 2, 2, {"length": 32768, "cp": 2, "recompute": "selective"}, 1.283, 51.9, False),
+    (
+        "llama-8b-8layers",
+        1,
+        1,
+        2,
+        {"length": 131072, "cp": 2, "recompute": "full"},
+        6.6617,
+        67.7,
+        False,
+    ),
+    (
+        "llama-8b-8layers",
+        1,
+        2,
+        2,
+        {"length": 32768, "cp": 2, "recompute": "selective"},
+        1.283,
+        51.9,
+        False,
+    ),
     ("qwen3-30b-a3b-8layers", 4, 4, 1, {}, 0.9014, 118.5, True),
     ("qwen3-30b-a3b-16layers-ep2", 2, 8, 2, {"ep": 2}, 1.8064, 112.1, True),
     ("qwen3-30b-a3b-8layers", 2, 4, 2, {"ep": 2}, 0.5502, 62.1, False),
@@ -48,7 +66,9 @@ MEASURED = [
 ]
 
 
-def _run(case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]) -> Run:
+def _run(
+    case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]
+) -> Run:
     case, sizes = case_named(case_name), {**layout}
     cuda_graphs, recompute = sizes.pop("cuda_graphs", False), sizes.pop("recompute", None)
     length = sizes.pop("length", case.seq_length)
@@ -88,7 +108,9 @@ def test_plans_fit_and_are_sorted_by_time() -> None:
 def test_first_and_last_stage_may_have_fewer_layers() -> None:
     even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
     candidates = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
-    best = next(each for each in candidates if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None))
+    best = next(
+        each for each in candidates if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None)
+    )
     first, *_, last = best.run.chunks
     # The output layer has 525 million parameters, a transformer layer 218 million.
     assert (sum(best.run.chunks), last < first < 9) == (32, True)
@@ -121,7 +143,9 @@ def test_impossible_plan_is_refused_with_the_required_size() -> None:
     message = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
     with pytest.raises(ConfigError, match=message):
         plans(run, 4, replace(H200, memory=40 * GIB))
-    with pytest.raises(ConfigError, match="global_batch_size=1: expected one that 7 GPUs can share"):
+    with pytest.raises(
+        ConfigError, match="global_batch_size=1: expected one that 7 GPUs can share"
+    ):
         plans(replace(run, world_size=7), 1, H200)
 
 
@@ -131,10 +155,15 @@ def test_timeline_has_every_pass_in_a_possible_order(layout: dict[str, int]) -> 
     stages = timeline(run, H200)
     depth = 4 * run.parallel.num_model_chunks
     passes = [(slot.chunk * 4 + rank, slot) for rank, slots in enumerate(stages) for slot in slots]
-    ends = {(position, slot.microbatch, slot.is_forward): slot.start + slot.seconds for position, slot in passes}
+    ends = {
+        (position, slot.microbatch, slot.is_forward): slot.start + slot.seconds
+        for position, slot in passes
+    }
     assert len(ends) == len(passes) == 2 * 8 * depth
     for slots in stages:
-        assert all(before.start + before.seconds <= after.start for before, after in pairwise(slots))
+        assert all(
+            before.start + before.seconds <= after.start for before, after in pairwise(slots)
+        )
     for position, slot in passes:
         # Forward passes follow the previous chunk; backward passes the next chunk, or the forward pass of the last one.
         if slot.is_forward:
@@ -178,15 +207,23 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
 ) -> None:
     run = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
     device = torch.device("cuda", 0)
-    settings = EngineSettings(parallel=replace(run.parallel, tp=1), params_dtype=torch.bfloat16, device=device)
+    settings = EngineSettings(
+        parallel=replace(run.parallel, tp=1), params_dtype=torch.bfloat16, device=device
+    )
     rows = {"seq_length": 4096, "pad_to_multiple_of": 8}
     data = SimpleNamespace(seq_length=4096, micro_batch_size=2, lengths=lambda model: rows)
     strategy = SimpleNamespace(root_device=device, settings=settings)
     logged: list[str] = []
     for name in ("rank_zero_info", "rank_zero_warn"):
-        monkeypatch.setattr(model_summary, name, lambda text, name=name: logged.append(f"{name}: {text}"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB))
-    trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data if has_data else None, world_size=4)
+        monkeypatch.setattr(
+            model_summary, name, lambda text, name=name: logged.append(f"{name}: {text}")
+        )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB)
+    )
+    trainer: Any = SimpleNamespace(
+        strategy=strategy, datamodule=data if has_data else None, world_size=4
+    )
     module: Any = SimpleNamespace(model_config=run.model)
     model_summary.MemoryEstimate().setup(trainer, module, "fit")
     (line,) = logged

@@ -31,11 +31,20 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     seconds, *lines = result.stdout.splitlines()
     assert float(seconds) < 0.1
-    assert lines == ["[]", "1 []", "SourceFileLoader SourceFileLoader", "True", "False False", "True"]
+    assert lines == [
+        "[]",
+        "1 []",
+        "SourceFileLoader SourceFileLoader",
+        "True",
+        "False False",
+        "True",
+    ]
 
 
 def test_strategy_names_cover_every_layout() -> None:
@@ -57,7 +66,9 @@ _NORM = ("Apex is not installed. Falling back to Torch Norm", "megatron.core.mod
 _GRAPHS = ("enable_cuda_graph is deprecated", "megatron.core.transformer.transformer_config")
 
 
-@pytest.mark.parametrize(("warning", "filters", "count"), [(_NORM, (), 0), (_NORM, ("always",), 1), (_GRAPHS, (), 1)])
+@pytest.mark.parametrize(
+    ("warning", "filters", "count"), [(_NORM, (), 0), (_NORM, ("always",), 1), (_GRAPHS, (), 1)]
+)
 def test_repeated_megatron_warnings_are_hidden_by_default(
     warning: tuple[str, str], filters: tuple[Any, ...], count: int
 ) -> None:
@@ -76,7 +87,9 @@ def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger=log.name):
         log.info("💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]")
         for name in ("RichModelSummary", "ModelCheckpoint"):
-            log.info(f"The following callbacks returned in `configure_callbacks` override those of the Trainer: {name}")
+            log.info(
+                f"The following callbacks returned in `configure_callbacks` override those of the Trainer: {name}"
+            )
         log.info("GPU available: False")
     assert "GPU available: False" in caplog.text
     assert "litmodels" not in caplog.text

@@ -40,7 +40,10 @@ _POOLER = ("pooler.dense", "bert.pooler.dense")
 _HEADS = {
     "pretraining": ("PreTraining", (*_LM_HEAD, _POOLER, ("binary_head", "cls.seq_relationship"))),
     "masked_lm": ("MaskedLM", _LM_HEAD),
-    "sequence_classification": ("SequenceClassification", (_POOLER, ("classification_head.dense", "classifier"))),
+    "sequence_classification": (
+        "SequenceClassification",
+        (_POOLER, ("classification_head.dense", "classifier")),
+    ),
     "token_classification": ("TokenClassification", (("token_head.dense", "classifier"),)),
     "question_answering": ("QuestionAnswering", (("token_head.dense", "qa_outputs"),)),
 }
@@ -75,7 +78,11 @@ def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
         *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
         *stack_rules(names, model, "encoder"),
-        *(rule for megatron, hf in _HEADS[model.task][1] for rule in linear(megatron, (hf,), has_bias=True)),
+        *(
+            rule
+            for megatron, hf in _HEADS[model.task][1]
+            for rule in linear(megatron, (hf,), has_bias=True)
+        ),
     ]
     if model.task in ("pretraining", "masked_lm"):
         rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
@@ -91,7 +98,9 @@ _UNLIMITED = 1 << 30
 def _t5_fields(hf: Any) -> Fields:
     """Fields of T5 and mT5; mT5 has no ``scale_decoder_outputs`` and never scales."""
     if hf.num_decoder_layers < 1:
-        raise ConfigError(f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config")
+        raise ConfigError(
+            f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config"
+        )
     buckets, farthest = hf.relative_attention_num_buckets, hf.relative_attention_max_distance
     if not 4 <= buckets < 2 * farthest:
         raise ConfigError(
@@ -119,13 +128,21 @@ def _t5_fields(hf: Any) -> Fields:
 def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Rules of all weights of T5 and mT5."""
     embedding = linear("embedding.word_embeddings", ("shared",))
-    return embedding + _t5_stack(model, "encoder") + _t5_stack(model, "decoder") + output_layer(model, names.output)
+    return (
+        embedding
+        + _t5_stack(model, "encoder")
+        + _t5_stack(model, "decoder")
+        + output_layer(model, names.output)
+    )
 
 
 def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
     megatron, hf = f"{stack}.layers.", f"{stack}.block.{LAYER}."
     heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
-    mlp, up = f"layer.{1 if stack == 'encoder' else 2}.", ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
+    mlp, up = (
+        f"layer.{1 if stack == 'encoder' else 2}.",
+        ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",),
+    )
     names = DecoderNames(
         base=f"{stack}.",
         final_norm="final_layer_norm",
@@ -138,7 +155,9 @@ def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
         fc2=mlp + "DenseReluDense.wo",
     )
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    rules = linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)) + stack_rules(names, model, stack)
+    rules = linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)) + stack_rules(
+        names, model, stack
+    )
     if stack == "encoder":
         return rules
     attention = hf + "layer.1.EncDecAttention."
@@ -167,7 +186,14 @@ _T5 = {
 
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
-        *(model_type, {"seq2seq_lm": architecture}, _T5, _t5_fields, DecoderNames(base=""), _t5_rules),
+        *(
+            model_type,
+            {"seq2seq_lm": architecture},
+            _T5,
+            _t5_fields,
+            DecoderNames(base=""),
+            _t5_rules,
+        ),
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import DecoderNames, Family, Fields, Rule, causal_lm, decoder_rules
+from lightning_megatron.convert.family import (
+    DecoderNames,
+    Family,
+    Fields,
+    Rule,
+    causal_lm,
+    decoder_rules,
+)
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import ModelConfig
 
@@ -31,15 +38,28 @@ def _gpt2(hf: Any) -> Fields:
 
 def _bloom(hf: Any) -> Fields:
     # seq_length is that of the training; ALiBi itself has no limit.
-    return {"ffn_hidden_size": 4 * hf.hidden_size, "max_position_embeddings": getattr(hf, "seq_length", 2048)}
+    return {
+        "ffn_hidden_size": 4 * hf.hidden_size,
+        "max_position_embeddings": getattr(hf, "seq_length", 2048),
+    }
 
 
 def _falcon(hf: Any) -> Fields:
-    require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)  # head_dim is derived
-    groups = hf.num_kv_heads if hf.new_decoder_architecture else 1 if hf.multi_query else hf.num_attention_heads
+    require_divides(
+        "num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size
+    )  # head_dim is derived
+    groups = (
+        hf.num_kv_heads
+        if hf.new_decoder_architecture
+        else 1
+        if hf.multi_query
+        else hf.num_attention_heads
+    )
     return {
         "num_query_groups": groups,
-        "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2) if hf.new_decoder_architecture else 1,
+        "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2)
+        if hf.new_decoder_architecture
+        else 1,
         # Hugging Face applies attention_dropout to the output of attention, unless attention and MLP are parallel, and
         # to attention weights only with ALiBi.
         "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
@@ -50,7 +70,9 @@ def _falcon(hf: Any) -> Fields:
 
 def _falcon_rules(names: DecoderNames, model: ModelConfig) -> Sequence[Rule]:
     has_two = model.parallel_attention and model.parallel_attention_norms == 2
-    return decoder_rules(replace(names, input_norm="ln_attn", mlp_norm="ln_mlp") if has_two else names, model)
+    return decoder_rules(
+        replace(names, input_norm="ln_attn", mlp_norm="ln_mlp") if has_two else names, model
+    )
 
 
 def _gpt_neox(hf: Any) -> Fields:
@@ -129,7 +151,13 @@ _GATED = {"gated_linear_unit": True, "add_bias_linear": False}
 
 FAMILIES = (
     Family(
-        *("gpt2", {"causal_lm": "GPT2LMHeadModel"}, {"scaled_residual_init": True}, _gpt2, _GPT2_NAMES),
+        *(
+            "gpt2",
+            {"causal_lm": "GPT2LMHeadModel"},
+            {"scaled_residual_init": True},
+            _gpt2,
+            _GPT2_NAMES,
+        ),
         # reorder_and_upcast_attn only changes the rounding of 16-bit scores, which here are accumulated in float32.
         required={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     ),
@@ -142,7 +170,11 @@ FAMILIES = (
     ),
     Family(
         *("bloom", causal_lm("Bloom")),
-        {"activation": "gelu_tanh", "embedding_layernorm": True, "position_embedding_type": "alibi"},
+        {
+            "activation": "gelu_tanh",
+            "embedding_layernorm": True,
+            "position_embedding_type": "alibi",
+        },
         *(_bloom, _BLOOM_NAMES),
         # slow_but_exact omits the biases of the output projections if pretraining_tp is more than 1.
         required={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
@@ -158,7 +190,12 @@ FAMILIES = (
         required={"qk_layernorm": (False,)},
         partial_rotary=True,
     ),
-    Family("starcoder2", causal_lm("Starcoder2"), {}, names=DecoderNames(fc1=("mlp.c_fc",), fc2="mlp.c_proj")),
+    Family(
+        "starcoder2",
+        causal_lm("Starcoder2"),
+        {},
+        names=DecoderNames(fc1=("mlp.c_fc",), fc2="mlp.c_proj"),
+    ),
     Family(
         *("cohere", causal_lm("Cohere")),
         {**_GATED, "norm_bias": False, "parallel_attention": True, "rotary_interleaved": True},

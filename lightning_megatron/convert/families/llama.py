@@ -24,7 +24,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import LLAMA, DecoderNames, Family, Fields, activation, causal_lm, read_rope
+from lightning_megatron.convert.family import (
+    LLAMA,
+    DecoderNames,
+    Family,
+    Fields,
+    activation,
+    causal_lm,
+    read_rope,
+)
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Experts
 
@@ -35,7 +43,9 @@ def _granite(hf: Any) -> Fields:
 
 def _smollm3(hf: Any) -> Fields:
     # transformers' masks use the windows of layer_types and ignore use_sliding_window.
-    return {"no_rope_layers": tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])}
+    return {
+        "no_rope_layers": tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])
+    }
 
 
 def _phi3(hf: Any) -> Fields:
@@ -43,7 +53,9 @@ def _phi3(hf: Any) -> Fields:
 
 
 def _glm(hf: Any) -> Fields:
-    return {"add_attention_output_bias": None}  # attention_bias applies to queries, keys and values only
+    return {
+        "add_attention_output_bias": None
+    }  # attention_bias applies to queries, keys and values only
 
 
 def _gemma(hf: Any) -> Fields:
@@ -72,7 +84,9 @@ def _gemma3(hf: Any) -> Fields:
 _FULL_QK_NORM = {"qk_layernorm": True, "qk_layernorm_of_all_heads": True}
 _GLM = {**LLAMA, "rotary_interleaved": True}
 _GLM_NAMES = DecoderNames(
-    fc1=("mlp.gate_up_proj",), post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
+    fc1=("mlp.gate_up_proj",),
+    post_attention_norm="post_self_attn_layernorm",
+    post_mlp_norm="post_mlp_layernorm",
 )
 _GEMMA = {**LLAMA, "zero_centered_norms": True}
 _GEMMA2_NAMES = DecoderNames(mlp_norm="pre_feedforward_layernorm")
@@ -116,18 +130,41 @@ FAMILIES = (
     Family("qwen3", causal_lm("Qwen3"), {**LLAMA, "qk_layernorm": True}),
     Family("granite", causal_lm("Granite"), LLAMA, _granite),
     Family("smollm3", causal_lm("SmolLM3"), LLAMA, _smollm3),
-    Family("olmo2", causal_lm("Olmo2"), {**LLAMA, "pre_norms": False, "post_norms": True, **_FULL_QK_NORM}),
+    Family(
+        "olmo2",
+        causal_lm("Olmo2"),
+        {**LLAMA, "pre_norms": False, "post_norms": True, **_FULL_QK_NORM},
+    ),
     Family(
         *("phi3", causal_lm("Phi3"), LLAMA, _phi3),
         names=DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",)),
         partial_rotary=True,
     ),
     Family("glm", causal_lm("Glm"), _GLM, _glm, _GLM_NAMES, partial_rotary=True),
-    Family("glm4", causal_lm("Glm4"), {**_GLM, "post_norms": True}, _glm, _GLM_NAMES, partial_rotary=True),
-    Family("gemma", causal_lm("Gemma"), _GEMMA, _gemma, required=_CAUSAL),
-    Family("gemma2", causal_lm("Gemma2"), {**_GEMMA, "post_norms": True}, _gemma2, _GEMMA2_NAMES, required=_CAUSAL),
     Family(
-        *("gemma3_text", causal_lm("Gemma3"), {**_GEMMA, "post_norms": True, "qk_layernorm": True}, _gemma3),
+        "glm4",
+        causal_lm("Glm4"),
+        {**_GLM, "post_norms": True},
+        _glm,
+        _GLM_NAMES,
+        partial_rotary=True,
+    ),
+    Family("gemma", causal_lm("Gemma"), _GEMMA, _gemma, required=_CAUSAL),
+    Family(
+        "gemma2",
+        causal_lm("Gemma2"),
+        {**_GEMMA, "post_norms": True},
+        _gemma2,
+        _GEMMA2_NAMES,
+        required=_CAUSAL,
+    ),
+    Family(
+        *(
+            "gemma3_text",
+            causal_lm("Gemma3"),
+            {**_GEMMA, "post_norms": True, "qk_layernorm": True},
+            _gemma3,
+        ),
         names=_GEMMA2_NAMES,
         # Hugging Face's Gemma 3 ignores attn_logit_softcapping.
         required={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
@@ -139,5 +176,11 @@ FAMILIES = (
     ),
     Family("qwen2_moe", causal_lm("Qwen2Moe"), LLAMA, _qwen_moe),
     Family("qwen3_moe", causal_lm("Qwen3Moe"), {**LLAMA, "qk_layernorm": True}, _qwen_moe),
-    Family("olmoe", causal_lm("Olmoe"), {**LLAMA, **_FULL_QK_NORM}, _mixtral, required={"clip_qkv": (None,)}),
+    Family(
+        "olmoe",
+        causal_lm("Olmoe"),
+        {**LLAMA, **_FULL_QK_NORM},
+        _mixtral,
+        required={"clip_qkv": (None,)},
+    ),
 )

@@ -49,7 +49,9 @@ class MasterOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def _kernel_inputs(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
+    def _kernel_inputs(
+        self, group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
         parameters = [p for p in group["params"] if p.grad is not None]
         return parameters, [p.grad for p in parameters], [self._state_of(p) for p in parameters]
 
@@ -84,7 +86,9 @@ class FusedAdam(MasterOptimizer):
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")
         self._tables: dict[int, Any] = {}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0})
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -99,7 +103,9 @@ class FusedAdam(MasterOptimizer):
                 self._step_triton(group, parameters, gradients, states)
                 continue
             # The kernel reads one step tensor per parameter and writes none, so all can be the same.
-            step = torch.full((), float(group["step"]), dtype=torch.float32, device=parameters[0].device)
+            step = torch.full(
+                (), float(group["step"]), dtype=torch.float32, device=parameters[0].device
+            )
             kernel(
                 parameters,
                 gradients,
@@ -119,7 +125,11 @@ class FusedAdam(MasterOptimizer):
             )
 
     def _step_triton(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Tensor]]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
     ) -> None:
         from lightning_megatron.engine.fillers import triton_kernels  # Triton is on GPUs only
 
@@ -129,18 +139,24 @@ class FusedAdam(MasterOptimizer):
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
         key = tuple(tuple(0 if x is None else x.data_ptr() for x in tensors) for tensors in lists)
         if self._tables.get(id(group), ((), ()))[0] != key:
-            table = triton_kernels.adam_table(key, [p.numel() for p in parameters], parameters[0].device)
+            table = triton_kernels.adam_table(
+                key, [p.numel() for p in parameters], parameters[0].device
+            )
             self._tables[id(group)] = key, table
         low = next((x.dtype for x in lows if x is not None), None)
         self.has_copied = self.model_params is not None
         table = self._tables[id(group)][1]
-        triton_kernels.adam_step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
+        triton_kernels.adam_step(
+            table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode
+        )
 
 
 class FusedSGD(MasterOptimizer):
     """SGD with momentum, which is stored as ``exp_avg``: the engine's checkpoints know only Adam's names."""
 
-    def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.0) -> None:
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.0
+    ) -> None:
         """Accept the arguments that ``megatron.core.optimizer`` passes to torch's SGD.
 
         Args:

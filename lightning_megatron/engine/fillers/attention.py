@@ -91,7 +91,9 @@ class SDPAttention(MegatronModule):
         """
         super().__init__(config=config)
         if sliding_window is not None and sliding_window < 1:
-            raise ConfigError(f"sliding_window={sliding_window}: expected at least 1, the token itself")
+            raise ConfigError(
+                f"sliding_window={sliding_window}: expected at least 1, the token itself"
+            )
         self.attn_mask_type = attn_mask_type
         self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
@@ -102,9 +104,13 @@ class SDPAttention(MegatronModule):
         self._has_plain_scores = alibi is None and softcap is None
         has_slopes = alibi is not None and config.tensor_model_parallel_size > 1
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank() if has_slopes else 0
-        self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout: float = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         # With sequence parallelism the whole layer already runs in the fork (transformer/transformer_block.py).
-        self.forks_rng: bool = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        self.forks_rng: bool = (
+            config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        )
 
     def forward(
         self,
@@ -140,23 +146,44 @@ class SDPAttention(MegatronModule):
             k, v = self.kv_cache.append(k, v)
             step = self.kv_cache.step
         causal, sk = kind in CAUSAL and sq > 1, k.shape[2]
-        window = None if self.sliding_window is None or sk <= self.sliding_window else self.sliding_window
+        window = (
+            None
+            if self.sliding_window is None or sk <= self.sliding_window
+            else self.sliding_window
+        )
         # Without a mask torch's kernels attend to all keys, or causally from the first key on.
         is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host, so only for actual dropout.
-        fork = get_cuda_rng_tracker().fork() if dropout > 0.0 and self.forks_rng else contextlib.nullcontext()
+        fork = (
+            get_cuda_rng_tracker().fork()
+            if dropout > 0.0 and self.forks_rng
+            else contextlib.nullcontext()
+        )
         with fork:
             if step is not None:
-                out = self._attend_dense(q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout)
+                out = self._attend_dense(
+                    q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout
+                )
             elif attention_bias is not None:
-                out = _sdpa_with_mask(q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale)
+                out = _sdpa_with_mask(
+                    q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale
+                )
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
-                    q, k, v, None, dropout, causal, scale=self.softmax_scale, enable_gqa=np != k.shape[1]
+                    q,
+                    k,
+                    v,
+                    None,
+                    dropout,
+                    causal,
+                    scale=self.softmax_scale,
+                    enable_gqa=np != k.shape[1],
                 )
             else:
-                pattern = Pattern(num_queries=sq, num_keys=sk, causal=causal, window=window, cross=self.is_cross)
+                pattern = Pattern(
+                    num_queries=sq, num_keys=sk, causal=causal, window=window, cross=self.is_cross
+                )
                 out = self._attend_masked(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
@@ -171,31 +198,49 @@ class SDPAttention(MegatronModule):
             if mask is not None and self._has_plain_scores and can_use_varlen(q, k, pattern):
                 runs = MASK_CACHE.get(mask, "runs", segment_runs)
             if runs is not None:
-                return attend_varlen(q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale)
+                return attend_varlen(
+                    q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale
+                )
         alibi = self._alibi_of(q)
         make = partial(_additive_mask, pattern, alibi, q.dtype, q.device)
-        added = make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
+        added = (
+            make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
+        )
         return self._attend_dense(q, k, v, added, dropout)
 
-    def _attend_dense(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float) -> Tensor:
+    def _attend_dense(
+        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float
+    ) -> Tensor:
         """Attend with a dense additive mask: [b, np, sq, hn]."""
         if self.softcap is not None:
             return attend_capped(q, k, v, added, dropout, self.softmax_scale, self.softcap)
         assert added is not None, "expected an additive mask: attention without one is plain"
         return _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
 
-    def _attend_flex(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern) -> Tensor:
+    def _attend_flex(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern
+    ) -> Tensor:
         """Attend by FlexAttention: [b, np, sq, hn]."""
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
-            blocks = MASK_CACHE.get(segments, pattern, lambda own: masks.block_mask(own, pattern, own.device))
+            blocks = MASK_CACHE.get(
+                segments, pattern, lambda own: masks.block_mask(own, pattern, own.device)
+            )
         key_biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        biases = None if key_biases is None else (key_biases, key_biases[..., pattern.first_query :])
+        biases = (
+            None if key_biases is None else (key_biases, key_biases[..., pattern.first_query :])
+        )
         # All that a graph is specialized on except lengths: layers of one kind share a graph.
         heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, torch.is_grad_enabled())
         hidden = (pattern.causal, pattern.window, pattern.cross)
-        kind = (*heads, *hidden, key_biases is not None and key_biases.dim(), self.softcap, self.softmax_scale)
+        kind = (
+            *heads,
+            *hidden,
+            key_biases is not None and key_biases.dim(),
+            self.softcap,
+            self.softmax_scale,
+        )
         function = _compiled_flex(kind) if q.is_cuda else _flex
         return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
 
@@ -214,28 +259,44 @@ class SDPAttention(MegatronModule):
 
 
 def _additive_mask(
-    pattern: Pattern, alibi: Alibi | None, dtype: torch.dtype, device: torch.device, mask: Tensor | None
+    pattern: Pattern,
+    alibi: Alibi | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: Tensor | None,
 ) -> Tensor | None:
     """Dense additive mask of a mask, a pattern and ALiBi; None if nothing is added."""
     hidden = masks.hidden_keys(mask, pattern, device)
-    biases = _key_biases(alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device)
+    biases = _key_biases(
+        alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device
+    )
     if hidden is None and biases is None:
         return None
     bias = None if biases is None else masks.relative_biases(biases, pattern.num_queries)
     return masks.additive_mask(hidden, bias, dtype)
 
 
-def _key_biases(alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
+def _key_biases(
+    alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device
+) -> Tensor | None:
     """ALiBi biases of the keys, [b, np, sk] or [np, sk], fp32; None without ALiBi."""
     if alibi is None:
         return None
     if segments is None:
         return masks.key_biases(alibi, None, pattern.num_keys, device)
-    return MASK_CACHE.get(segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device))
+    return MASK_CACHE.get(
+        segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device)
+    )
 
 
 def attend_capped(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float, scale: float | None, cap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    cap: float,
 ) -> Tensor:
     """Attention with scores that are soft-capped before the mask is added: [b, np, sq, hn].
 
@@ -249,15 +310,26 @@ def attend_capped(
         cap: Bound of the scaled scores.
     """
     rows, heads, queries, width = q.shape
-    grouped = (rows, k.shape[1], -1, width)  # heads of a group become queries of one head, so no key is copied
-    products = torch.matmul(q.reshape(grouped), k.transpose(2, 3)) * (width**-0.5 if scale is None else scale)
+    grouped = (
+        rows,
+        k.shape[1],
+        -1,
+        width,
+    )  # heads of a group become queries of one head, so no key is copied
+    products = torch.matmul(q.reshape(grouped), k.transpose(2, 3)) * (
+        width**-0.5 if scale is None else scale
+    )
     scores = soft_capped(products.view(rows, heads, queries, -1), cap)
-    weights = torch.softmax(scores if added is None else scores + added, dim=-1, dtype=torch.float32).to(v.dtype)
+    weights = torch.softmax(
+        scores if added is None else scores + added, dim=-1, dtype=torch.float32
+    ).to(v.dtype)
     dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
     return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
 
 
-def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, added: Tensor, dropout: float, scale: float | None) -> Tensor:
+def _sdpa_with_mask(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor, dropout: float, scale: float | None
+) -> Tensor:
     """Attention by torch's scaled_dot_product_attention or, for one query, split-K: [b, np, sq, hn].
 
     Args:
@@ -279,7 +351,9 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, added: Tensor, dropout: flo
             return attend_split_k(q, k, v, added, splits, scale).reshape(shape)
     if not q.is_cuda:
         grouped = q.shape[1] != groups
-        out = F.scaled_dot_product_attention(q, k, v, added, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, added, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
         return out.reshape(shape)
     if (repeats := q.shape[1] // groups) > 1:
         # The memory-efficient kernel has no GQA; repeated heads cost less than the [b, np, s, s] of the fallback.
@@ -299,11 +373,17 @@ _FUNCTION_IDS = itertools.count()
 
 def can_use_flex(q: Tensor, k: Tensor) -> bool:
     """Whether FlexAttention's compiled kernels support these queries and keys ([b, np, s, hn])."""
-    return _has_kernels(q) and min(q.shape[2], k.shape[2]) >= MIN_FLEX_LENGTH and 16 <= q.shape[3] <= 256
+    return (
+        _has_kernels(q)
+        and min(q.shape[2], k.shape[2]) >= MIN_FLEX_LENGTH
+        and 16 <= q.shape[3] <= 256
+    )
 
 
 def _has_kernels(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _is_ampere_or_newer(q.device)
+    return (
+        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _is_ampere_or_newer(q.device)
+    )
 
 
 @functools.cache
@@ -345,7 +425,9 @@ def _flex(
 
     score_mod = None if biases is None and cap is None else modify
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+    out: Tensor = flex_attention(
+        q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
+    )
     return out
 
 
@@ -388,7 +470,10 @@ def segment_runs(segments: Tensor) -> SegmentRuns | None:
     if len(torch.unique(pairs, dim=0)) < len(pairs):
         return None
     bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()
-    return SegmentRuns(cu_seqlens=bounds.to(segments.device, non_blocking=True), max_seqlen=int(bounds.diff().max()))
+    return SegmentRuns(
+        cu_seqlens=bounds.to(segments.device, non_blocking=True),
+        max_seqlen=int(bounds.diff().max()),
+    )
 
 
 def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
@@ -398,7 +483,14 @@ def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
 
 
 def attend_varlen(
-    q: Tensor, k: Tensor, v: Tensor, runs: SegmentRuns, *, causal: bool, dropout: float, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: SegmentRuns,
+    *,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Attention within each run by variable-length FlashAttention: [b, np, s, hn].
 
@@ -417,7 +509,15 @@ def attend_varlen(
     packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
     # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        *packed, runs.cu_seqlens, runs.cu_seqlens, runs.max_seqlen, runs.max_seqlen, dropout, causal, False, scale=scale
+        *packed,
+        runs.cu_seqlens,
+        runs.cu_seqlens,
+        runs.max_seqlen,
+        runs.max_seqlen,
+        dropout,
+        causal,
+        False,
+        scale=scale,
     )[0]
     return out.view(b, s, np, hn).transpose(1, 2)
 
@@ -437,12 +537,16 @@ def num_key_splits(q: Tensor, k: Tensor) -> int:
     """
     if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SPLIT_SIZE != 0:
         return 1
-    max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (k.shape[0] * k.shape[1])
+    max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (
+        k.shape[0] * k.shape[1]
+    )
     blocks = k.shape[2] // SPLIT_SIZE
     return max(splits for splits in range(1, max(max_splits, 1) + 1) if blocks % splits == 0)
 
 
-def attend_split_k(q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, scale: float | None) -> Tensor:
+def attend_split_k(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, scale: float | None
+) -> Tensor:
     """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hn].
 
     Args:
@@ -527,7 +631,9 @@ class KeyValueCache:
         """
         if not self._buffers:
             # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
-            self._buffers = [new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)]
+            self._buffers = [
+                new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)
+            ]
         first = self.length
         if self.step is None:
             self.length += key.shape[2]

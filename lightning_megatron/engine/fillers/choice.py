@@ -31,7 +31,10 @@ _ON_CPU = {
     "cross-entropy": ("eager", "runs on the CPU"),
 }
 _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
-    "core attention": ("torch SDPA, FlexAttention for masks", "supports masks, biases and grouped-query attention"),
+    "core attention": (
+        "torch SDPA, FlexAttention for masks",
+        "supports masks, biases and grouped-query attention",
+    ),
     "norm": ("Triton kernel fused with the residual addition, else torch", "one pass over memory"),
     "Adam": ("Triton kernel", "clips, updates and copies in one pass"),
     "RoPE": ("Triton kernel", "fused with the split into q, k and v"),

@@ -107,7 +107,9 @@ class ContextParallel:
         if self.size == 1:
             return own
         moved = own.transpose(0, dim).contiguous()
-        gathered = gather_from_sequence_parallel_region(moved, tensor_parallel_output_grad=False, group=self.group)
+        gathered = gather_from_sequence_parallel_region(
+            moved, tensor_parallel_output_grad=False, group=self.group
+        )
         return self.restore_order(gathered).transpose(0, dim).contiguous()
 
     def broadcast_first_token(self, output: Tensor) -> Tensor:
@@ -157,15 +159,24 @@ class ContextParallelAttention(SDPAttention):
                 ``own_queries``) and all keys.
             packed_seq_params: Unused.
         """
-        context, attend, mask, bias = ContextParallel(self.config), super().forward, attention_mask, attention_bias
+        context, attend, mask, bias = (
+            ContextParallel(self.config),
+            super().forward,
+            attention_mask,
+            attention_bias,
+        )
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if context.size == 1:
             return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
             exchange = (self.collectives or Collectives(context.group)).all_to_all
             messages = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
-            query, key, value = (x for message in messages for x in exchange(*message, split_dim=2, concat_dim=0))
-            return exchange(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[0]
+            query, key, value = (
+                x for message in messages for x in exchange(*message, split_dim=2, concat_dim=0)
+            )
+            return exchange(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[
+                0
+            ]
         gathered: Tensor = _GatherKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
@@ -174,7 +185,9 @@ class ContextParallelAttention(SDPAttention):
                 gathered = context.restore_order(gathered)
             return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
         gathered, outputs = context.restore_order(gathered), []
-        for run, index in zip(query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True):
+        for run, index in zip(
+            query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True
+        ):
             end = (index + 1) * len(run)
             run_mask = None if mask is None else _first_keys(mask, end)
             outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], run_mask, kind, bias))
@@ -185,12 +198,16 @@ class ContextParallelAttention(SDPAttention):
         alibi, context = super()._alibi_of(q), ContextParallel(self.config)
         if alibi is None or not context.exchanges_heads:
             return alibi
-        return replace(alibi, first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads)
+        return replace(
+            alibi, first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads
+        )
 
 
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by peer copies where the GPUs support it; collective over the cp group."""
-    attentions = [m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)]
+    attentions = [
+        m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)
+    ]
     collectives = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
     for attention in attentions:
         attention.collectives = collectives
@@ -202,7 +219,9 @@ def _first_keys(mask: Tensor, end: int) -> Tensor:
     return first
 
 
-def _rotate_own_last(context: ContextParallel, gathered: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _rotate_own_last(
+    context: ContextParallel, gathered: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Rotate keys that were gathered rank by rank, and their mask, so that this rank's come last, like its queries.
 
     Only for attention that depends on the segments of keys, not on their positions.
@@ -214,7 +233,9 @@ def _rotate_own_last(context: ContextParallel, gathered: Tensor, mask: Tensor | 
     if mask.dim() == 4 and mask.shape[2] > 1:
         mask = context.own_tokens(mask, 2)
     ranks = [(after + i) % context.size for i in range(context.size)]
-    keys = MASK_CACHE.get(mask, "own last", lambda own: torch.cat([context.own_tokens(own, -1, r) for r in ranks], -1))
+    keys = MASK_CACHE.get(
+        mask, "own last", lambda own: torch.cat([context.own_tokens(own, -1, r) for r in ranks], -1)
+    )
     return rotated, keys
 
 

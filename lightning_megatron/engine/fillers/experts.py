@@ -84,14 +84,18 @@ class Router(TopKRouter):
             scores = torch.sigmoid(logits)
             experts = torch.topk(scores + self.expert_bias, self.topk, dim=-1).indices
             probs = scores.gather(1, experts)
-            scores = scores / scores.sum(dim=-1, keepdim=True)  # for the auxiliary loss, as in Megatron
+            scores = scores / scores.sum(
+                dim=-1, keepdim=True
+            )  # for the auxiliary loss, as in Megatron
         if not self.config.moe_router_pre_softmax:
             probs = probs / probs.sum(dim=-1, keepdim=True)
         if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
             probs = self._attach_aux_loss(probs, scores, experts, padding_mask)
         return probs, experts
 
-    def _attach_aux_loss(self, probs: Tensor, scores: Tensor, experts: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _attach_aux_loss(
+        self, probs: Tensor, scores: Tensor, experts: Tensor, padding_mask: Tensor | None
+    ) -> Tensor:
         """Return ``probs`` with the backward pass of the auxiliary loss attached."""
         assert self.num_tokens is not None
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
@@ -128,7 +132,9 @@ class LoadReport:
     @property
     def min_load(self) -> Tensor:
         """[]: the smallest relative load of an expert; 0 if an expert learns nothing."""
-        return torch.where(self.counts.sum(dim=1, keepdim=True) > 0, self._relative_loads, torch.inf).amin()
+        return torch.where(
+            self.counts.sum(dim=1, keepdim=True) > 0, self._relative_loads, torch.inf
+        ).amin()
 
     @property
     def _relative_loads(self) -> Tensor:
@@ -141,7 +147,9 @@ class LoadBalance:
     def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
         self._shape = (config.num_layers, 1 + config.num_moe_experts)
         self._bias_rate = config.moe_router_bias_update_rate
-        self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        self._routers = [
+            module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)
+        ]
 
     def begin(self, tokens: Tensor) -> None:
         """Begin a step with ``tokens``, [], fp32: the number of non-padding tokens over all ranks."""
@@ -203,17 +211,23 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     destination = torch.arange(count, dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
     assignments = order[:total]
-    return Permutation(assignments // destinations.shape[1], assignments, positions.view_as(destinations), ends)
+    return Permutation(
+        assignments // destinations.shape[1], assignments, positions.view_as(destinations), ends
+    )
 
 
 def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
     """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], in fp32: [n, h]; position m stands for no row."""
     if x.is_cuda:
-        from lightning_megatron.engine.fillers.triton_kernels import row_sums  # Triton is on GPUs only
+        from lightning_megatron.engine.fillers.triton_kernels import (
+            row_sums,
+        )  # Triton is on GPUs only
 
         return row_sums(x, positions)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
-    return padded[positions].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    return (
+        padded[positions].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    )
 
 
 class _Permute(torch.autograd.Function):
@@ -227,7 +241,13 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,), order = upstream, ctx.order
-        return gradient.index_select(0, order.rows) if ctx.inverse else _sum_rows(gradient, order.positions), None, None
+        return (
+            gradient.index_select(0, order.rows)
+            if ctx.inverse
+            else _sum_rows(gradient, order.positions),
+            None,
+            None,
+        )
 
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
@@ -262,9 +282,15 @@ class Dispatcher(MoETokenDispatcher):
     ) -> None:
         """Accept the arguments of Megatron's own dispatchers."""
         super().__init__(config=config, pg_collection=pg_collection)
-        self._num_local, self._first, self._permuted = num_local_experts, local_expert_indices[0], RecomputedOutput()
+        self._num_local, self._first, self._permuted = (
+            num_local_experts,
+            local_expert_indices[0],
+            RecomputedOutput(),
+        )
 
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Prepare the rows to send to each rank.
 
         Args:
@@ -276,7 +302,11 @@ class Dispatcher(MoETokenDispatcher):
             Rows, [n, h], and ``probs``; with several ranks more rows, and for each row the probabilities and the
             indices of its experts, [rows, 2 * topk], fp32.
         """
-        self._shape, self._experts, self._num_assignments = tokens.shape, routing_map, routing_map.numel()
+        self._shape, self._experts, self._num_assignments = (
+            tokens.shape,
+            routing_map,
+            routing_map.numel(),
+        )
         return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,7 +325,9 @@ class Dispatcher(MoETokenDispatcher):
         probs, experts = self._select_local(probs)
         self._to_experts = order = sort_rows(experts, self._num_local, self._num_assignments)
         is_kept = not recomputes_cheap_outputs(self.config)
-        rows = permute(tokens, order) if is_kept else self._permuted.checkpoint(permute, tokens, order)
+        rows = (
+            permute(tokens, order) if is_kept else self._permuted.checkpoint(permute, tokens, order)
+        )
         return rows, order.ends, probs.flatten().gather(0, order.assignments)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
@@ -323,7 +355,9 @@ class AllToAllDispatcher(Dispatcher):
     def _ranks(self) -> Tensor:
         return torch.arange(self.ep_size, device=torch.cuda.current_device())
 
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See ``Dispatcher``; rows are sorted by rank."""
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
         is_on_rank = (routing_map // self._num_local)[:, :, None] == self._ranks
@@ -335,13 +369,19 @@ class AllToAllDispatcher(Dispatcher):
         dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
         all_counts = all_counts.view(self.ep_size, *counts.shape)
         sent, received = all_counts[self.ep_group.rank()], all_counts[:, self.ep_group.rank()]
-        to_ranks, from_ranks, token_counts = torch.stack((sent[:-1], received, all_counts[:, -1])).tolist()
+        to_ranks, from_ranks, token_counts = torch.stack(
+            (sent[:-1], received, all_counts[:, -1])
+        ).tolist()
         self._splits = [rows for rows, _ in to_ranks], [rows for rows, _ in from_ranks]
         self._num_assignments = sum(assignments for _, assignments in from_ranks)
         metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
-        return self._prepare_rows(tokens, metadata, is_sent, max(count for count, _ in token_counts))
+        return self._prepare_rows(
+            tokens, metadata, is_sent, max(count for count, _ in token_counts)
+        )
 
-    def _prepare_rows(self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    def _prepare_rows(
+        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+    ) -> tuple[Tensor, Tensor]:
         """Rows and metadata in the order in which they are sent.
 
         Args:
@@ -350,7 +390,9 @@ class AllToAllDispatcher(Dispatcher):
             is_sent: [n, ep], bool: the destination ranks of each row.
             max_rows: Largest n of the group's ranks.
         """
-        self._to_ranks = sort_rows(self._ranks.where(is_sent, self.ep_size), self.ep_size, sum(self._splits[0]))
+        self._to_ranks = sort_rows(
+            self._ranks.where(is_sent, self.ep_size), self.ep_size, sum(self._splits[0])
+        )
         return permute(rows, self._to_ranks), permute(metadata, self._to_ranks)
 
     def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,13 +427,17 @@ class AllGatherDispatcher(AllToAllDispatcher):
     tokens have at least as many experts as there are ranks, more if they have fewer.
     """
 
-    def _prepare_rows(self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    def _prepare_rows(
+        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+    ) -> tuple[Tensor, Tensor]:
         padding = (0, 0, 0, max_rows - len(rows))
         return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
-        tokens, probs = (gather_from_sequence_parallel_region(x, group=self.ep_group) for x in (tokens, probs))
+        tokens, probs = (
+            gather_from_sequence_parallel_region(x, group=self.ep_group) for x in (tokens, probs)
+        )
         return tokens, probs
 
     def token_combine(self, outputs: Tensor) -> Tensor:
@@ -408,7 +454,10 @@ def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
     """Factory of ``kind``, or of ``Dispatcher`` at ep=1."""
 
     def make(
-        num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: ProcessGroupCollection
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: ProcessGroupCollection,
     ) -> Dispatcher:
         constructor = kind if pg_collection.ep.size() > 1 else Dispatcher
         return constructor(num_local_experts, local_expert_indices, config, pg_collection)
@@ -440,12 +489,16 @@ class GroupedExperts(MegatronModule):
         assert pg_collection is not None
         self._ep, self._dp = pg_collection.ep, pg_collection.expt_dp
         width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, num_local_experts
-        self.linear_fc1 = self._create_weight(count, (2 if config.gated_linear_unit else 1) * width, hidden)
+        self.linear_fc1 = self._create_weight(
+            count, (2 if config.gated_linear_unit else 1) * width, hidden
+        )
         self.linear_fc2 = self._create_weight(count, hidden, width)
 
     def _create_weight(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
-        weight = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+        weight = torch.nn.Parameter(
+            torch.empty(*shape, dtype=self.config.params_dtype, device=device)
+        )
         # Also at ep=1, so that the optimizer's parameter groups are the same at any ep.
         weight.allreduce = False  # type: ignore[attr-defined]
         # For the gradient norm: megatron-core 0.16.1, optimizer/optimizer.py, counts parameters that are not tensor
@@ -465,7 +518,9 @@ class GroupedExperts(MegatronModule):
             Outputs, [n, h], and no bias.
         """
         activated = RecomputedOutput()
-        hidden = activated.checkpoint(self._activation, _grouped_matmul(tokens, self.linear_fc1, ends), probs)
+        hidden = activated.checkpoint(
+            self._activation, _grouped_matmul(tokens, self.linear_fc1, ends), probs
+        )
         output = _grouped_matmul(hidden, self.linear_fc2, ends)
         if recomputes_cheap_outputs(self.config):
             activated.discard_output_and_register_recompute(output)
@@ -488,12 +543,16 @@ class GroupedExperts(MegatronModule):
         """One entry per matrix of each expert, as for ``SequentialMLP``."""
         build, replica = partial(self._shards, sharded_offsets), (0, 0, self._dp.rank())
         return {
-            prefix + name: ShardedTensorFactory(f"{prefix}experts.{name}.weight", weight, build, torch.stack, replica)
+            prefix + name: ShardedTensorFactory(
+                f"{prefix}experts.{name}.weight", weight, build, torch.stack, replica
+            )
             for name, weight in self.named_parameters()
         }
 
     @torch.no_grad()
-    def _shards(self, offsets: Any, key: str, weight: Tensor, replica: Any, flattened: Any) -> list[ShardedTensor]:
+    def _shards(
+        self, offsets: Any, key: str, weight: Tensor, replica: Any, flattened: Any
+    ) -> list[ShardedTensor]:
         axes, count = len(offsets), len(weight)
         return [
             ShardedTensor.from_rank_offsets(
@@ -531,18 +590,24 @@ class _GroupedMatmul(torch.autograd.Function):
         d_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
             if d_weights.is_cuda:
-                from lightning_megatron.engine.fillers.triton_kernels import add_to  # Triton is on GPUs only
+                from lightning_megatron.engine.fillers.triton_kernels import (
+                    add_to,
+                )  # Triton is on GPUs only
 
                 add_to(weights.main_grad, d_weights)
             else:
                 weights.main_grad.add_(d_weights)
-            weights.grad_added_to_main_grad = True  # Megatron's hook requires a gradient, and then ignores it
+            weights.grad_added_to_main_grad = (
+                True  # Megatron's hook requires a gradient, and then ignores it
+            )
         return d_tokens, d_weights, None
 
 
 def _grouped_matmul(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Product of each token and the transposed matrix of its expert, [n, rows of a matrix]."""
-    if len(tokens) == 0:  # none of this rank's experts was selected; their gradient is 0 all the same
+    if (
+        len(tokens) == 0
+    ):  # none of this rank's experts was selected; their gradient is 0 all the same
         return tokens @ weights[0].t()
     products: Tensor = _GroupedMatmul.apply(tokens, weights, ends)  # type: ignore[no-untyped-call]
     return products

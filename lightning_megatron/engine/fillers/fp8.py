@@ -33,7 +33,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers.peer_copies import Collectives, Operand, Product, Scales, SplitLinear
+from lightning_megatron.engine.fillers.peer_copies import (
+    Collectives,
+    Operand,
+    Product,
+    Scales,
+    SplitLinear,
+)
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -60,7 +66,9 @@ MEASURED_SPEEDUPS = {2048: 1.22, 4096: 1.31}
 # ---- quantization ----------------------------------------------------------------------------------------------------
 
 
-def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist.ProcessGroup | None = None) -> Operand:
+def quantize(
+    x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist.ProcessGroup | None = None
+) -> Operand:
     """Quantize ``x`` to fp8 with one scale.
 
     Args:
@@ -69,7 +77,9 @@ def quantize(x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist
         columns: Whether the transpose is needed, too.
         group: Ranks whose shards share the scale (one all-reduce, collective over it); None for this rank alone.
     """
-    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(1)  # NaN if an element is
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(
+        1
+    )  # NaN if an element is
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return _cast(x, dtype, amax, rows=True, columns=columns)
@@ -83,7 +93,11 @@ def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, *, rows: bool, columns: b
     if x.is_cuda:
         from lightning_megatron.engine.fillers import triton_kernels
 
-        return Operand(quantized, transposed, triton_kernels.fp8_cast(x, amax, _MIN_AMAX, quantized, transposed))
+        return Operand(
+            quantized,
+            transposed,
+            triton_kernels.fp8_cast(x, amax, _MIN_AMAX, quantized, transposed),
+        )
     # Division of two tensors is rounded correctly, as in the kernel; division of a number by a tensor is not.
     amax, limit = amax.clamp(min=_MIN_AMAX), torch.full_like(amax, torch.finfo(dtype).max)
     values = (x.float() * (limit / amax)).to(dtype)
@@ -109,7 +123,9 @@ class Fp8Linear(SplitLinear):
         """Whether a microbatch of the current step has written ``main_grad``."""
 
     @override
-    def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
+    def operand(
+        self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False
+    ) -> Operand:
         group = self.collectives.group if is_gathered else None
         return quantize(x.contiguous(), E5M2 if is_gradient else E4M3, columns=columns, group=group)
 
@@ -128,20 +144,29 @@ class Fp8Linear(SplitLinear):
         return columns
 
     @override
-    def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+    def product(
+        self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Product:
         def write(rows: Tensor, out: Tensor) -> Tensor:
             # cuBLAS assumes that its output is aligned as torch's own allocations are, and of this dtype (gradients may
             # be in bf16).
-            fits, fast = out.dtype is dtype and not out.data_ptr() % 256, FAST_BACKWARD or rows.dtype is E4M3
+            fits, fast = (
+                out.dtype is dtype and not out.data_ptr() % 256,
+                FAST_BACKWARD or rows.dtype is E4M3,
+            )
             target = out if fits else None
-            product = torch._scaled_mm(rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=target)
+            product = torch._scaled_mm(
+                rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=target
+            )
             product = product if target is out else out.copy_(product)
             return product if bias is None else product.add_(bias)
 
         return Product(len(weight), dtype, write)
 
     @override
-    def add_weight_gradient(self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales) -> None:
+    def add_weight_gradient(
+        self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales
+    ) -> None:
         product = self.product(inputs, scales, torch.float32)
         if self.has_gradient:
             main_grad.add_(product(gradient))
@@ -158,9 +183,13 @@ def use_fp8(chunks: torch.nn.Module) -> None:
     """
     layers = [layer for layer in chunks.modules() if isinstance(layer, TransformerLayer)]
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    linears = [module for layer in layers for module in layer.modules() if isinstance(module, kinds)]
+    linears = [
+        module for layer in layers for module in layer.modules() if isinstance(module, kinds)
+    ]
     if not linears:
-        raise ConfigError("fp8: expected Megatron's parallel linears, got none from model_provider; leave fp8 out")
+        raise ConfigError(
+            "fp8: expected Megatron's parallel linears, got none from model_provider; leave fp8 out"
+        )
     for linear in linears:
         if not isinstance(linear._forward_impl, Fp8Linear):
             linear._forward_impl = Fp8Linear(linear)
@@ -168,7 +197,9 @@ def use_fp8(chunks: torch.nn.Module) -> None:
 
 def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
     """All fp8 linears of ``chunks``; none without fp8."""
-    linears = (getattr(module, "_forward_impl", None) for chunk in chunks for module in chunk.modules())
+    linears = (
+        getattr(module, "_forward_impl", None) for chunk in chunks for module in chunk.modules()
+    )
     return [linear for linear in linears if isinstance(linear, Fp8Linear)]
 
 
@@ -203,7 +234,9 @@ def size_warning(model: ModelConfig) -> str | None:
     smallest = min(MEASURED_SPEEDUPS)
     if model.hidden_size >= smallest:
         return None
-    figures = ", ".join(f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED_SPEEDUPS.items())
+    figures = ", ".join(
+        f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED_SPEEDUPS.items()
+    )
     return (
         f"fp8: hidden_size={model.hidden_size} is below {smallest}, the smallest size measured to be faster "
         f"({figures}, on an H200); compare a few steps with and without fp8"
@@ -218,19 +251,27 @@ def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: to
     """
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")
-        raise ConfigError(f"fp8: expected precision='bf16-mixed', got weights in {name}; set Trainer(precision=)")
+        raise ConfigError(
+            f"fp8: expected precision='bf16-mixed', got weights in {name}; set Trainer(precision=)"
+        )
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ConfigError(
             f"fp8: expected a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), got "
             f"{torch.cuda.get_device_name(device)} with {'.'.join(map(str, capability))}; leave fp8 out"
         )
-    queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    queries, groups = (
+        model.num_attention_heads * model.kv_channels,
+        model.num_query_groups * model.kv_channels,
+    )
     sizes = {
         "hidden_size": model.hidden_size,
         "ffn_hidden_size / tp": model.ffn_hidden_size / tp,
         "num_attention_heads * kv_channels / tp": queries / tp,
-        "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * groups) / tp,
+        "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * groups)
+        / tp,
     }
     for name, size in sizes.items():
         if size % ALIGNMENT:
-            raise ConfigError(f"fp8: expected {name} to be a multiple of {ALIGNMENT}, got {size:g}; choose another")
+            raise ConfigError(
+                f"fp8: expected {name} to be a multiple of {ALIGNMENT}, got {size:g}; choose another"
+            )

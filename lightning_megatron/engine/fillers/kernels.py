@@ -51,7 +51,12 @@ class Norm(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, has_bias: bool = True
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        has_bias: bool = True,
     ) -> None:
         """Create the parameters, on the same device as other layers.
 
@@ -69,7 +74,9 @@ class Norm(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         # Initially scales by 1 and shifts by 0.
-        self.weight = torch.nn.Parameter(torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **options))
+        self.weight = torch.nn.Parameter(
+            torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **options)
+        )
         has_bias = has_bias and not self.is_rms
         self.bias = torch.nn.Parameter(torch.zeros(self.shape, **options)) if has_bias else None
         for parameter in self.parameters():
@@ -80,7 +87,9 @@ class Norm(torch.nn.Module):
 
     def can_add(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``add`` supports these tensors; for training, which is not bound by kernel launches from Python."""
-        is_plain = x.dtype == residual.dtype == self.weight.dtype and (self.is_rms or self.bias is not None)
+        is_plain = x.dtype == residual.dtype == self.weight.dtype and (
+            self.is_rms or self.bias is not None
+        )
         return is_plain and x.is_cuda and self.shape[0] <= MAX_FUSED_COLUMNS
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
@@ -92,9 +101,13 @@ class Norm(torch.nn.Module):
             residual: As ``x``.
             probability: Probability of dropping an element.
         """
-        from lightning_megatron.engine.fillers.triton_kernels import add_norm  # Triton is on GPUs only
+        from lightning_megatron.engine.fillers.triton_kernels import (
+            add_norm,
+        )  # Triton is on GPUs only
 
-        for hook in self._forward_pre_hooks.values():  # DDP's, which waits for the all-gather of parameters
+        for hook in (
+            self._forward_pre_hooks.values()
+        ):  # DDP's, which waits for the all-gather of parameters
             hook(self, ())
         weight: Tensor = self.weight.float() + 1.0 if self.zero_centered else self.weight
         self._precomputed = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
@@ -131,7 +144,9 @@ class NormOfAllHeads(Norm):
     TP, as for all norms of queries and keys. If there are more ranks than heads, neighbouring ranks hold the same head.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int
+    ) -> None:
         """Create an RMSNorm over ``num_heads`` (of all ranks; for ``ModuleSpec.params``) x ``hidden_size`` columns."""
         super().__init__(config, num_heads * hidden_size, eps)
         self.num_heads = num_heads
@@ -143,7 +158,9 @@ class NormOfAllHeads(Norm):
         first = parallel_state.get_tensor_model_parallel_rank() // replicas * heads
         squares = x.float().pow(2).sum((2, 3), keepdim=True) / replicas
         if tp > 1:
-            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+            squares = copy_to_tensor_model_parallel_region(
+                reduce_from_tensor_model_parallel_region(squares)
+            )
         normalized = (x.float() * torch.rsqrt(squares / self.shape[0] + self.eps)).to(x.dtype)
         return normalized * self.weight.view(self.num_heads, -1)[first : first + heads]
 
@@ -151,7 +168,9 @@ class NormOfAllHeads(Norm):
 class BiasDropoutAdd:
     """Megatron's bias, dropout and residual addition; on CUDA fused with the norm that follows."""
 
-    def __init__(self, probability: float | None = None, multiplier: float = 1.0, config: Any = None) -> None:
+    def __init__(
+        self, probability: float | None = None, multiplier: float = 1.0, config: Any = None
+    ) -> None:
         """Set what differs from Megatron's, which passes ``config`` in one of its slots.
 
         Args:
@@ -169,7 +188,9 @@ class BiasDropoutAdd:
         """Function that Megatron's layer calls with (x, bias), the residual and its config's dropout probability."""
         plain = get_bias_dropout_add(training, fused)
 
-        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+        def add(
+            x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
             probability = probability if self.probability is None else self.probability
             x, bias = x_with_bias
             if self.multiplier != 1.0:
@@ -229,7 +250,9 @@ class RecomputedOutput:
             self._recompute = self._output = None
 
     def _restore(self, gradient: Tensor) -> None:
-        if self._recompute is None or self._output is None:  # a nested backward pass calls hooks twice
+        if (
+            self._recompute is None or self._output is None
+        ):  # a nested backward pass calls hooks twice
             return
         with torch.no_grad():
             recomputed = self._recompute().untyped_storage()
@@ -253,19 +276,30 @@ def recompute_activation(original: Callable[..., _Output]) -> Callable[..., _Out
     dropout (T5) nothing is gained: the second linear saves the output of the dropout, not the activation.
     """
 
-    def forward(self: Any, hidden_states: Tensor, per_token_scale: Any = None, **others: Any) -> _Output:
+    def forward(
+        self: Any, hidden_states: Tensor, per_token_scale: Any = None, **others: Any
+    ) -> _Output:
         config = self.config
         recomputes = recomputes_cheap_outputs(config)
-        if not recomputes or per_token_scale is not None or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0:
+        if (
+            not recomputes
+            or per_token_scale is not None
+            or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0
+        ):
             return original(self, hidden_states, per_token_scale, **others)
 
         def activation(hidden: Tensor, bias: Tensor | None) -> Tensor:
-            linears = {"linear_fc1": _Lambda(lambda _: (hidden, bias)), "linear_fc2": _Lambda(lambda x: (x, None))}
+            linears = {
+                "linear_fc1": _Lambda(lambda _: (hidden, bias)),
+                "linear_fc2": _Lambda(lambda x: (x, None)),
+            }
             mlp = SimpleNamespace(config=config, activation_func=self.activation_func, **linears)
             return original(mlp, hidden)[0]
 
         recomputed = RecomputedOutput()
-        output: _Output = self.linear_fc2(recomputed.checkpoint(activation, *self.linear_fc1(hidden_states)))
+        output: _Output = self.linear_fc2(
+            recomputed.checkpoint(activation, *self.linear_fc1(hidden_states))
+        )
         recomputed.discard_output_and_register_recompute(output[0])
         return output
 
@@ -287,7 +321,9 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
         main_grad.addmm_(grad_output.t(), total_input)
     elif main_grad.is_cuda:
         # torch >= 2.10: accumulates half-precision products in float32, in the GEMM's epilogue.
-        torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
+        torch.addmm(
+            main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad
+        )
     else:
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
@@ -338,11 +374,15 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
     Its own addition is a pass over the output at a third of the memory bandwidth: H200, 12,288 x 3,840, 0.12 ms.
     """
 
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+    ) -> Tensor:
         if bias is None:
             return original(ctx, input, weight, bias, *options)
         fuses, reduces, is_sequence_parallel, *others = options
-        original(ctx, input[:0], weight, bias, fuses, reduces, False, *others)  # prepares ctx for backward
+        original(
+            ctx, input[:0], weight, bias, fuses, reduces, False, *others
+        )  # prepares ctx for backward
         ctx.save_for_backward(input, weight)
         ctx.sequence_parallel = is_sequence_parallel
         if is_sequence_parallel:
@@ -372,7 +412,9 @@ class _Embedding(torch.autograd.Function):
         rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
         weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
         # For a tied weight the output layer returns the zeros to autograd.
-        return None, None if getattr(weight, "zero_out_wgrad", False) else placeholder_gradient(weight)
+        return None, None if getattr(weight, "zero_out_wgrad", False) else placeholder_gradient(
+            weight
+        )
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -399,8 +441,12 @@ def liger_swiglu(original: Any) -> type:
         """SwiGLU of [tokens, 2 * ffn] -> [tokens, ffn]."""
 
         @staticmethod
-        def apply(input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
-            if fp8_input_store or cpu_offload_input:  # both change what the engine saves for backward
+        def apply(
+            input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False
+        ) -> Tensor:
+            if (
+                fp8_input_store or cpu_offload_input
+            ):  # both change what the engine saves for backward
                 result: Tensor = original.apply(input, fp8_input_store, cpu_offload_input)
             else:
                 result = LigerFusedGateUpSiLUMulFunction.apply(input, False)
@@ -443,7 +489,9 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, 
     return largest, total, torch.where((column >= 0) & (column < width), own, 0.0)
 
 
-def logits_gradient(logits: Tensor, labels: Tensor, first: int, log_sum: Tensor, upstream: Tensor) -> Tensor:
+def logits_gradient(
+    logits: Tensor, labels: Tensor, first: int, log_sum: Tensor, upstream: Tensor
+) -> Tensor:
     """Gradient of the logits, (softmax - one-hot) * upstream: [s, b, v/tp], in the logits' dtype.
 
     Args:
@@ -493,7 +541,9 @@ class VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
-        gradient = compiled_for(logits, logits_gradient)(logits, labels, ctx.first, log_sum, upstream[0])
+        gradient = compiled_for(logits, logits_gradient)(
+            logits, labels, ctx.first, log_sum, upstream[0]
+        )
         return gradient, None, None
 
 
@@ -553,7 +603,9 @@ def soft_capped(x: Tensor, cap: float) -> Tensor:
 # ---- copies of many tensors ------------------------------------------------------------------------------------------
 
 
-def copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
+def copy(
+    this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None
+) -> None:
     """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
     if this:
         torch._foreach_copy_(list(that), list(this))
@@ -578,7 +630,9 @@ def copy_shards(self: Any) -> None:
     if masters.model_params is None:  # built once: the GPU may be idle while the host is here
         masters.model_params = {
             main: _shard_in_buffer(self, parameter)
-            for pair in zip(self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True)
+            for pair in zip(
+                self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True
+            )
             for main, parameter in zip(*pair, strict=True)
         }
     if not masters.has_copied:

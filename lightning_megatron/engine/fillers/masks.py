@@ -80,10 +80,14 @@ def hidden_keys(mask: Tensor | None, pattern: Pattern, device: torch.device) -> 
     if segments is not None or pattern.hides:
         ids = None if segments is None else segment_ids(segments, pattern)
         # If visibility depends on the key's segment alone, one query represents all.
-        queries = torch.arange(pattern.num_queries if pattern.hides or not pattern.cross else 1, device=device)
+        queries = torch.arange(
+            pattern.num_queries if pattern.hides or not pattern.cross else 1, device=device
+        )
         rows = torch.arange(1 if segments is None else len(segments), device=device)[:, None, None]
         sees = _mask_mod(ids, pattern)
-        hidden = ~sees(rows, None, queries[:, None], torch.arange(pattern.num_keys, device=device))[:, None]
+        hidden = ~sees(rows, None, queries[:, None], torch.arange(pattern.num_keys, device=device))[
+            :, None
+        ]
     if mask is None or segments is not None:
         return hidden
     return mask if hidden is None else mask | hidden
@@ -95,7 +99,9 @@ def additive_mask(hidden: Tensor | None, bias: Tensor | None, dtype: torch.dtype
         assert bias is not None, "expected a mask or a bias, got neither"
         return bias.to(dtype)
     if bias is None:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, MASKED_SCORE)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, MASKED_SCORE
+        )
     # Overwritten, not added: a large bias plus MASKED_SCORE could unhide the key, or overflow in float16.
     return bias.to(dtype).masked_fill(hidden, MASKED_SCORE)
 
@@ -116,7 +122,9 @@ class TensorCache:
             make: Gets a tensor equal to ``tensor``, which its result may refer to without keeping ``tensor`` alive.
         """
         memory = _memory_key(tensor)
-        values: dict[Any, Any] | None = next((v for x, v in self._entries.items() if _memory_key(x) == memory), None)
+        values: dict[Any, Any] | None = next(
+            (v for x, v in self._entries.items() if _memory_key(x) == memory), None
+        )
         if values is None:
             values = self._entries[tensor] = {}
         # In-place writes change the version. Inference tensors have none, and are short-lived.
@@ -148,7 +156,9 @@ def block_mask(segments: Tensor | None, pattern: Pattern, device: torch.device) 
         pattern: Causality and window.
         device: Device of the result.
     """
-    queries, keys = (torch.arange(n, device=device)[None] for n in (pattern.num_queries, pattern.num_keys))
+    queries, keys = (
+        torch.arange(n, device=device)[None] for n in (pattern.num_queries, pattern.num_keys)
+    )
     q_first, q_last, k_first, k_last = _block_ranges(queries + pattern.first_query, keys)
     # The kernels check the ends of the sequences only in partial blocks.
     full = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
@@ -156,7 +166,10 @@ def block_mask(segments: Tensor | None, pattern: Pattern, device: torch.device) 
     if pattern.causal:
         seen, full = seen & (k_first <= q_last), full & (k_last <= q_first)
     if pattern.window is not None:
-        seen, full = seen & (q_first - k_last < pattern.window), full & (q_last - k_first < pattern.window)
+        seen, full = (
+            seen & (q_first - k_last < pattern.window),
+            full & (q_last - k_first < pattern.window),
+        )
     ids = None if segments is None else segment_ids(segments, pattern)
     if ids is not None:
         q_min, q_max, k_min, k_max = _block_ranges(*ids)
@@ -208,7 +221,9 @@ def _block_ranges(queries: Tensor, keys: Tensor) -> list[Tensor]:
     ranges = []
     for values, axis in ((queries, 2), (keys, 1)):
         length = values.shape[1]
-        positions = torch.arange(-(-length // BLOCK) * BLOCK, device=values.device).clamp(max=length - 1)
+        positions = torch.arange(-(-length // BLOCK) * BLOCK, device=values.device).clamp(
+            max=length - 1
+        )
         blocks = values[:, positions].unflatten(1, (-1, BLOCK))
         ranges += [blocks.amin(-1).unsqueeze(axis), blocks.amax(-1).unsqueeze(axis)]
     return ranges
@@ -262,7 +277,9 @@ def _local_slopes(alibi: Alibi, device: torch.device) -> Tensor:
     return slopes(alibi.num_heads)[alibi.first_head :][: alibi.num_local_heads].to(device)
 
 
-def key_biases(alibi: Alibi, segments: Tensor | None, num_keys: int, device: torch.device) -> Tensor:
+def key_biases(
+    alibi: Alibi, segments: Tensor | None, num_keys: int, device: torch.device
+) -> Tensor:
     """ALiBi bias of each key's position: [b, np/tp, sk] fp32, without a mask [np/tp, sk].
 
     Positions count the non-padding tokens of a row. They do not restart at its second document: that only adds a

@@ -35,7 +35,11 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers.kernels import accumulate_weight_gradient, placeholder_gradient, reduce_over_tp
+from lightning_megatron.engine.fillers.kernels import (
+    accumulate_weight_gradient,
+    placeholder_gradient,
+    reduce_over_tp,
+)
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,14 @@ class Collectives:
             All rows, [tp * rows, k], and their product, [tp * rows, n].
         """
         gathered = x.new_empty(self.size * len(x), x.shape[1])
-        dist.all_gather_into_tensor(gathered.view(torch.uint8), x.view(torch.uint8), self.group)  # any dtype, also fp8
+        dist.all_gather_into_tensor(
+            gathered.view(torch.uint8), x.view(torch.uint8), self.group
+        )  # any dtype, also fp8
         return gathered, product(gathered)
 
-    def matmul_reduce_scatter(self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None) -> Tensor:
+    def matmul_reduce_scatter(
+        self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None
+    ) -> Tensor:
         """Multiply rows and reduce-scatter the product; collective over the group.
 
         Args:
@@ -110,7 +118,9 @@ class Collectives:
         packed = [x.unflatten(split_dim, (self.size, -1)).movedim(split_dim, 0) for x in tensors]
         received = all_to_all(self.group, torch.cat(packed, dim=split_dim + 1))
         parts = torch.split(received, [x.shape[split_dim + 1] for x in packed], dim=split_dim + 1)
-        return tuple(part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts)
+        return tuple(
+            part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts
+        )
 
 
 class Window:
@@ -180,7 +190,9 @@ class PeerCopies(Collectives):
         return gathered, products
 
     @override
-    def matmul_reduce_scatter(self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None) -> Tensor:
+    def matmul_reduce_scatter(
+        self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None
+    ) -> Tensor:
         rows = x.split(len(x) // self.size)
         total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
         main, window, stream = torch.cuda.current_stream(), *self._prepare(total)
@@ -208,20 +220,25 @@ class PeerCopies(Collectives):
     def _exchange(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
         sent = [x.chunk(self.size, split_dim) for x in tensors]
         outputs = [
-            x.new_empty([n * self.size if d == concat_dim else n for d, n in enumerate(x.shape)]) for x, *_ in sent
+            x.new_empty([n * self.size if d == concat_dim else n for d, n in enumerate(x.shape)])
+            for x, *_ in sent
         ]
         received = [x.chunk(self.size, concat_dim) for x in outputs]
         lengths = [x.numel() for x, *_ in sent]
         message = tensors[0].new_empty(sum(lengths))
         window, _ = self._prepare(message)
         for rank in self._others:
-            for buffer, chunks in zip(window.buffer(self.rank, rank, message).split(lengths), sent, strict=True):
+            for buffer, chunks in zip(
+                window.buffer(self.rank, rank, message).split(lengths), sent, strict=True
+            ):
                 buffer.view(chunks[rank].shape).copy_(chunks[rank])
         window.barrier()
         for target, source in zip(received, sent, strict=True):
             target[self.rank].copy_(source[self.rank])
         for rank in self._others:
-            for buffer, chunks in zip(window.buffer(rank, self.rank, message).split(lengths), received, strict=True):
+            for buffer, chunks in zip(
+                window.buffer(rank, self.rank, message).split(lengths), received, strict=True
+            ):
                 chunks[rank].copy_(buffer.view(chunks[rank].shape))
         return outputs
 
@@ -229,7 +246,9 @@ class PeerCopies(Collectives):
         """Return the window, large enough for ``message``, and the side stream."""
         num_bytes = message.numel() * message.element_size()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(message.device, priority=-1)  # high priority, as ranks wait for each other
+            self._stream = torch.cuda.Stream(
+                message.device, priority=-1
+            )  # high priority, as ranks wait for each other
         if self._window is None or self._window.num_bytes < num_bytes:
             torch.cuda.synchronize()  # the previous window may still be read
             self._window = Window(self.group, num_bytes, message.device)
@@ -271,7 +290,9 @@ class SplitLinear:
         """Whether this product is used instead of Megatron's."""
         return bool(self.module.training) and torch.is_grad_enabled()
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+    ) -> Tensor:
         """Map [s or s/tp, b, in] to [s or s/tp, b, out]; ``options`` are for Megatron's own product."""
         output: Tensor
         if self.is_active:
@@ -288,7 +309,9 @@ class SplitLinear:
 
     # ---- operands: as they are here, quantized in fp8.py ----
 
-    def operand(self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False) -> Operand:
+    def operand(
+        self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False
+    ) -> Operand:
         """Operand of inputs or gradients, [tokens, n].
 
         Args:
@@ -307,7 +330,9 @@ class SplitLinear:
         """Transpose gathered rows: their ``columns``."""
         return rows.t()
 
-    def product(self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+    def product(
+        self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Product:
         """Product ``rows @ weight.t() + bias`` in ``dtype``; weight: [n, k]."""
 
         def write(rows: Tensor, out: Tensor) -> Tensor:
@@ -316,11 +341,15 @@ class SplitLinear:
 
         return Product(len(weight), dtype, write)
 
-    def add_weight_gradient(self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales) -> None:
+    def add_weight_gradient(
+        self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales
+    ) -> None:
         """Add ``gradient @ inputs.t()`` to main_grad, [out, in]; gradient: [out, tokens], inputs: [in, tokens]."""
         accumulate_weight_gradient(inputs.t(), gradient.t(), main_grad)
 
-    def weight_gradient(self, weight: Any, gradient: Tensor, inputs: Tensor, scales: Scales) -> Tensor | None:
+    def weight_gradient(
+        self, weight: Any, gradient: Tensor, inputs: Tensor, scales: Scales
+    ) -> Tensor | None:
         """Weight gradient ``gradient @ inputs.t()``; a placeholder if it is added to ``main_grad`` instead."""
         if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
             return self.product(inputs, scales, weight.dtype)(gradient)
@@ -333,7 +362,12 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, linear: SplitLinear, has_backward: bool
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: SplitLinear,
+        has_backward: bool,
     ) -> Tensor:
         is_split = linear.module.sequence_parallel
         ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
@@ -367,7 +401,9 @@ class _LinearProduct(torch.autograd.Function):
         def differentiate_parameters(columns: Tensor = dy.columns) -> None:
             if needs_weight:
                 inputs = linear.transposed(x) if ctx.gathers else x
-                d_parameters[0] = linear.weight_gradient(ctx.weight, columns, inputs, (dy.scale, x_scale))
+                d_parameters[0] = linear.weight_gradient(
+                    ctx.weight, columns, inputs, (dy.scale, x_scale)
+                )
             if needs_bias:
                 d_parameters[1] = rows.sum(0)
 
@@ -376,7 +412,9 @@ class _LinearProduct(torch.autograd.Function):
             if needs_weight:
                 differentiate_parameters(linear.transposed(gathered))
         elif ctx.gathers and needs_input:
-            d_input = linear.collectives.matmul_reduce_scatter(dy.rows, product, differentiate_parameters)
+            d_input = linear.collectives.matmul_reduce_scatter(
+                dy.rows, product, differentiate_parameters
+            )
         else:
             d_input, handle = product(dy.rows) if needs_input else None, None
             if d_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
@@ -389,7 +427,9 @@ class _LinearProduct(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copies: PeerCopies, split_dim: int, concat_dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, copies: PeerCopies, split_dim: int, concat_dim: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.copies, ctx.split_dim, ctx.concat_dim = copies, split_dim, concat_dim
         return tuple(copies._exchange(tensors, split_dim, concat_dim))
 
@@ -402,9 +442,14 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     """Use peer copies in linears that gather or scatter rows, except in experts; collective over their tp groups."""
     copies_of: dict[dist.ProcessGroup, PeerCopies | None] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)) or not module.sequence_parallel:
+        if (
+            not isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            or not module.sequence_parallel
+        ):
             continue
-        linear: Any = vars(module).get("_forward_impl")  # a SplitLinear of an earlier fit, or an Fp8Linear
+        linear: Any = vars(module).get(
+            "_forward_impl"
+        )  # a SplitLinear of an earlier fit, or an Fp8Linear
         if linear is None and module.explicit_expert_comm:
             continue
         if module.tp_group not in copies_of:
@@ -425,7 +470,9 @@ def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
         try:
             Window(group, 64, torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:
-            rank_zero_warn(f"peer copies are not supported, ranks communicate by NCCL alone: {error}")
+            rank_zero_warn(
+                f"peer copies are not supported, ranks communicate by NCCL alone: {error}"
+            )
             is_supported = False
     supported = [is_supported] * group.size()
     dist.all_gather_object(supported, is_supported, group=group)

@@ -99,7 +99,9 @@ def _add_norm_backward(
         gradient = gradient * inverse + residual_gradient
         tl.store(d_residual + offset, gradient, mask=inside)
         if DROPPED is not None:
-            gradient = tl.where(_dropout_mask(seed, row, WIDTH, DROPPED), gradient * keep_scale, 0.0)
+            gradient = tl.where(
+                _dropout_mask(seed, row, WIDTH, DROPPED), gradient * keep_scale, 0.0
+            )
             tl.store(d_x + offset, gradient, mask=inside)
         if HAS_BIAS:
             d_bias += gradient
@@ -114,7 +116,9 @@ def _add_norm_backward(
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, options: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, options: Any
+    ) -> Any:
         eps, probability = options
         rows, columns = x.shape[:-1].numel(), x.shape[-1]
         total, out = torch.empty_like(x), torch.empty_like(x)
@@ -124,7 +128,12 @@ class _AddNorm(torch.autograd.Function):
         ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
         width = triton.next_power_of_2(columns)
         dropped = round(probability * (2**32 - 1)) - 2**31 if probability > 0.0 else None
-        ctx.flags = {"WIDTH": width, "HAS_BIAS": bias is not None, "DROPPED": dropped, "RMS": shift is None}
+        ctx.flags = {
+            "WIDTH": width,
+            "HAS_BIAS": bias is not None,
+            "DROPPED": dropped,
+            "RMS": shift is None,
+        }
         ctx.num_warps = min(max(width // 512, 1), 16)
         _add_norm[(rows,)](
             x, x if bias is None else bias, residual, weight, weight if shift is None else shift, seed, total, out,
@@ -143,15 +152,28 @@ class _AddNorm(torch.autograd.Function):
         # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
         per_multiprocessor, stages = {1: (8, 2), 2: (8, 2), 4: (8, 1)}.get(ctx.num_warps, (2, 1))
         # Triton's interpreter runs on the CPU.
-        count = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
+        count = (
+            torch.cuda.get_device_properties(total.device).multi_processor_count
+            if total.is_cuda
+            else 1
+        )
         programs = min(per_multiprocessor * count, rows)
-        partial = torch.empty(3 if ctx.flags["HAS_BIAS"] else 2, programs, columns, device=total.device)
+        partial = torch.empty(
+            3 if ctx.flags["HAS_BIAS"] else 2, programs, columns, device=total.device
+        )
         _add_norm_backward[(programs,)](
             total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
             **ctx.flags, STAGES=stages, num_warps=ctx.num_warps,
         )  # fmt: skip
         d_weight, d_shift, *d_bias = partial.sum(1).to(weight.dtype)
-        return d_x, (d_bias or [None])[0], d_residual, d_weight, None if ctx.flags["RMS"] else d_shift, None
+        return (
+            d_x,
+            (d_bias or [None])[0],
+            d_residual,
+            d_weight,
+            None if ctx.flags["RMS"] else d_shift,
+            None,
+        )
 
 
 def add_norm(
@@ -176,7 +198,9 @@ def add_norm(
             number as the seed of the mask.
     """
     x, residual = x.contiguous(), residual.contiguous()
-    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(x, bias, residual, weight, shift, (eps, probability))
+    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(
+        x, bias, residual, weight, shift, (eps, probability)
+    )
     return outputs
 
 
@@ -221,8 +245,14 @@ def _rotate(
     sine = tl.where(is_value, 0.0, tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0))
     if BACKWARD:
         first, second = tl.load(queries, is_query, 0.0), tl.load(queries + HALF, is_query, 0.0)
-        first, second = first + tl.load(keys, is_key, 0.0), second + tl.load(keys + HALF, is_key, 0.0)
-        first, second = first + tl.load(values, is_value, 0.0), second + tl.load(values + HALF, is_value, 0.0)
+        first, second = (
+            first + tl.load(keys, is_key, 0.0),
+            second + tl.load(keys + HALF, is_key, 0.0),
+        )
+        first, second = (
+            first + tl.load(values, is_value, 0.0),
+            second + tl.load(values + HALF, is_value, 0.0),
+        )
         sine = -sine
     else:
         first, second = tl.load(rows, exists, 0.0), tl.load(rows + HALF, exists, 0.0)
@@ -240,7 +270,9 @@ def _rotate(
         tl.store(values + HALF, second, is_value)
 
 
-def _launch_rotate(mixed: Tensor, parts: Sequence[Tensor], table: Tensor, queries: int, *, backward: bool) -> None:
+def _launch_rotate(
+    mixed: Tensor, parts: Sequence[Tensor], table: Tensor, queries: int, *, backward: bool
+) -> None:
     """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries."""
     s, b, heads, _ = mixed.shape
     half = table.shape[-1]
@@ -264,8 +296,14 @@ class _Rotate(torch.autograd.Function):
         mixed = mixed if mixed.stride(-1) == 1 else mixed.contiguous()
         s, b, heads, width = mixed.shape
         groups = heads // (queries + 2) if queries < heads else 0
-        parts = tuple(mixed.new_empty(s, b, n, width) for n in (groups * queries or heads, groups, groups))
-        ctx.table, ctx.queries, ctx.shape = _TABLES.get(angles, "table", _cos_sin), queries, mixed.shape
+        parts = tuple(
+            mixed.new_empty(s, b, n, width) for n in (groups * queries or heads, groups, groups)
+        )
+        ctx.table, ctx.queries, ctx.shape = (
+            _TABLES.get(angles, "table", _cos_sin),
+            queries,
+            mixed.shape,
+        )
         _launch_rotate(mixed, parts, ctx.table, queries, backward=False)
         return parts
 
@@ -298,7 +336,9 @@ def split_and_rotate(
     """
     del key_angles
     heads = mixed.view(*mixed.shape[:2], -1, widths[1])
-    split: tuple[Tensor, Tensor, Tensor] = _Rotate.apply(heads, query_angles, widths[0] // widths[1])
+    split: tuple[Tensor, Tensor, Tensor] = _Rotate.apply(
+        heads, query_angles, widths[0] // widths[1]
+    )
     return split
 
 
@@ -306,7 +346,9 @@ def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``_apply_rotary_pos_emb_bshd`` by the kernel, for heads that are normalized before the rotation or shared."""
 
     def _apply_rotary_pos_emb_bshd(t: Tensor, freqs: Tensor, *options: Any, **named: Any) -> Tensor:
-        is_standard = not named.get("rotary_interleaved") and not named.get("multi_latent_attention")
+        is_standard = not named.get("rotary_interleaved") and not named.get(
+            "multi_latent_attention"
+        )
         is_unscaled, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
         if options or not (is_standard and is_unscaled and t.is_cuda):
             return original(t, freqs, *options, **named)
@@ -356,7 +398,9 @@ def _adam(
         else:
             gradient += decay * weight
         first = beta1 * tl.load(firsts + offset, mask=inside) + (1.0 - beta1) * gradient
-        second = beta2 * tl.load(seconds + offset, mask=inside) + (1.0 - beta2) * gradient * gradient
+        second = (
+            beta2 * tl.load(seconds + offset, mask=inside) + (1.0 - beta2) * gradient * gradient
+        )
         weight -= lr / correction1 * first / (tl.sqrt(second) / correction2 + eps)
         written = offset < changed  # not the mask of the loads, which would wait for found_inf
         tl.store(weights + offset, weight, mask=written)
@@ -383,8 +427,14 @@ def adam_table(key: AdamKey, sizes: Sequence[int], device: torch.device) -> tupl
     tensor = torch.repeat_interleave(counts)
     offset = _CHUNK * (torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor])
     addresses = torch.tensor(key)[:, tensor]
-    addresses = torch.where(addresses == 0, 0, addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None])
-    rows = torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None])).t().contiguous()
+    addresses = torch.where(
+        addresses == 0, 0, addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None]
+    )
+    rows = (
+        torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None]))
+        .t()
+        .contiguous()
+    )
     if device.type == "cuda":
         rows = rows.pin_memory()  # so that the copy does not synchronize
     return rows.to(device, non_blocking=True), 4 if (addresses % 16).any() else 16
@@ -431,13 +481,18 @@ def _fp8_cast(
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # In reverse: the reduction of amax has read the end last, which is still in the cache.
-    block_m, block_n = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    block_m, block_n = (
+        tl.num_programs(1) - 1 - tl.program_id(1),
+        tl.num_programs(0) - 1 - tl.program_id(0),
+    )
     at_m, at_n = block_m * BM + tl.arange(0, BM), block_n * BN + tl.arange(0, BN)
     inside = (at_m[:, None] < m) & (at_n[None, :] < n)
     offset = at_m[:, None].to(tl.int64) * n + at_n[None, :]
     largest = tl.maximum(tl.load(amax), SMALLEST)
     # Not clamped: scaled values are in range, and NaN must stay NaN.
-    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(MAX, largest)
+    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(
+        MAX, largest
+    )
     if ROWS:
         tl.store(rows + offset, values.to(rows.dtype.element_ty), mask=inside)
     if COLUMNS:
@@ -448,7 +503,9 @@ def _fp8_cast(
         tl.store(scale, tl.math.div_rn(largest, MAX))
 
 
-def fp8_cast(x: Tensor, amax: Tensor, smallest: float, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+def fp8_cast(
+    x: Tensor, amax: Tensor, smallest: float, rows: Tensor | None, columns: Tensor | None
+) -> Tensor:
     """Cast ``x`` to fp8, with ``amax`` as the largest value of the format; returns the scale, [1], fp32.
 
     Args:
@@ -485,7 +542,9 @@ def _row_sums(x, positions, out, rows, width, COUNT: tl.constexpr, COLUMNS: tl.c
     total = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(COUNT):
         position = tl.load(positions + row * COUNT + i)
-        total += tl.load(x + position * width + column, inside & (position < rows), 0.0).to(tl.float32)
+        total += tl.load(x + position * width + column, inside & (position < rows), 0.0).to(
+            tl.float32
+        )
     tl.store(out + row * width + column, total, inside)
 
 
@@ -496,7 +555,9 @@ def row_sums(x: Tensor, positions: Tensor) -> Tensor:
     columns = min(triton.next_power_of_2(x.shape[1]), 1024)
     if len(positions):
         grid = (len(positions), triton.cdiv(x.shape[1], columns))
-        _row_sums[grid](x, positions, out, len(x), x.shape[1], COUNT=positions.shape[1], COLUMNS=columns)
+        _row_sums[grid](
+            x, positions, out, len(x), x.shape[1], COUNT=positions.shape[1], COLUMNS=columns
+        )
     return out
 
 
@@ -504,7 +565,9 @@ def row_sums(x: Tensor, positions: Tensor) -> Tensor:
 def _add(total, x, count, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
-    added = tl.load(total + offset, inside).to(tl.float32) + tl.load(x + offset, inside).to(tl.float32)
+    added = tl.load(total + offset, inside).to(tl.float32) + tl.load(x + offset, inside).to(
+        tl.float32
+    )
     tl.store(total + offset, added, inside)
 
 

@@ -88,22 +88,37 @@ class Model:
 
 def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path:
     """Write the tracker file, and the iteration's directory with a directory and file per rank; returns the latter."""
-    folder, pp, num_chunks = root / f"iter_{iteration:07d}", len(layout.stages), len(layout.stages[0])
+    folder, pp, num_chunks = (
+        root / f"iter_{iteration:07d}",
+        len(layout.stages),
+        len(layout.stages[0]),
+    )
     for stage, chunks in enumerate(layout.stages):
         for rank in range(layout.tp):
             state: dict[str, Any] = {"iteration": iteration}
             if layout.version is not None:
                 state["checkpoint_version"] = layout.version
             if layout.arguments is not None:
-                sizes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": pp}
+                sizes = {
+                    "tensor_model_parallel_size": layout.tp,
+                    "pipeline_model_parallel_size": pp,
+                }
                 more = {**sizes, "consumed_train_samples": 640, **layout.arguments}
                 state["args"] = Namespace(**{**model.arguments, **more})
             for number, layers in enumerate(chunks):
-                is_first, is_last = stage + number == 0, stage == pp - 1 and number == num_chunks - 1
+                is_first, is_last = (
+                    stage + number == 0,
+                    stage == pp - 1 and number == num_chunks - 1,
+                )
                 entries = _entries(model, layers, is_first, is_last)
-                state["model" if num_chunks == 1 else f"model{number}"] = _nested(entries, layout, rank, model.width)
+                state["model" if num_chunks == 1 else f"model{number}"] = _nested(
+                    entries, layout, rank, model.width
+                )
             moments = {0: {"step": 40, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
-            state["optimizer"] = {"optimizer": {"state": moments}, "fp32_from_fp16_params": [[torch.ones(3)]]}
+            state["optimizer"] = {
+                "optimizer": {"state": moments},
+                "fp32_from_fp16_params": [[torch.ones(3)]],
+            }
             name = f"mp_rank_{rank:02d}" + ("" if pp == 1 else f"_{stage:03d}")
             (folder / name).mkdir(parents=True)
             file = folder / name / "model_optim_rng.pt"
@@ -112,7 +127,9 @@ def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path
     return folder
 
 
-def _entries(model: Model, layers: tuple[int, ...], is_first: bool, is_last: bool) -> Iterator[Entry]:
+def _entries(
+    model: Model, layers: tuple[int, ...], is_first: bool, is_last: bool
+) -> Iterator[Entry]:
     if is_first:
         yield "language_model.embedding.word_embeddings.weight", "vocabulary", [model.words]
         yield from model.first
@@ -131,7 +148,9 @@ def _nested(entries: Iterator[Entry], layout: Layout, rank: int, width: int) -> 
     for name, how, tensors in entries:
         for usual, other in layout.names.items():
             name = name.replace(usual, other)
-        *outer, last = name.split(".", 3 if ".embedding." in name else 2 if name.startswith("language_model") else 1)
+        *outer, last = name.split(
+            ".", 3 if ".embedding." in name else 2 if name.startswith("language_model") else 1
+        )
         inner = model
         for each in outer:
             inner = inner.setdefault(each, {})
@@ -150,7 +169,11 @@ def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]
     """Flatten nested dictionaries of tensors; names are joined with dots."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in nested.items():
-        tensors |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+        tensors |= (
+            flat(value, f"{before}{name}.")
+            if isinstance(value, Mapping)
+            else {before + name: value}
+        )
     return tensors
 
 
@@ -163,7 +186,9 @@ def _block(tensor: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
     return tensor.narrow(axis, rank * size, size)
 
 
-def _shard(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int) -> torch.Tensor:
+def _shard(
+    how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int
+) -> torch.Tensor:
     """A rank's shard of a tensor."""
     first, tp = tensors[0], layout.tp
     if how == "whole":
@@ -176,11 +201,15 @@ def _shard(how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, wid
         rows = len(first) + layout.padding
         rows += -rows % tp
         padding = first[-1:].expand(rows - len(first), *first.shape[1:])
-        return _block(torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]), 0, rank, tp)
+        return _block(
+            torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]), 0, rank, tp
+        )
     if how == "groups":  # per query group: its queries, its key, its value
         num_groups = len(tensors[1]) // width
         groups = range(rank * num_groups // tp, (rank + 1) * num_groups // tp)
-        return torch.cat([_block(tensor, 0, group, num_groups) for group in groups for tensor in tensors])
+        return torch.cat(
+            [_block(tensor, 0, group, num_groups) for group in groups for tensor in tensors]
+        )
     # Queries, keys and values of the rank's heads.
     parts = [_block(each.reshape(-1, width, *each.shape[1:]), 0, rank, tp) for each in tensors]
     # Order by version: [kind, head, width] (0), [head, width, kind] (1), [head, kind, width] (2 and later).
@@ -202,7 +231,10 @@ def _layer(
 ) -> list[Entry]:
     """Entries of a layer; ``names``: both norms, query-key-value, attention output, and the MLP's two matrices."""
     norm, mlp_norm, queries, proj, fc1, fc2 = names.split()
-    entries = [*_both(weights, "input_layernorm", h + norm), *_both(weights, "post_attention_layernorm", h + mlp_norm)]
+    entries = [
+        *_both(weights, "input_layernorm", h + norm),
+        *_both(weights, "post_attention_layernorm", h + mlp_norm),
+    ]
     for kind in ("weight", "bias"):
         second = "columns" if kind == "weight" else "whole"
         for ours, how, theirs in (
@@ -211,7 +243,11 @@ def _layer(
             ("mlp.dense_h_to_4h", "rows", fc1),
             ("mlp.dense_4h_to_h", second, fc2),
         ):
-            parts = [weights[f"{h}{name}.{kind}"] for name in theirs.split(",") if f"{h}{name}.{kind}" in weights]
+            parts = [
+                weights[f"{h}{name}.{kind}"]
+                for name in theirs.split(",")
+                if f"{h}{name}.{kind}" in weights
+            ]
             if transposed:  # GPT-2's Conv1D: transposed, with fused queries, keys and values
                 parts = [part.t() for part in parts]
                 parts = list(parts[0].chunk(3)) if how == qkv else parts
@@ -226,16 +262,29 @@ def gpt2(model: Any) -> Model:
     positions = weights["transformer.wpe.weight"]
     return Model(
         first=[("language_model.embedding.position_embeddings.weight", "whole", [positions])],
-        layer=lambda number: _layer(weights, f"transformer.h.{number}.", names, qkv="heads", transposed=True),
+        layer=lambda number: _layer(
+            weights, f"transformer.h.{number}.", names, qkv="heads", transposed=True
+        ),
         last=_both(weights, "language_model.encoder.final_layernorm", "transformer.ln_f"),
         words=weights["transformer.wte.weight"],
         is_tied=True,
         width=config.n_embd // config.n_head,
         arguments={
-            **{"num_layers": config.n_layer, "hidden_size": config.n_embd, "num_attention_heads": config.n_head},
+            **{
+                "num_layers": config.n_layer,
+                "hidden_size": config.n_embd,
+                "num_attention_heads": config.n_head,
+            },
             **{"max_position_embeddings": config.n_positions, "orig_vocab_size": config.vocab_size},
-            **{"layernorm_epsilon": config.layer_norm_epsilon, "hidden_dropout": config.resid_pdrop},
-            **{"attention_dropout": config.attn_pdrop, "bias_gelu_fusion": False, "openai_gelu": True},
+            **{
+                "layernorm_epsilon": config.layer_norm_epsilon,
+                "hidden_dropout": config.resid_pdrop,
+            },
+            **{
+                "attention_dropout": config.attn_pdrop,
+                "bias_gelu_fusion": False,
+                "openai_gelu": True,
+            },
             "tokenizer_type": "SentencePieceTokenizer",
         },
     )
@@ -247,15 +296,26 @@ def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -
     qkv = ",".join(f"attention.self.{name}" for name in ("query", "key", "value"))
     names = f"attention.ln ln {qkv} attention.output.dense intermediate.dense output.dense"
     tables = [
-        (f"language_model.embedding.{ours}_embeddings.weight", "whole", [weights[f"bert.embeddings.{theirs}.weight"]])
-        for ours, theirs in (("position", "position_embeddings"), ("tokentype", "token_type_embeddings"))
+        (
+            f"language_model.embedding.{ours}_embeddings.weight",
+            "whole",
+            [weights[f"bert.embeddings.{theirs}.weight"]],
+        )
+        for ours, theirs in (
+            ("position", "position_embeddings"),
+            ("tokentype", "token_type_embeddings"),
+        )
     ]
     return Model(
         first=tables,
         layer=lambda number: _layer(weights, f"bert.encoder.layer.{number}.", names, qkv="heads"),
         last=[
             *_both(weights, "language_model.encoder.final_layernorm", "bert.encoder.ln"),
-            *(_both(weights, "language_model.pooler.dense", "bert.pooler.dense") if has_pooler else []),
+            *(
+                _both(weights, "language_model.pooler.dense", "bert.pooler.dense")
+                if has_pooler
+                else []
+            ),
             ("lm_head.bias", "vocabulary", [weights["cls.predictions.bias"]]),
             *_both(weights, "lm_head.dense", "cls.predictions.transform.dense"),
             *_both(weights, "lm_head.layernorm", "cls.predictions.transform.LayerNorm"),
@@ -265,10 +325,21 @@ def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -
         is_tied=True,
         width=config.hidden_size // config.num_attention_heads,
         arguments={
-            **{"num_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads},
-            **{"hidden_size": config.hidden_size, "max_position_embeddings": config.max_position_embeddings},
+            **{
+                "num_layers": config.num_hidden_layers,
+                "num_attention_heads": config.num_attention_heads,
+            },
+            **{
+                "hidden_size": config.hidden_size,
+                "max_position_embeddings": config.max_position_embeddings,
+            },
             **{"orig_vocab_size": config.vocab_size, "layernorm_epsilon": config.layer_norm_eps},
-            **{"hidden_dropout": 0.1, "attention_dropout": 0.1, "bias_gelu_fusion": False, "openai_gelu": False},
+            **{
+                "hidden_dropout": 0.1,
+                "attention_dropout": 0.1,
+                "bias_gelu_fusion": False,
+                "openai_gelu": False,
+            },
         },
     )
 
@@ -281,22 +352,42 @@ def llama(model: Any) -> Model:
 
     def layer(number: int) -> list[Entry]:
         h = f"model.layers.{number}."
-        norms = [_both(weights, f"self_attention.{each}_layernorm", f"{h}self_attn.{each}_norm") for each in "qk"]
+        norms = [
+            _both(weights, f"self_attention.{each}_layernorm", f"{h}self_attn.{each}_norm")
+            for each in "qk"
+        ]
         return [*norms[0], *norms[1], *_layer(weights, h, names, qkv="groups")]
 
     is_tied = config.tie_word_embeddings
-    head = [] if is_tied else [("language_model.output_layer.weight", "vocabulary", [weights["lm_head.weight"]])]
+    head = (
+        []
+        if is_tied
+        else [("language_model.output_layer.weight", "vocabulary", [weights["lm_head.weight"]])]
+    )
     return Model(
         first=[],
         layer=layer,
-        last=[("language_model.encoder.final_layernorm.weight", "whole", [weights["model.norm.weight"]]), *head],
+        last=[
+            (
+                "language_model.encoder.final_layernorm.weight",
+                "whole",
+                [weights["model.norm.weight"]],
+            ),
+            *head,
+        ],
         words=weights["model.embed_tokens.weight"],
         is_tied=is_tied,
         width=len(weights["model.layers.0.self_attn.k_proj.weight"]) // config.num_key_value_heads,
         arguments={
-            **{"num_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads},
+            **{
+                "num_layers": config.num_hidden_layers,
+                "num_attention_heads": config.num_attention_heads,
+            },
             **{"group_query_attention": True, "num_query_groups": config.num_key_value_heads},
-            **{"max_position_embeddings": config.max_position_embeddings, "orig_vocab_size": config.vocab_size},
+            **{
+                "max_position_embeddings": config.max_position_embeddings,
+                "orig_vocab_size": config.vocab_size,
+            },
             **{"norm_epsilon": config.rms_norm_eps, "normalization": "RMSNorm", "swiglu": True},
             **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000},
             **{"untie_embeddings_and_output_weights": not is_tied, "attention_dropout": 0.0},

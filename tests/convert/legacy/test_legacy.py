@@ -47,7 +47,9 @@ PIPELINES = {"pp1": even(4), "pp2": even(4, 2), "pp3 uneven": UNEVEN, "pp2 vpp2"
 
 @functools.cache
 def _gpt2() -> Any:
-    return gpt_model("gpt2", {"vocab_size": 45, "n_inner": None, "bos_token_id": 44, "eos_token_id": 44})
+    return gpt_model(
+        "gpt2", {"vocab_size": 45, "n_inner": None, "bos_token_id": 44, "eos_token_id": 44}
+    )
 
 
 @functools.cache
@@ -74,7 +76,12 @@ def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Lay
 
 
 LAYOUTS = (
-    *(_layout(None, 2, "pp2 vpp2"), _layout(0, 4, "pp3 uneven"), _layout(1.0, 1, "pp2"), _layout(1.0, 4, "pp1")),
+    *(
+        _layout(None, 2, "pp2 vpp2"),
+        _layout(0, 4, "pp3 uneven"),
+        _layout(1.0, 1, "pp2"),
+        _layout(1.0, 4, "pp1"),
+    ),
     *(_layout(2.0, 2, "pp3 uneven"), _layout(3.0, 4, "pp2 vpp2")),
     _layout(None, 2, "pp2", names=FIRST_RELEASES, is_zip=False),
     _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
@@ -84,7 +91,9 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
-def test_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_path: Path, layout: Layout) -> None:
+def test_gpt_of_every_version_and_layout(
+    references: dict[str, Weights], tmp_path: Path, layout: Layout
+) -> None:
     write(tmp_path, layout, gpt2(_gpt2()))
     read = weights_of(tmp_path)
     assert_same_weights(read, references["gpt2"])
@@ -99,16 +108,27 @@ def test_gpt_of_every_version_and_layout(references: dict[str, Weights], tmp_pat
 def test_llama_of_every_layout(
     references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_core: bool
 ) -> None:
-    fields: dict[str, Any] = {"version": None, "names": MEGATRON_CORE} if is_core else {"version": 3.0}
+    fields: dict[str, Any] = (
+        {"version": None, "names": MEGATRON_CORE} if is_core else {"version": 3.0}
+    )
     write(tmp_path, _layout(tp=tp, pipeline=pipeline, **fields), llama(_llama()))
     read = weights_of(tmp_path)
     assert_same_weights(read, references["llama"])
     assert read.source.model == references["llama"].source.model
 
 
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rotary_base": 500000}),
+    "llama": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rotary_base": 500000},
+    ),
     "llama with llama3 scaling": (
         {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8192}},
         {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
@@ -126,12 +146,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("family", "writer"),
-    [*((family, "ours") for family in FAMILIES), *zip(FAMILIES, ["legacy", "core"] * 3, strict=True)],
+    [
+        *((family, "ours") for family in FAMILIES),
+        *zip(FAMILIES, ["legacy", "core"] * 3, strict=True),
+    ],
 )
-def test_arguments_identify_families_with_rotary_positions(tmp_path: Path, family: str, writer: str) -> None:
+def test_arguments_identify_families_with_rotary_positions(
+    tmp_path: Path, family: str, writer: str
+) -> None:
     """Megatron-LM's arguments and, without the embedded config, those that this package writes."""
     fields, arguments = FAMILIES[family]
-    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 24, "head_dim": 8, "sliding_window": None}
+    sizes = {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 24,
+        "head_dim": 8,
+        "sliding_window": None,
+    }
     model = gpt_model(family.split()[0], {**sizes, "tie_word_embeddings": False, **fields})
     if writer == "ours":
         _write(model, tmp_path, tp=2)
@@ -140,7 +170,11 @@ def test_arguments_identify_families_with_rotary_positions(tmp_path: Path, famil
     else:
         model.save_pretrained(tmp_path / "hf")
         names, pp = (MEGATRON_CORE, 2) if writer == "core" else ({}, 1)
-        write(tmp_path / "legacy", Layout(stages=even(2, pp), tp=2, arguments=arguments, names=names), llama(model))
+        write(
+            tmp_path / "legacy",
+            Layout(stages=even(2, pp), tp=2, arguments=arguments, names=names),
+            llama(model),
+        )
 
     read, reference = weights_of(tmp_path / "legacy"), weights_of(tmp_path / "hf")
 
@@ -149,7 +183,11 @@ def test_arguments_identify_families_with_rotary_positions(tmp_path: Path, famil
 
 
 def test_arguments_determine_the_activation(tmp_path: Path) -> None:
-    for argument, activation in (("bias_gelu_fusion", "gelu_fast"), ("openai_gelu", "gelu_new"), ("", "gelu")):
+    for argument, activation in (
+        ("bias_gelu_fusion", "gelu_fast"),
+        ("openai_gelu", "gelu_new"),
+        ("", "gelu"),
+    ):
         arguments = {name: name == argument for name in ("bias_gelu_fusion", "openai_gelu")}
         _write_one_rank(tmp_path / argument, arguments=arguments)
         assert open_source(tmp_path / argument).hf_config.activation_function == activation
@@ -157,10 +195,20 @@ def test_arguments_determine_the_activation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "version", "heads"),
-    [(1, 1, 0, (True, True)), (2, 2, 2.0, (True, True)), (4, 1, 1.0, (True, False)), (2, 2, 0, (False, True))],
+    [
+        (1, 1, 0, (True, True)),
+        (2, 2, 2.0, (True, True)),
+        (4, 1, 1.0, (True, False)),
+        (2, 2, 0, (False, True)),
+    ],
 )
 def test_bert_with_and_without_pooler_and_binary_head(
-    references: dict[str, Weights], tmp_path: Path, tp: int, pp: int, version: float, heads: tuple[bool, bool]
+    references: dict[str, Weights],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    version: float,
+    heads: tuple[bool, bool],
 ) -> None:
     layout = Layout(stages=even(LAYERS, pp), tp=tp, version=version)
     write(tmp_path, layout, bert(_bert(), has_binary_head=heads[0], has_pooler=heads[1]))
@@ -168,7 +216,11 @@ def test_bert_with_and_without_pooler_and_binary_head(
     assert read.source.model.task == ("pretraining" if all(heads) else "masked_lm")
     if all(heads):
         assert_same_weights(read, references["bert"])
-    second = {key for key in references["bert"].tensors if key.name.startswith(("pooler.", "binary_head."))}
+    second = {
+        key
+        for key in references["bert"].tensors
+        if key.name.startswith(("pooler.", "binary_head."))
+    }
     assert set(read.tensors) == set(references["bert"].tensors) - (set() if all(heads) else second)
 
 
@@ -179,9 +231,16 @@ def _write_one_rank(folder: Path, **fields: Any) -> Path:
     return write(folder, Layout(**{"stages": even(LAYERS), **fields}), gpt2(_gpt2()))
 
 
-def test_every_path_to_a_checkpoint_is_accepted(references: dict[str, Weights], tmp_path: Path) -> None:
+def test_every_path_to_a_checkpoint_is_accepted(
+    references: dict[str, Weights], tmp_path: Path
+) -> None:
     iteration = _write_one_rank(tmp_path)
-    paths = [tmp_path, iteration, iteration / "mp_rank_00", iteration / "mp_rank_00" / "model_optim_rng.pt"]
+    paths = [
+        tmp_path,
+        iteration,
+        iteration / "mp_rank_00",
+        iteration / "mp_rank_00" / "model_optim_rng.pt",
+    ]
     for path in paths:
         assert_same_weights(weights_of(path), references["gpt2"])
     shutil.copyfile(paths[3], tmp_path / "gpt2_345m.pt")
@@ -194,9 +253,13 @@ def test_every_path_to_a_checkpoint_is_accepted(references: dict[str, Weights], 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert_same_weights(weights_of(tmp_path), references["gpt2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("41")
-    with pytest.raises(ValueError, match="expected iter_0000041 .*says '41'.*, got iter_0000080, release"):
+    with pytest.raises(
+        ValueError, match="expected iter_0000041 .*says '41'.*, got iter_0000080, release"
+    ):
         open_source(tmp_path)
-    with pytest.raises(ValueError, match="expected iter_0000007 .iteration=7., got iter_0000080, release"):
+    with pytest.raises(
+        ValueError, match="expected iter_0000007 .iteration=7., got iter_0000080, release"
+    ):
         open_source(tmp_path, None, 7)
     assert find_source(tmp_path / "latest_checkpointed_iteration.txt") is None
 
@@ -230,11 +293,17 @@ def test_without_arguments_only_nvidia_345m_models_are_recognized(
     assert published["gpt"][:2] == ((24, 1024, 4096, 1024), (50257,))
     assert published["bert"][:2] == ((24, 1024, 4096, 512), (28996, 30522))
     of_tests = {"gpt": ((LAYERS, 32, 128, 24), (45,)), "bert": ((LAYERS, 32, 48, 24), (80,))}
-    small = {name: (*sizes, {**published[name][2], "num_attention_heads": 4}) for name, sizes in of_tests.items()}
+    small = {
+        name: (*sizes, {**published[name][2], "num_attention_heads": 4})
+        for name, sizes in of_tests.items()
+    }
     for name, model in (("gpt2", gpt2(_gpt2())), ("bert", bert(_bert()))):
         layout = Layout(stages=even(LAYERS), version=None, arguments=None, padding=0)
         path, config = write(tmp_path / name, layout, model), references[name].source.path
-        with pytest.raises(CheckpointError, match=r"no arguments \(args\), and its shapes .* are not those .*--config"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"no arguments \(args\), and its shapes .* are not those .*--config",
+        ):
             convert(ConvertOptions(load_path=path, save_path=tmp_path / "out", to="hf"))
         assert not (tmp_path / "out").exists()
         assert_same_weights(weights_of(path, config), references[name])
@@ -251,7 +320,9 @@ def test_config_whose_heads_tp_does_not_divide_is_refused(tmp_path: Path) -> Non
     _write_small(tmp_path / "legacy", version=None, arguments=None)
     model.config.n_head = 1
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"):
+    with pytest.raises(
+        CheckpointError, match="num_attention_heads: expected a multiple of the checkpoint's tp=2"
+    ):
         open_source(tmp_path / "legacy", tmp_path / "config.json")
 
 
@@ -295,7 +366,9 @@ def test_missing_rank_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=alone):
             weights_of(path)
     (folder / "mp_rank_01_000" / FILE).unlink()
-    with pytest.raises(CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"):
+    with pytest.raises(
+        CheckpointError, match="lacks the file of mp_rank_01_000: there are 3 of tp=2 x pp=2"
+    ):
         weights_of(folder)
     (folder / "mp_rank_01_001" / FILE).unlink()
     with pytest.raises(CheckpointError, match=alone):
@@ -323,7 +396,11 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         lambda state: _encoder(state).pop("layers.0.mlp.dense_4h_to_h.bias"),
         "'decoder.layers.1.mlp.linear_fc2.bias' is missing",
     ),
-    "experts": ("mp_rank_*", lambda state: vars(state["args"]).update(num_experts=8), "family has num_experts=8"),
+    "experts": (
+        "mp_rank_*",
+        lambda state: vars(state["args"]).update(num_experts=8),
+        "family has num_experts=8",
+    ),
     "a foreign config": (
         "mp_rank_*",
         lambda state: vars(state["args"]).update(hugging_face_config='{"model_type": "mamba"}'),
@@ -347,7 +424,9 @@ def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
     _write_small(tmp_path / "gpt2")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**tiny_gpt2().config.to_dict(), "n_layer": 3, "vocab_size": 500}))
-    with pytest.raises(CheckpointError, match=r"word_embeddings.weight' has the shape \[\d+, 32\], not \[500") as error:
+    with pytest.raises(
+        CheckpointError, match=r"word_embeddings.weight' has the shape \[\d+, 32\], not \[500"
+    ) as error:
         weights_of(tmp_path / "gpt2", config)
     assert "'decoder.layers.2.self_attention.linear_qkv.weight' is missing" in str(error.value)
 
@@ -411,22 +490,34 @@ def test_written_shards_equal_shards_made_by_hand(tmp_path: Path, case: str) -> 
     files = sorted((tmp_path / "by_hand").rglob("model_optim_rng.pt"))
     assert len(files) == layout.tp * len(layout.stages)
     for file in files:
-        by_hand, ours = load(file), load(tmp_path / "legacy" / "release" / file.parent.name / file.name)
+        by_hand, ours = (
+            load(file),
+            load(tmp_path / "legacy" / "release" / file.parent.name / file.name),
+        )
         for chunk in (key for key in by_hand.keys() | ours.keys() if key.startswith("model")):
             expected, actual = flat(by_hand[chunk]), flat(ours[chunk])
             assert_same(actual, expected)
             assert all(tensor.is_contiguous() for tensor in actual.values())
             # Readers rely on the order: layers first and ascending, each weight before its bias.
             inside = [name for name in actual if ".encoder.layers." in name]
-            assert [int(name.split(".")[3]) for name in inside] == sorted(int(name.split(".")[3]) for name in inside)
-            assert all(not name.endswith("bias") or f"{name[:-4]}weight" in inside[:i] for i, name in enumerate(inside))
-            assert not any("final_" in name for name in [n for n in actual if ".encoder." in n][: len(inside)])
+            assert [int(name.split(".")[3]) for name in inside] == sorted(
+                int(name.split(".")[3]) for name in inside
+            )
+            assert all(
+                not name.endswith("bias") or f"{name[:-4]}weight" in inside[:i]
+                for i, name in enumerate(inside)
+            )
+            assert not any(
+                "final_" in name for name in [n for n in actual if ".encoder." in n][: len(inside)]
+            )
     assert (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
 def test_llama_round_trips_through_files_of_a_distributed_optimizer(tmp_path: Path) -> None:
     expected = _write(tiny_llama(), tmp_path, pp=2, vpp=2, tp=2)
-    for file in list((tmp_path / "legacy").rglob("model_optim_rng.pt")):  # file names of Megatron-LM in 2022
+    for file in list(
+        (tmp_path / "legacy").rglob("model_optim_rng.pt")
+    ):  # file names of Megatron-LM in 2022
         (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
         (own / "optim.pt").touch()
         file.rename(file.with_name("model_rng.pt"))

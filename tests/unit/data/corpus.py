@@ -41,7 +41,10 @@ def read_documents(prefix: object) -> tuple[list[list[list[Any]]], str]:
 
     dataset = IndexedDataset(str(prefix))
     bounds = dataset.document_indices.tolist()
-    documents = [[dataset[i].tolist() for i in range(*pair)] for pair in zip(bounds, bounds[1:], strict=False)]
+    documents = [
+        [dataset[i].tolist() for i in range(*pair)]
+        for pair in zip(bounds, bounds[1:], strict=False)
+    ]
     return documents, dataset[0].dtype.name
 
 
@@ -50,7 +53,9 @@ def longs(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def write_legacy(prefix: Path, documents: Documents, kind: tuple[int, int, str, int, str] = INT32) -> str:
+def write_legacy(
+    prefix: Path, documents: Documents, kind: tuple[int, int, str, int, str] = INT32
+) -> str:
     """Write a dataset in the format of Megatron 1.x and 2.x (``cached``, ``lazy``), byte by byte.
 
     Args:
@@ -74,11 +79,14 @@ def write_legacy(prefix: Path, documents: Documents, kind: tuple[int, int, str, 
     return str(prefix)
 
 
-def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int = 60) -> list[NDArray[np.uint16]]:
+def write_corpus(
+    prefix: Path, num_documents: int, seed: int = 0, longest: int = 60
+) -> list[NDArray[np.uint16]]:
     """Write documents of random lengths and ids, and return them."""
     random = np.random.default_rng(seed)
     documents = [
-        random.integers(0, 60000, size=int(random.integers(1, longest))).astype(np.uint16) for _ in range(num_documents)
+        random.integers(0, 60000, size=int(random.integers(1, longest))).astype(np.uint16)
+        for _ in range(num_documents)
     ]
     build(prefix, [[document.tolist()] for document in documents])
     return documents
@@ -86,7 +94,9 @@ def write_corpus(prefix: Path, num_documents: int, seed: int = 0, longest: int =
 
 def opened(objective: Objective, part: Part) -> Any:
     """Open the samples of a part, with the index in a new directory next to the dataset."""
-    return open_samples(objective, [part], tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix)))
+    return open_samples(
+        objective, [part], tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix))
+    )
 
 
 class _NoTokenizer:
@@ -106,12 +116,20 @@ def engine_rows(
     **options: bool,
 ) -> NDArray[np.int64]:
     """Rows of Megatron-Core's GPT dataset before the split into inputs and labels: [rows, seq_length + 1]."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
     config = GPTDatasetConfig(
-        **{"random_seed": 1234, "sequence_length": seq_length, "blend": blend, "split": split, "path_to_cache": ""},
+        **{
+            "random_seed": 1234,
+            "sequence_length": seq_length,
+            "blend": blend,
+            "split": split,
+            "path_to_cache": "",
+        },
         **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
         create_attention_mask=False,
         tokenizer=_NoTokenizer(),
@@ -119,9 +137,13 @@ def engine_rows(
     )
     # The other splits get the same size: weights without a size are an error for them too.
     sizes = [num_samples] * len(Split)
-    dataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[Split[name].value]
+    dataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[
+        Split[name].value
+    ]
     members = [(dataset, index) for index in range(len(dataset))]
     if hasattr(dataset, "datasets"):
         pairs = zip(dataset.dataset_index, dataset.dataset_sample_index, strict=True)
         members = [(dataset.datasets[number], index) for number, index in pairs]
-    return np.stack([part._query_document_sample_shuffle_indices(index)[0] for part, index in members])
+    return np.stack(
+        [part._query_document_sample_shuffle_indices(index)[0] for part, index in members]
+    )

@@ -31,12 +31,21 @@ class WordPieceTokenizer:
 
     pad, _, cls, sep, mask, bos, eos = range(len(SPECIAL))
     inv_vocab: ClassVar = dict(enumerate(PIECES))
-    additional_special_tokens_ids: ClassVar = list(range(len(SPECIAL), len(SPECIAL) + NUM_SENTINELS))
+    additional_special_tokens_ids: ClassVar = list(
+        range(len(SPECIAL), len(SPECIAL) + NUM_SENTINELS)
+    )
     unique_identifiers: ClassVar = {"class": "word pieces"}
 
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
     all_special_ids = tuple(range(len(SPECIAL)))
-    pad_token_id, cls_token_id, sep_token_id, mask_token_id, bos_token_id, eos_token_id = pad, cls, sep, mask, bos, eos
+    pad_token_id, cls_token_id, sep_token_id, mask_token_id, bos_token_id, eos_token_id = (
+        pad,
+        cls,
+        sep,
+        mask,
+        bos,
+        eos,
+    )
 
     def __len__(self) -> int:
         return len(self.inv_vocab)
@@ -63,7 +72,9 @@ def random_documents(num_documents: int, seed: int = 0, sentences: int = 12) -> 
         # The piece after the first text id begins a word.
         return [low + 1, *random.integers(low, low + NUM_PIECES, size=length - 1).tolist()]
 
-    return [[sentence() for _ in range(random.integers(1, sentences))] for _ in range(num_documents)]
+    return [
+        [sentence() for _ in range(random.integers(1, sentences))] for _ in range(num_documents)
+    ]
 
 
 def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234) -> Part:
@@ -71,7 +82,12 @@ def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234) -> P
 
 
 def engine_samples(
-    kind: str, part: Part, masking: MaskingOptions, monkeypatch: pytest.MonkeyPatch, folder: Path, **config: Any
+    kind: str,
+    part: Part,
+    masking: MaskingOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    **config: Any,
 ) -> Sequence[dict[str, Any]]:
     """Megatron-Core's dataset of one split, with the index that it builds itself.
 
@@ -83,8 +99,14 @@ def engine_samples(
         folder: Directory of Megatron-Core's index.
         config: ``sequence_length`` and other fields of Megatron-Core's configuration.
     """
-    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+    from megatron.core.datasets.bert_dataset import (
+        BERTMaskedWordPieceDataset,
+        BERTMaskedWordPieceDatasetConfig,
+    )
+    from megatron.core.datasets.t5_dataset import (
+        T5MaskedWordPieceDataset,
+        T5MaskedWordPieceDatasetConfig,
+    )
     from megatron.core.datasets.utils import Split
 
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
@@ -108,7 +130,9 @@ def engine_samples(
         **config,
     )
     low_level = dataset_class.build_low_level_dataset(part.prefix, engine_config)
-    documents = split_ranges(part.split, dataset_class.numel_low_level_dataset(low_level))[part.name]
+    documents = split_ranges(part.split, dataset_class.numel_low_level_dataset(low_level))[
+        part.name
+    ]
     indices = np.arange(documents.start, documents.stop, dtype=np.int32)
     samples: Sequence[dict[str, Any]] = dataset_class(
         low_level, part.prefix, indices, part.num_samples, Split[part.name], engine_config

@@ -21,7 +21,9 @@ def _items(kind: Any) -> list[dict[str, Any]]:
 
 
 def _hugging_face() -> Any:
-    return datasets.Dataset.from_dict({"input_ids": TOKENS.tolist(), "weight": [0.5 * i for i in range(5)]})
+    return datasets.Dataset.from_dict(
+        {"input_ids": TOKENS.tolist(), "weight": [0.5 * i for i in range(5)]}
+    )
 
 
 SOURCES: dict[str, Any] = {
@@ -52,13 +54,33 @@ class Numbers(IterableDataset[dict[str, int]]):
 @pytest.mark.parametrize(
     ("dataset", "collate", "message"),
     [
-        (datasets.DatasetDict({"train": _hugging_face()}), None, r"a DatasetDict must be one map-style dataset"),
+        (
+            datasets.DatasetDict({"train": _hugging_face()}),
+            None,
+            r"a DatasetDict must be one map-style dataset",
+        ),
         (Numbers(), None, "a Numbers must be one .* return a DataLoader from train_dataloader"),
         ([], None, "a list must be one .* of at least one item"),
-        ([{}, {"a": [1, 2]}, {"a": [3]}], None, r"items 1, 2 .* under 'a' \(.*\[2\] .*\[1\] .*\); .* pad them"),
-        ([{}, {"a": 1}, {"b": 1}], None, "item 2 of the dataset is a dict with 'b'; give dicts that all have the"),
-        (_hugging_face(), lambda _: [TOKENS], "a batch is a list; the DataLoader must yield dicts of tensors"),
-        (_hugging_face(), lambda _: {"a": TOKENS}, "collate gave 5 rows for 2 items; return one row per item"),
+        (
+            [{}, {"a": [1, 2]}, {"a": [3]}],
+            None,
+            r"items 1, 2 .* under 'a' \(.*\[2\] .*\[1\] .*\); .* pad them",
+        ),
+        (
+            [{}, {"a": 1}, {"b": 1}],
+            None,
+            "item 2 of the dataset is a dict with 'b'; give dicts that all have the",
+        ),
+        (
+            _hugging_face(),
+            lambda _: [TOKENS],
+            "a batch is a list; the DataLoader must yield dicts of tensors",
+        ),
+        (
+            _hugging_face(),
+            lambda _: {"a": TOKENS},
+            "collate gave 5 rows for 2 items; return one row per item",
+        ),
     ],
 )
 def test_unusable_dataset_or_collate_is_refused(dataset: Any, collate: Any, message: str) -> None:

@@ -16,7 +16,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.documents import BadDocuments, cut_into_pieces, find_files, read_documents
+from lightning_megatron.data.documents import (
+    BadDocuments,
+    cut_into_pieces,
+    find_files,
+    read_documents,
+)
 from lightning_megatron.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -27,7 +32,10 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _read(
-    *paths: Path, keys: tuple[str, ...] = ("text",), piece_bytes: int = 1 << 20, skip: list[str] | None = None
+    *paths: Path,
+    keys: tuple[str, ...] = ("text",),
+    piece_bytes: int = 1 << 20,
+    skip: list[str] | None = None,
 ) -> list[tuple[str, ...]]:
     """All documents; with ``skip``, bad documents are left out and their messages appended to it."""
     bar = SimpleNamespace(write=lambda line, file: None if skip is None else skip.append(line))
@@ -41,7 +49,9 @@ def _read(
 
 
 def _lines(number: int) -> bytes:
-    return b"".join(json.dumps({"text": f"{i} " * (i % 40), "id": i}).encode() + b"\n" for i in range(number))
+    return b"".join(
+        json.dumps({"text": f"{i} " * (i % 40), "id": i}).encode() + b"\n" for i in range(number)
+    )
 
 
 def _write_table(path: Path, columns: dict[str, Any]) -> None:
@@ -50,7 +60,10 @@ def _write_table(path: Path, columns: dict[str, Any]) -> None:
 
 FOUND = [
     # A directory: text, source and JSON lines files sorted by path, but no hidden, cached or installed files.
-    (["."], ["C.TXT", "a/b.jsonl", "a/z.py", "b.txt", "c.jsonl.gz", "e.txt.zst", "f.parquet", "x/d.md"]),
+    (
+        ["."],
+        ["C.TXT", "a/b.jsonl", "a/z.py", "b.txt", "c.jsonl.gz", "e.txt.zst", "f.parquet", "x/d.md"],
+    ),
     (["site-packages"], ["site-packages/x.py"]),
     # A pattern: files of any suffix; directories are searched.
     (["x/*.log"], ["x/a.log"]),
@@ -67,12 +80,14 @@ def test_files_are_found_in_a_fixed_order(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     for inputs, expected in FOUND:
         assert [
-            str(path.relative_to(tmp_path)) for path in find_files([tmp_path / name for name in inputs])
+            str(path.relative_to(tmp_path))
+            for path in find_files([tmp_path / name for name in inputs])
         ] == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("pip*", "pipe does not exist, or is not"), ("sub", "sub matches no file, or")]
+    ("name", "message"),
+    [("pip*", "pipe does not exist, or is not"), ("sub", "sub matches no file, or")],
 )
 def test_input_without_files_is_refused(tmp_path: Path, name: str, message: str) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -86,7 +101,9 @@ def test_text_file_or_json_line_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.py.gz").write_bytes(gzip.compress(b"x = 1\n"))
     (tmp_path / "c.txt.zst").write_bytes(COMPRESS[".zst"](b"\xef\xbb\xbfy"))
     (tmp_path / "latin.txt").write_bytes("café".encode())
-    (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\r\n\n   \r\n{"text": "\\ud83d\\ude42", "title": "t"}')
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "a\\ud800b"}\r\n\n   \r\n{"text": "\\ud83d\\ude42", "title": "t"}'
+    )
 
     expected = ["line one\nline two\n", "x = 1\n", "y", "café", "a\ufffdb", "🙂"]
     assert _read(tmp_path) == [(text,) for text in expected]
@@ -99,14 +116,24 @@ def test_parquet_is_read_in_batches_smaller_than_row_groups(tmp_path: Path) -> N
     _write_table(tmp_path / "x.parquet", {"title": texts[::-1], "other": texts, "text": texts})
     pieces = list(cut_into_pieces([tmp_path / "x.parquet"], ("text", "title"), piece_bytes=4096))
     rows = [row for piece in pieces for row in piece.rows]
-    assert rows == [{"text": text, "title": title} for text, title in zip(texts, texts[::-1], strict=True)]
+    assert rows == [
+        {"text": text, "title": title} for text, title in zip(texts, texts[::-1], strict=True)
+    ]
     assert len(pieces) > 5
     assert sum(piece.num_bytes for piece in pieces) == (tmp_path / "x.parquet").stat().st_size
 
 
 BAD: list[tuple[str, bytes, str]] = [
-    ("text", b'{"text": "unfinished', r"line 3 is not JSON \(.* at column 10\); correct or remove that line"),
-    ("text", b'{"body": "x", "id": 1}', "line 3 has no key 'text'; choose the json key from body, id"),
+    (
+        "text",
+        b'{"text": "unfinished',
+        r"line 3 is not JSON \(.* at column 10\); correct or remove that line",
+    ),
+    (
+        "text",
+        b'{"body": "x", "id": 1}',
+        "line 3 has no key 'text'; choose the json key from body, id",
+    ),
     ("text", b'{"text": 5}', "line 3 has the type int under 'text', expected a string"),
     ("text", b'"\xff', r"line 3 is not utf-8: byte 0xff at offset 1 of it; give its encoding"),
     ("text", b"", "row 2 has the type NoneType under 'text', expected a string"),
@@ -115,7 +142,9 @@ BAD: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("key", "line", "message"), BAD)
-def test_invalid_document_is_reported_with_its_line_or_row(tmp_path: Path, key: str, line: bytes, message: str) -> None:
+def test_invalid_document_is_reported_with_its_line_or_row(
+    tmp_path: Path, key: str, line: bytes, message: str
+) -> None:
     """A JSON line, or a row of a Parquet table where ``line`` is empty."""
     good = b'{"text": "good"}\n'
     (tmp_path / "x.jsonl").write_bytes(good + b"\n" + line + b"\n" + good)
@@ -132,7 +161,9 @@ def test_invalid_document_is_reported_with_its_line_or_row(tmp_path: Path, key: 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
 @pytest.mark.parametrize("damage", ["cut", "foreign", "bytes"])
-def test_damaged_file_is_one_error_and_later_files_are_read(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_file_is_one_error_and_later_files_are_read(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     path = tmp_path / name
     if name.endswith("parquet"):
         _write_table(path, {"text": [f"text {i}" for i in range(5000)]})
@@ -158,24 +189,36 @@ def test_damaged_file_is_one_error_and_later_files_are_read(tmp_path: Path, name
 
 @settings(max_examples=50, deadline=None)
 @given(
-    files=st.lists(st.one_of(st.text(max_size=40), st.lists(st.text(max_size=30), max_size=8)), min_size=1, max_size=8),
+    files=st.lists(
+        st.one_of(st.text(max_size=40), st.lists(st.text(max_size=30), max_size=8)),
+        min_size=1,
+        max_size=8,
+    ),
     piece_bytes=st.integers(1, 100),
     compression=st.sampled_from(list(COMPRESS)),
 )
 def test_piece_size_does_not_change_documents(
-    tmp_path_factory: pytest.TempPathFactory, files: list[str | list[str]], piece_bytes: int, compression: str
+    tmp_path_factory: pytest.TempPathFactory,
+    files: list[str | list[str]],
+    piece_bytes: int,
+    compression: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     expected: list[tuple[str]] = []
     for number, content in enumerate(files):
         if isinstance(content, str):
             text = content.replace("\0", "").lstrip("\ufeff")
-            (folder / f"{number}.txt{compression}").write_bytes(COMPRESS[compression](text.encode()))
+            (folder / f"{number}.txt{compression}").write_bytes(
+                COMPRESS[compression](text.encode())
+            )
             expected.append((text,))
         else:
             data = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
             # Two concatenated gzip members or zstd frames, split in the middle of a line.
-            packed = b"".join(COMPRESS[compression](part) for part in (data[: len(data) // 2], data[len(data) // 2 :]))
+            packed = b"".join(
+                COMPRESS[compression](part)
+                for part in (data[: len(data) // 2], data[len(data) // 2 :])
+            )
             (folder / f"{number}.jsonl{compression}").write_bytes(packed)
             expected += [(text,) for text in content]
 

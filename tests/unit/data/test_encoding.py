@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from lightning_megatron.cli.generate import read_prompts
-from lightning_megatron.data.documents import cut_into_pieces, find_files, read_documents, read_records, read_texts
+from lightning_megatron.data.documents import (
+    cut_into_pieces,
+    find_files,
+    read_documents,
+    read_records,
+    read_texts,
+)
 from lightning_megatron.data.encoding import Decoder, TextEncoding
 from lightning_megatron.data.preprocess import PreprocessOptions, preprocess
-from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data.tokenizer import (
+    TokenizerTrainingOptions,
+    load_tokenizer,
+    train_tokenizer,
+)
 from lightning_megatron.errors import ConfigError, DataError
 from tests.cli.command import run_cli
 from tests.unit.data.corpus import read_documents as read_dataset
@@ -48,7 +58,9 @@ NAMES = ("a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_that_are_not_utf8_are_refused_with_file_and_offset(tmp_path: Path, name: str) -> None:
+def test_bytes_that_are_not_utf8_are_refused_with_file_and_offset(
+    tmp_path: Path, name: str
+) -> None:
     path = _write(tmp_path, name, LATIN, "latin-1")
     offset = LATIN.index("é") + (len('{"text": "') if ".jsonl" in name else 0)
     texts, (message,), replaced = _read(path)
@@ -72,9 +84,13 @@ def test_each_encoding_gives_the_text(tmp_path: Path, name: str, encoding: str) 
 def test_wide_encodings_are_for_text_files(tmp_path: Path, encoding: str) -> None:
     assert _read(_write(tmp_path, "a.txt", TEXT, encoding), name=encoding) == ([TEXT], [], 0)
     lines = _write(tmp_path, "a.jsonl", TEXT, encoding)
-    with pytest.raises(ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"):
+    with pytest.raises(
+        ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"
+    ):
         train_tokenizer(
-            TokenizerTrainingOptions(input=[lines], vocab_size=300, output=tmp_path / "new", encoding=encoding)
+            TokenizerTrainingOptions(
+                input=[lines], vocab_size=300, output=tmp_path / "new", encoding=encoding
+            )
         )
 
 
@@ -90,7 +106,9 @@ def test_replaced_characters_are_counted_without_the_texts_own(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be", "gb18030", "euc_jp"])
-def test_own_replacement_characters_of_the_text_are_not_counted(tmp_path: Path, encoding: str) -> None:
+def test_own_replacement_characters_of_the_text_are_not_counted(
+    tmp_path: Path, encoding: str
+) -> None:
     own = "\ufffd" if encoding != "euc_jp" else ""  # which cannot write it
     path = _write(tmp_path, "a.txt", f"{own}a{own}", encoding)
     wrong = {"utf-16": b"\x00\xd8", "utf-32-be": b"\x00\x11\x00\x00"}.get(encoding, b"\xff")
@@ -114,8 +132,16 @@ MARKED = [
     ("utf-32", {"name": "utf-32"}, ""),
     ("utf-16", {}, "is not utf-8: it begins with the byte order mark of utf-16; give its encoding"),
     ("utf-32", {"errors": "replace"}, "begins with the byte order mark of utf-32"),
-    ("utf-8-sig", {"name": "latin-1"}, "is not latin-1: it begins with the byte order mark of utf-8"),
-    ("utf-16", {"name": "cp1252", "errors": "replace"}, "begins with the byte order mark of utf-16"),
+    (
+        "utf-8-sig",
+        {"name": "latin-1"},
+        "is not latin-1: it begins with the byte order mark of utf-8",
+    ),
+    (
+        "utf-16",
+        {"name": "cp1252", "errors": "replace"},
+        "begins with the byte order mark of utf-16",
+    ),
 ]
 
 
@@ -137,7 +163,9 @@ def test_offset_counts_the_byte_order_mark(tmp_path: Path) -> None:
 def test_json_lines_need_an_encoding_with_the_bytes_of_ascii(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{}")
     for encoding in ("utf-16", "utf-32-le", "cp037", "utf-7"):
-        with pytest.raises(ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"):
+        with pytest.raises(
+            ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"
+        ):
             list(read_texts(str(tmp_path), decoder=Decoder(TextEncoding(name=encoding))))
     for encoding in ("latin-1", "cp1252", "shift_jis", "gb18030", "euc_kr", "big5", "koi8-r"):
         assert TextEncoding(name=encoding).extends_ascii
@@ -149,7 +177,10 @@ def test_prompts_and_instructions_are_utf8(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         list(read_records([tmp_path / "a.jsonl"]))
     (tmp_path / "prompts.txt").write_bytes(b"one\r\ntwo \xe9\n")
-    with pytest.raises(ConfigError, match=r"prompts.txt is not utf-8: byte 0xe9 at offset 9 of it; save it as UTF-8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prompts.txt is not utf-8: byte 0xe9 at offset 9 of it; save it as UTF-8",
+    ):
         read_prompts(None, tmp_path / "prompts.txt", 1)
     (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\r\n\ntwo")
     assert read_prompts(None, tmp_path / "prompts.txt", 1) == ["one", "two"]
@@ -157,14 +188,24 @@ def test_prompts_and_instructions_are_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "no-such-codec", "rot13", "base64", "a\0b"])
 def test_unknown_encodings_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="expected a text encoding such as utf-8, latin-1 or utf-16"):
+    with pytest.raises(
+        ConfigError, match="expected a text encoding such as utf-8, latin-1 or utf-16"
+    ):
         TextEncoding(name=name)
 
 
 def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path) -> None:
     path = _write(tmp_path, "a.txt", LATIN * 20, "latin-1")
     tokenizer = tmp_path / "tokenizer"
-    train = ["train-tokenizer", "--input", str(path), "--vocab-size", "300", "--output", str(tokenizer)]
+    train = [
+        "train-tokenizer",
+        "--input",
+        str(path),
+        "--vocab-size",
+        "300",
+        "--output",
+        str(tokenizer),
+    ]
     code, _, error = run_cli(tmp_path, *train)
     assert code == 2
     assert f"{path} is not utf-8: byte 0xe9 at offset 7" in error
@@ -175,7 +216,13 @@ def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path)
     assert "40 characters that are not of the encoding were replaced by U+FFFD" in output
 
     prefix = str(tmp_path / "x")
-    options = {"input": [path], "output_prefix": prefix, "tokenizer": tokenizer, "encoding": "latin-1", "workers": 2}
+    options = {
+        "input": [path],
+        "output_prefix": prefix,
+        "tokenizer": tokenizer,
+        "encoding": "latin-1",
+        "workers": 2,
+    }
     assert preprocess(PreprocessOptions(**options)).replaced == 0
     ((tokens,),) = read_dataset(f"{prefix}_text_document")[0]
     assert load_tokenizer(tokenizer).decode(tokens) == LATIN * 20

@@ -36,7 +36,13 @@ THIRD: Documents = [[[8, 9, 10, 11]]]
 # Three sequences in three documents, assembled by hand from the format descriptions.
 NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) + longs(0, 1, 2, 3)
 NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
-OLD_IDX = OLD_MAGIC + longs(1, 4, 4, 3, 3, 4) + longs(0, 1, 2, 3) + longs(0, 3, 4, 6) + longs(3, 1, 2, 0, 1, 2, 3)
+OLD_IDX = (
+    OLD_MAGIC
+    + longs(1, 4, 4, 3, 3, 4)
+    + longs(0, 1, 2, 3)
+    + longs(0, 3, 4, 6)
+    + longs(3, 1, 2, 0, 1, 2, 3)
+)
 OLD_BIN = struct.pack("<6i", 5, 6, 7, 65535, 1, 2)
 OLDEST_IDX = OLD_IDX[:48] + longs(0, 1, 2, 3) + longs(0, 3, 3, 6) + longs(3, 0, 3)
 SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset]]] = {
@@ -73,7 +79,9 @@ def test_full_disk_leaves_no_files(tmp_path: Path, room: int) -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard_limit))
     try:
-        with pytest.raises(DataError, match=r"cannot be written \(.*File too large\); choose a writable"):
+        with pytest.raises(
+            DataError, match=r"cannot be written \(.*File too large\); choose a writable"
+        ):
             _write_zeros(tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
@@ -102,21 +110,51 @@ def test_index_without_documents_is_read_as_by_megatron(
 
 EMPTY_IDX = NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1)
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda d: check_dataset(_files(d, NEW_IDX[:20])), "begins with .* and has 20 bytes: damaged, .*; run preprocess"),
-    (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 17, "B", 9))), "type 9, expected one of 1, 2, 3, 4, 5, 6, 7"),
-    (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 54, "q", 4))), "not begin where the previous one ends"),
-    (lambda d: check_dataset(_files(d, _changed(NEW_IDX, 42, "i", 1))), r"x\.idx accounts for 10 bytes, and \.bin has"),
-    (lambda d: check_any(_files(d, _changed(OLD_IDX, 24, "q", 8), OLD_BIN)), "token type 4 of 8 bytes, expected 1 of"),
-    (lambda d: check_dataset(_files(d, EMPTY_IDX, b"")), r"x\.bin cannot be read \(cannot mmap an empty file\)"),
+    (
+        lambda d: check_dataset(_files(d, NEW_IDX[:20])),
+        "begins with .* and has 20 bytes: damaged, .*; run preprocess",
+    ),
+    (
+        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 17, "B", 9))),
+        "type 9, expected one of 1, 2, 3, 4, 5, 6, 7",
+    ),
+    (
+        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 54, "q", 4))),
+        "not begin where the previous one ends",
+    ),
+    (
+        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 42, "i", 1))),
+        r"x\.idx accounts for 10 bytes, and \.bin has",
+    ),
+    (
+        lambda d: check_any(_files(d, _changed(OLD_IDX, 24, "q", 8), OLD_BIN)),
+        "token type 4 of 8 bytes, expected 1 of",
+    ),
+    (
+        lambda d: check_dataset(_files(d, EMPTY_IDX, b"")),
+        r"x\.bin cannot be read \(cannot mmap an empty file\)",
+    ),
     (lambda d: check_dataset(str(d / "x.bin")), r"expected a prefix, got a file; write \S+/x$"),
-    (lambda d: check_dataset(build(d / "f", FIRST, "float32")), "f holds float32: expected integers, on which a model"),
+    (
+        lambda d: check_dataset(build(d / "f", FIRST, "float32")),
+        "f holds float32: expected integers, on which a model",
+    ),
     (
         lambda d: merge_datasets([build(d / "a", FIRST), build(d / "f", FIRST, "float32")], "x"),
         r"\S+/f holds float32 and \S+/a uint16; only integer types can be merged",
     ),
-    (lambda d: merge_datasets([build(d / "a", FIRST)] * 2, str(d / "a")), r"overwrite \S+a\.idx, \S+a\.bin; choose"),
-    (lambda d: merge_datasets([build(d / "a", FIRST)], "c/"), r"output_prefix=c/: expected the prefix"),
-    (lambda d: convert_dataset(build(d / "a", FIRST), "c"), r"is in the mmap format \(MMIDIDX\) already; use"),
+    (
+        lambda d: merge_datasets([build(d / "a", FIRST)] * 2, str(d / "a")),
+        r"overwrite \S+a\.idx, \S+a\.bin; choose",
+    ),
+    (
+        lambda d: merge_datasets([build(d / "a", FIRST)], "c/"),
+        r"output_prefix=c/: expected the prefix",
+    ),
+    (
+        lambda d: convert_dataset(build(d / "a", FIRST), "c"),
+        r"is in the mmap format \(MMIDIDX\) already; use",
+    ),
 ]
 
 
@@ -138,7 +176,9 @@ def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no document index")
-@pytest.mark.parametrize("name", ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)]
+)
 def test_truncated_files_and_flipped_bits_are_detected(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,11 +216,15 @@ KINDS = [
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "float32"])
-def test_merged_files_equal_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_merged_files_equal_megatrons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     monkeypatch.setattr(indexed, "PIECE_TOKENS", 2)
-    inputs = [build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))]
+    inputs = [
+        build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))
+    ]
     inputs.append(inputs[0])  # the same dataset twice
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
     # The builder collects garbage after each input: half a second with torch loaded.
@@ -192,11 +236,15 @@ def test_merged_files_equal_megatrons(tmp_path: Path, monkeypatch: pytest.Monkey
     merge_datasets(inputs, str(tmp_path / "ours"))
 
     for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-of-{kind[1]}")
-def test_every_token_type_of_older_formats_is_converted(tmp_path: Path, kind: tuple[int, int, str, int, str]) -> None:
+def test_every_token_type_of_older_formats_is_converted(
+    tmp_path: Path, kind: tuple[int, int, str, int, str]
+) -> None:
     prefix = write_legacy(tmp_path / "old", FIRST + SECOND, kind)
     before = _contents(tmp_path)
 
@@ -228,14 +276,28 @@ def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         **{"documents": 4, "sequences": 5, "tokens": 306},
         **{"bin_bytes": 2 * 306, "idx_bytes": (tmp_path / "x.idx").stat().st_size},
         "lengths": {"min": 0, "mean": 61.2, "max": 300},
-        "histogram": [{"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)],
+        "histogram": [
+            {"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)
+        ],
         "sequences_per_document": {"min": 0, "mean": 1.25, "max": 2},
     }
     assert json.loads(json.dumps(description)) == description
     documents = describe_dataset(prefix, 9)["first_documents"]
-    assert [each["tokens"] for each in documents] == [[5, 6, 7, 1], [], [2, 3], list(range(MAX_TOKENS_SHOWN))]
-    assert [(each["number"], each["num_tokens"]) for each in documents] == [(0, 4), (1, 0), (2, 2), (3, 300)]
+    assert [each["tokens"] for each in documents] == [
+        [5, 6, 7, 1],
+        [],
+        [2, 3],
+        list(range(MAX_TOKENS_SHOWN)),
+    ]
+    assert [(each["number"], each["num_tokens"]) for each in documents] == [
+        (0, 4),
+        (1, 0),
+        (2, 2),
+        (3, 300),
+    ]
     documents = describe_dataset(prefix, 3, _Letters("abcdefgh"))["first_documents"]
     assert [each["text"] for each in documents] == ["fghb", "", "cd"]
-    with pytest.raises(DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give the one that made"):
+    with pytest.raises(
+        DataError, match=r"x holds token 8, the tokenizer has 0 to 7; give the one that made"
+    ):
         describe_dataset(prefix, 4, _Letters("abcdefgh"))

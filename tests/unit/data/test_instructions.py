@@ -26,7 +26,10 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import DataError
 from tests.tokenizers import END, FORGETFUL, MARKED, REASONING, STRICT, UNMARKED, make_tokenizer
 
-QUESTIONS = [{"prompt": "is it?", "completion": " yes"}, {"prompt": "the question", "completion": "the answer is: no!"}]
+QUESTIONS = [
+    {"prompt": "is it?", "completion": " yes"},
+    {"prompt": "the question", "completion": "the answer is: no!"},
+]
 CHAT = [
     {"role": "system", "content": "the answer is yes"},
     {"role": "user", "content": "is it?"},
@@ -55,7 +58,12 @@ def _read(
 ) -> tuple[Instructions, Any]:
     """Samples of ``records``, and their tokenizer."""
     tokenizer = make_tokenizer(folder / "tokenizer", template, trim_offsets=trim_offsets, bos=bos)
-    fields = {"path": _write(folder, *records), "tokenizer": tokenizer, "seq_length": 200, **options}
+    fields = {
+        "path": _write(folder, *records),
+        "tokenizer": tokenizer,
+        "seq_length": 200,
+        **options,
+    }
     return read_instructions(InstructionOptions(**fields)), load_tokenizer(tokenizer)
 
 
@@ -64,7 +72,10 @@ def _parts(instructions: Instructions, tokenizer: Any, index: int = 0) -> list[t
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
     parts = zip(np.split(is_answer, cuts), np.split(tokens, cuts), strict=True)
-    return [(bool(mask[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False)) for mask, part in parts]
+    return [
+        (bool(mask[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False))
+        for mask, part in parts
+    ]
 
 
 def _targets(*read: Any) -> list[str]:
@@ -72,7 +83,9 @@ def _targets(*read: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("trim_offsets", "bos"), [(False, False), (True, False), (True, True)])
-def test_completion_and_end_token_are_targets(tmp_path: Path, trim_offsets: bool, bos: bool) -> None:
+def test_completion_and_end_token_are_targets(
+    tmp_path: Path, trim_offsets: bool, bos: bool
+) -> None:
     kind: dict[str, Any] = {"trim_offsets": trim_offsets, "bos": bos}
     samples, tokenizer = _read(tmp_path, *QUESTIONS, **kind)
     begin = "<s>" if bos else ""
@@ -81,7 +94,10 @@ def test_completion_and_end_token_are_targets(tmp_path: Path, trim_offsets: bool
     expected = tokenizer("the questionthe answer is: no!")["input_ids"]
     assert samples.sample(1)[0].tolist() == [*expected, tokenizer.eos_token_id]
     separated = _read(tmp_path, *QUESTIONS, separator="\n", **kind)
-    assert _parts(*separated, 1) == [(False, f"{begin}the question\n"), (True, f"the answer is: no!{END}")]
+    assert _parts(*separated, 1) == [
+        (False, f"{begin}the question\n"),
+        (True, f"the answer is: no!{END}"),
+    ]
 
 
 def test_token_across_prompt_and_completion_is_a_target(tmp_path: Path) -> None:
@@ -94,7 +110,9 @@ def test_token_across_prompt_and_completion_is_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answers", ["all", "each", "last"])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str) -> None:
-    samples, tokenizer = _read(tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers)
+    samples, tokenizer = _read(
+        tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers
+    )
     # Without generation marks in the template, the newline that ends a turn belongs to it.
     line = "" if template == MARKED else "\n"
     turns = [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"]
@@ -112,16 +130,29 @@ def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("end", [END, " "])
-def test_answers_with_outer_spaces_are_targets_with_any_tokenizer(tmp_path: Path, template: str, end: str) -> None:
+def test_answers_with_outer_spaces_are_targets_with_any_tokenizer(
+    tmp_path: Path, template: str, end: str
+) -> None:
     """Where token offsets exclude spaces, transformers' own mask is empty or does not end."""
     template = template.replace("{{ '\\n' }}", "").replace(END, end)
-    chat = [USER, {"role": "assistant", "content": " yes "}, USER, {"role": "assistant", "content": "no"}]
+    chat = [
+        USER,
+        {"role": "assistant", "content": " yes "},
+        USER,
+        {"role": "assistant", "content": "no"},
+    ]
     read = _read(tmp_path, {"messages": chat}, template=template, trim_offsets=True)
     assert _targets(*read) == [f" yes {end}", f"no{end}"]
 
 
 def test_answers_are_found_if_the_template_rewrites_earlier_turns(tmp_path: Path) -> None:
-    read = _read(tmp_path, {"messages": CHAT[1:], "tools": [TOOL]}, template=REASONING, answers="each", seq_length=300)
+    read = _read(
+        tmp_path,
+        {"messages": CHAT[1:], "tools": [TOOL]},
+        template=REASONING,
+        answers="each",
+        seq_length=300,
+    )
     targets = [text for index in (0, 1) for text in _targets(*read, index)]
     assert targets == [f"<think></think>{CHAT[turn]['content']}{END}\n" for turn in (2, 4)]
 
@@ -137,7 +168,9 @@ def test_long_samples_are_truncated_and_samples_without_targets_counted(
     assert samples.lengths.tolist()[1:] == [8]
     assert "2 of 3 samples" in caplog.text
     assert "1 lost their end, and 1 are left out" in caplog.text
-    with pytest.raises(DataError, match="seq_length=12 leaves nothing of the answers of the 1 samples"):
+    with pytest.raises(
+        DataError, match="seq_length=12 leaves nothing of the answers of the 1 samples"
+    ):
         _read(tmp_path, long_question, seq_length=12)
 
 
@@ -149,7 +182,9 @@ def _instructions(*lengths: int) -> Instructions:
     starts = np.cumsum([0, *lengths])
     positions = np.concatenate([np.arange(length) for length in lengths])
     tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
-    return Instructions(tokens=tokens, is_answer=positions > 1, starts=starts, padding_token=np.array(99))
+    return Instructions(
+        tokens=tokens, is_answer=positions > 1, starts=starts, padding_token=np.array(99)
+    )
 
 
 def test_unpacked_rows_hold_one_padded_sample() -> None:
@@ -171,18 +206,58 @@ def test_unpacked_rows_hold_one_padded_sample() -> None:
 @pytest.mark.parametrize(
     ("record", "template", "message"),
     [
-        ({"question": "?", "answer": "yes"}, None, "expected 'prompt' and 'completion', .* got {'answer': 'yes'"),
-        ({"prompt": "is it?", "completion": " "}, None, "an empty 'completion', so there is nothing to learn"),
+        (
+            {"question": "?", "answer": "yes"},
+            None,
+            "expected 'prompt' and 'completion', .* got {'answer': 'yes'",
+        ),
+        (
+            {"prompt": "is it?", "completion": " "},
+            None,
+            "an empty 'completion', so there is nothing to learn",
+        ),
         ({"messages": [{"from": "human", "value": "is it?"}]}, UNMARKED, "expected 'prompt' and"),
-        ({"messages": [USER, {"role": "bot", "content": ""}]}, UNMARKED, "no answer, .* its roles are 'user', 'bot'"),
-        ({"messages": [{"role": "assistant", "content": "yes"}]}, UNMARKED, "nothing comes before it"),
-        ({"messages": CHAT}, STRICT, "does not take a conversation of system, user, .*Only user and assistant roles"),
+        (
+            {"messages": [USER, {"role": "bot", "content": ""}]},
+            UNMARKED,
+            "no answer, .* its roles are 'user', 'bot'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "yes"}]},
+            UNMARKED,
+            "nothing comes before it",
+        ),
+        (
+            {"messages": CHAT},
+            STRICT,
+            "does not take a conversation of system, user, .*Only user and assistant roles",
+        ),
         ({"messages": CHAT}, FORGETFUL, "leaves out a message of the role 'system'; use another"),
-        ({"messages": [USER, CALL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
-        ({"messages": CHAT, "tools": [TOOL]}, UNMARKED, "the chat template leaves out the tool 'weather'; use another"),
-        ({"messages": CHAT}, "{{ 1 // 0 }}", r"does not take a conversation of .* \(integer division"),
-        ({"messages": CHAT}, REASONING, "the answer in message 3 cannot .* put {% generation %} .*, or set answers="),
-        ({"messages": CHAT}, None, "the tokenizer has no chat template, .* use the tokenizer of a chat model"),
+        (
+            {"messages": [USER, CALL]},
+            UNMARKED,
+            "the chat template leaves out the tool 'weather'; use another",
+        ),
+        (
+            {"messages": CHAT, "tools": [TOOL]},
+            UNMARKED,
+            "the chat template leaves out the tool 'weather'; use another",
+        ),
+        (
+            {"messages": CHAT},
+            "{{ 1 // 0 }}",
+            r"does not take a conversation of .* \(integer division",
+        ),
+        (
+            {"messages": CHAT},
+            REASONING,
+            "the answer in message 3 cannot .* put {% generation %} .*, or set answers=",
+        ),
+        (
+            {"messages": CHAT},
+            None,
+            "the tokenizer has no chat template, .* use the tokenizer of a chat model",
+        ),
     ],
 )
 def test_malformed_or_hidden_record_is_refused_with_its_line(
@@ -232,14 +307,19 @@ def test_token_cache_is_used_until_file_tokenizer_or_options_change(
 
     monkeypatch.setattr(records, "read_instructions", read_and_count)
     tokenizer = make_tokenizer(tmp_path / "tokenizer", UNMARKED)
-    options = InstructionOptions(path=_write(tmp_path, {"messages": CHAT}), tokenizer=tokenizer, seq_length=64)
+    options = InstructionOptions(
+        path=_write(tmp_path, {"messages": CHAT}), tokenizer=tokenizer, seq_length=64
+    )
 
     def fingerprint(changed: InstructionOptions) -> str:
         cached = cached_instructions(changed, str(tmp_path / "cache"))
         return InstructionSamples(cached, changed.seq_length).fingerprint
 
     first = fingerprint(options)
-    assert [first, first] == [fingerprint(options), InstructionSamples(read_instructions(options), 64).fingerprint]
+    assert [first, first] == [
+        fingerprint(options),
+        InstructionSamples(read_instructions(options), 64).fingerprint,
+    ]
     assert len(reads) == 1
     assert fingerprint(replace(options, answers="last")) != first
     make_tokenizer(Path(options.tokenizer), MARKED)

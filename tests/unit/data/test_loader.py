@@ -9,13 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron.data.loader import BatchShape, PassLoader, PassOrder, ResumableLoader, TrainLoader
+from lightning_megatron.data.loader import (
+    BatchShape,
+    PassLoader,
+    PassOrder,
+    ResumableLoader,
+    TrainLoader,
+)
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
 
 def _shape(mbs: int, num: int, dp: int = 1, rank: int = 0) -> BatchShape:
-    return BatchShape(micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank)
+    return BatchShape(
+        micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank
+    )
 
 
 def _loader(shape: BatchShape) -> TrainLoader:

@@ -35,7 +35,9 @@ def _bert(**options: Any) -> BertObjective:
 
 
 def _t5(**options: Any) -> T5Objective:
-    return T5Objective(**({"seq_length": 64, "seq_length_decoder": 64, "tokenizer": word_pieces()} | options))
+    return T5Objective(
+        **({"seq_length": 64, "seq_length_decoder": 64, "tokenizer": word_pieces()} | options)
+    )
 
 
 def _open(objective: MaskedObjective, prefix: Path, num_samples: int | None = None) -> Samples:
@@ -47,12 +49,22 @@ def _open(objective: MaskedObjective, prefix: Path, num_samples: int | None = No
 MUCH_MASKED = {"probability": 0.6, "short_sequence_probability": 0.5}
 ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
     "bert": (_bert(seq_length=128, masking=MaskingOptions(max_ngram=3)), 1234),
-    "bert, one segment": (_bert(seq_length=128, sentence_order=False, masking=MaskingOptions(max_ngram=3)), 1234),
-    "bert, short rows of pieces": (_bert(seq_length=16, masking=MaskingOptions(max_ngram=1, whole_words=False)), 5),
+    "bert, one segment": (
+        _bert(seq_length=128, sentence_order=False, masking=MaskingOptions(max_ngram=3)),
+        1234,
+    ),
+    "bert, short rows of pieces": (
+        _bert(seq_length=16, masking=MaskingOptions(max_ngram=1, whole_words=False)),
+        5,
+    ),
     "bert, much masked": (_bert(masking=MaskingOptions(max_ngram=5, **MUCH_MASKED)), 2**31 - 2),  # type: ignore[arg-type]
     "t5": (_t5(seq_length=128, masking=MaskingOptions(max_ngram=10), format="megatron"), 1234),
     "t5, much masked": (
-        _t5(seq_length_decoder=128, masking=MaskingOptions(max_ngram=4, **MUCH_MASKED), format="megatron"),  # type: ignore[arg-type]
+        _t5(
+            seq_length_decoder=128,
+            masking=MaskingOptions(max_ngram=4, **MUCH_MASKED),
+            format="megatron",
+        ),  # type: ignore[arg-type]
         2**31 - 2,
     ),
 }
@@ -64,7 +76,10 @@ def test_every_field_of_every_sample_equals_megatrons(
 ) -> None:
     objective, seed = ENGINE_CASES[case]
     # Megatron skips documents with a long sentence, except documents of a single sentence.
-    build(tmp_path / "corpus", [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)])
+    build(
+        tmp_path / "corpus",
+        [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)],
+    )
     part = part_of(tmp_path / "corpus", num_samples=150, seed=seed)
     config: dict[str, Any] = {"sequence_length": objective.seq_length}
     if isinstance(objective, T5Objective):
@@ -73,7 +88,9 @@ def test_every_field_of_every_sample_equals_megatrons(
     else:
         config["classification_head"] = objective.sentence_order
         names = {"input_ids": "text", "token_type_ids": "types", "attention_mask": "padding_mask"}
-    theirs = engine_samples(objective.name, part, objective.masking, monkeypatch, tmp_path / "engine", **config)
+    theirs = engine_samples(
+        objective.name, part, objective.masking, monkeypatch, tmp_path / "engine", **config
+    )
 
     ours = opened(objective, part)
 
@@ -111,7 +128,9 @@ def test_whole_words_are_masked_with_other_word_marks(tmp_path: Path) -> None:
 
     texts = torch.where(rows["labels"] < 0, rows["input_ids"], rows["labels"]).numpy()
     differences = []
-    for text, masked, used in zip(texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True):
+    for text, masked, used in zip(
+        texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True
+    ):
         for position in range(2, int(used)):
             if text[position - 1] >= begin and text[position] == begin:
                 differences.append(masked[position] != masked[position - 1])
@@ -136,27 +155,49 @@ def test_spans_beyond_the_sentinels_stay_unmasked(tmp_path: Path) -> None:
 
 
 def _count_samples(documents: Documents, objective: MaskedObjective) -> Callable[[Path], object]:
-    return lambda folder: objective.count(part_of(Path(build(folder / "corpus", documents)), num_samples=100))
+    return lambda folder: objective.count(
+        part_of(Path(build(folder / "corpus", documents)), num_samples=100)
+    )
 
 
 def _read_token(token: int) -> Callable[[Path], object]:
     documents: Documents = [[[WORD, token], [WORD]]] * 20
-    return lambda folder: _open(_bert(), Path(build(folder / "corpus", documents, dtype="int32"))).rows([0])
+    return lambda folder: _open(
+        _bert(), Path(build(folder / "corpus", documents, dtype="int32"))
+    ).rows([0])
 
 
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda _: MaskingOptions(probability=0.0), "probability=0.0 must be more than 0 and less than 1"),
-    (lambda _: MaskingOptions(short_sequence_probability=1.7), "short_sequence_probability=1.7 must be from 0 to 1"),
-    (lambda _: _t5(seq_length=128, seq_length_decoder=20), "seq_length_decoder=20 is too small: 15% of seq_length="),
+    (
+        lambda _: MaskingOptions(probability=0.0),
+        "probability=0.0 must be more than 0 and less than 1",
+    ),
+    (
+        lambda _: MaskingOptions(short_sequence_probability=1.7),
+        "short_sequence_probability=1.7 must be from 0 to 1",
+    ),
+    (
+        lambda _: _t5(seq_length=128, seq_length_decoder=20),
+        "seq_length_decoder=20 is too small: 15% of seq_length=",
+    ),
     (lambda _: _t5(tokenizer=replace(FEW, sentinels=())), "has too few sentinels .* for T5"),
-    (lambda _: _bert(tokenizer=replace(FEW, special={"sep": 2})), "has no cls_token, no mask_token, which BERT"),
+    (
+        lambda _: _bert(tokenizer=replace(FEW, special={"sep": 2})),
+        "has no cls_token, no mask_token, which BERT",
+    ),
     # Megatron would loop forever.
     (
         _count_samples([[[WORD] * 5]] * 20, _bert()),
         "gives train 16 of 20 documents of .* none of two or more sentences",
     ),
-    (_count_samples([[LONG, [WORD]]] * 20, _t5()), "16 of 20 documents of .* sentences of at most 512 tokens; give"),
-    (_count_samples([*[[[], []]] * 19, [[WORD]]], _t5()), "gives train 16 of 20 documents of .* with 0 tokens"),
+    (
+        _count_samples([[LONG, [WORD]]] * 20, _t5()),
+        "16 of 20 documents of .* sentences of at most 512 tokens; give",
+    ),
+    (
+        _count_samples([*[[[], []]] * 19, [[WORD]]], _t5()),
+        "gives train 16 of 20 documents of .* with 0 tokens",
+    ),
     (_read_token(word_pieces().size), "corpus has token 507, word-pieces has 0 to 506"),
     (_read_token(-1), "corpus has token -1, word-pieces has 0 to"),
 ]
@@ -173,4 +214,7 @@ def test_invalid_settings_and_datasets_are_refused(
 def test_skipped_documents_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build(tmp_path / "corpus", [[LONG, [WORD]], *random_documents(9)])
     _open(_t5(), tmp_path / "corpus")
-    assert re.search(r"1 of 8 documents of .*corpus \(train\) are left out, as by Megatron: a sample is", caplog.text)
+    assert re.search(
+        r"1 of 8 documents of .*corpus \(train\) are left out, as by Megatron: a sample is",
+        caplog.text,
+    )

@@ -25,7 +25,11 @@ from lightning_megatron.data.preprocess import (
     PreprocessResult,
     split_sentences,
 )
-from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, load_tokenizer, train_tokenizer
+from lightning_megatron.data.tokenizer import (
+    TokenizerTrainingOptions,
+    load_tokenizer,
+    train_tokenizer,
+)
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import read_documents
 
@@ -35,19 +39,27 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "corpus.txt").write_text("one two three four five six seven " * 30)
     train_tokenizer(
-        TokenizerTrainingOptions(input=[folder / "corpus.txt"], vocab_size=300, output=folder / "tokenizer")
+        TokenizerTrainingOptions(
+            input=[folder / "corpus.txt"], vocab_size=300, output=folder / "tokenizer"
+        )
     )
     return folder / "tokenizer"
 
 
 def _run(folder: Path, tokenizer: Path, **options: Any) -> PreprocessResult:
-    defaults = {"input": [folder / "in"], "output_prefix": folder / "out" / "x", "tokenizer": tokenizer}
+    defaults = {
+        "input": [folder / "in"],
+        "output_prefix": folder / "out" / "x",
+        "tokenizer": tokenizer,
+    }
     return preprocess.preprocess(PreprocessOptions(**(defaults | options)))
 
 
 def _documents(prefix: str) -> list[list[int]]:
     """Documents as Megatron-Core reads them, their sequences joined."""
-    return [[token for tokens in document for token in tokens] for document in read_documents(prefix)[0]]
+    return [
+        [token for tokens in document for token in tokens] for document in read_documents(prefix)[0]
+    ]
 
 
 def _write_inputs(folder: Path) -> list[str]:
@@ -61,11 +73,16 @@ def _write_inputs(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["limited", "python"])
-def test_documents_are_complete_and_without_special_tokens(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+def test_documents_are_complete_and_without_special_tokens(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
     """With a tokenizer that was saved with truncation and padding, and with a slow (Python) tokenizer."""
     from transformers import ByT5Tokenizer
 
-    texts, saved = _write_inputs(tmp_path), load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer()
+    texts, saved = (
+        _write_inputs(tmp_path),
+        load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer(),
+    )
     if kind == "limited":
         saved.backend_tokenizer.enable_truncation(max_length=3)
         saved.backend_tokenizer.enable_padding(length=10)
@@ -74,7 +91,10 @@ def test_documents_are_complete_and_without_special_tokens(tmp_path: Path, token
     result = _run(tmp_path, tmp_path / "tokenizer", append_eod=True)
 
     reference = load_tokenizer(tokenizer if kind == "limited" else tmp_path / "tokenizer")
-    expected = [[*reference.encode(text, add_special_tokens=False), reference.eos_token_id] for text in texts]
+    expected = [
+        [*reference.encode(text, add_special_tokens=False), reference.eos_token_id]
+        for text in texts
+    ]
     assert _documents(result.prefixes[0]) == expected
     assert (result.documents, result.tokens) == (len(texts), sum(map(len, expected)))
 
@@ -84,30 +104,43 @@ def test_number_of_workers_does_not_change_the_output(
 ) -> None:
     _write_inputs(tmp_path)
     (tmp_path / "in" / "c.py").write_text("print('one')\n")
-    (tmp_path / "in" / "d.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes()))
+    (tmp_path / "in" / "d.jsonl.gz").write_bytes(
+        gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes())
+    )
     # Small pieces, so that workers finish out of order.
     cut = preprocess.cut_into_pieces
-    monkeypatch.setattr(preprocess, "cut_into_pieces", lambda files, keys, **limit: cut(files, keys, 500, **limit))
+    monkeypatch.setattr(
+        preprocess, "cut_into_pieces", lambda files, keys, **limit: cut(files, keys, 500, **limit)
+    )
     outputs = []
     for workers in (1, 2, 3):
-        prefix = _run(tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}").prefixes[0]
+        prefix = _run(
+            tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}"
+        ).prefixes[0]
         outputs.append([Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")])
 
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_document_numbers_match_across_keys_and_output_is_not_overwritten(tmp_path: Path, tokenizer: Path) -> None:
+def test_document_numbers_match_across_keys_and_output_is_not_overwritten(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     (tmp_path / "in").mkdir()
     rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
     lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))
     encode = load_tokenizer(tokenizer).encode
-    for prefix, texts in zip(result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True):
+    for prefix, texts in zip(
+        result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True
+    ):
         assert _documents(prefix) == [encode(text) for text in texts]
         assert check_dataset(prefix).lengths.all()  # a document without tokens has no sequence
     assert (result.documents, result.empty_documents) == (4, 4)
-    with pytest.raises(DataError, match=r"output_prefix=\S+/x would overwrite \S+x_text_document.idx, \S+.bin; choose"):
+    with pytest.raises(
+        DataError,
+        match=r"output_prefix=\S+/x would overwrite \S+x_text_document.idx, \S+.bin; choose",
+    ):
         _run(tmp_path, tokenizer)
 
 
@@ -123,7 +156,9 @@ def test_invalid_lines_end_the_run_or_are_skipped(
     with pytest.raises(DataError, match=r"a\.jsonl, line 121 is not JSON"):
         _run(tmp_path, tokenizer, workers=workers)
     assert list((tmp_path / "out").iterdir()) == []
-    result = _run(tmp_path, tokenizer, workers=workers, on_error="skip", json_keys=("text", "title"))
+    result = _run(
+        tmp_path, tokenizer, workers=workers, on_error="skip", json_keys=("text", "title")
+    )
 
     assert (result.documents, result.skipped) == (201, 3)
     assert [len(_documents(prefix)) for prefix in result.prefixes] == [201, 201]
@@ -137,14 +172,21 @@ def test_invalid_lines_end_the_run_or_are_skipped(
 
 
 @pytest.mark.parametrize("keep_newlines", [False, True])
-def test_sentences_become_sequences_of_a_document(tmp_path: Path, tokenizer: Path, keep_newlines: bool) -> None:
+def test_sentences_become_sequences_of_a_document(
+    tmp_path: Path, tokenizer: Path, keep_newlines: bool
+) -> None:
     (tmp_path / "in").mkdir()
     texts = [["One two. ", "Three Mr. four?\n", "Five!"], [], ["Six seven."]]
     lines = [json.dumps({"text": "".join(sentences)}) for sentences in texts]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
-    (prefix,) = _run(tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines).prefixes
+    (prefix,) = _run(
+        tmp_path, tokenizer, split_sentences=True, append_eod=True, keep_newlines=keep_newlines
+    ).prefixes
     reference = load_tokenizer(tokenizer)
-    ids = [[reference.encode(each if keep_newlines else each.strip()) for each in sentences] for sentences in texts]
+    ids = [
+        [reference.encode(each if keep_newlines else each.strip()) for each in sentences]
+        for sentences in texts
+    ]
     for document in filter(None, ids):
         document[-1].append(reference.eos_token_id)
     assert prefix.endswith("x_text_sentence")
@@ -152,7 +194,10 @@ def test_sentences_become_sequences_of_a_document(tmp_path: Path, tokenizer: Pat
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(alphabet="aB.!? \n\r\t\"'()1é。\u2029\u00a0\u3000\u200b🙂-", max_size=40), st.integers(1, 2))
+@given(
+    st.text(alphabet="aB.!? \n\r\t\"'()1é。\u2029\u00a0\u3000\u200b🙂-", max_size=40),
+    st.integers(1, 2),
+)
 def test_sentence_splitting_loses_no_character(text: str, times: int) -> None:
     long = text * (1 if times == 1 else 400)  # the library splits long texts again
 
@@ -174,13 +219,24 @@ def test_invalid_options_and_inputs_are_refused(
     without_eos = load_tokenizer(tokenizer)
     without_eos.eos_token = None
     without_eos.save_pretrained(tmp_path / "without_eos")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(tmp_path / "words")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(
+        tmp_path / "words"
+    )
     monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
     for options, message in (
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
-        ({"tokenizer": tmp_path / "words"}, r"words cannot encode a text \(.*UNK.*\); use another tokenizer"),
-        ({"tokenizer": tmp_path / "without_eos", "append_eod": True}, "needs an eos_token, .*without_eos has none"),
-        ({"json_keys": ("text", "a/b")}, "json_keys='text a/b': expected keys, each once, without a slash"),
+        (
+            {"tokenizer": tmp_path / "words"},
+            r"words cannot encode a text \(.*UNK.*\); use another tokenizer",
+        ),
+        (
+            {"tokenizer": tmp_path / "without_eos", "append_eod": True},
+            "needs an eos_token, .*without_eos has none",
+        ),
+        (
+            {"json_keys": ("text", "a/b")},
+            "json_keys='text a/b': expected keys, each once, without a slash",
+        ),
         ({"split_sentences": True}, r"split_sentences needs the library sentencex; .*\[data\]"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -207,20 +263,27 @@ def test_killed_worker_ends_the_run(
             return encoded
 
     monkeypatch.setattr(preprocess, "DocumentEncoder", KilledEncoder)
-    with pytest.raises(RuntimeError, match="a tokenizing worker failed; .*memory may have run out: DataLoader worker"):
+    with pytest.raises(
+        RuntimeError,
+        match="a tokenizing worker failed; .*memory may have run out: DataLoader worker",
+    ):
         _run(tmp_path, tokenizer, workers=2)
     assert list((tmp_path / "out").iterdir()) == []
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
+)
 def test_interrupt_leaves_no_dataset_and_no_process(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     context = multiprocessing.get_context("fork")
     started = context.Event()
 
-    def endless(files: list[Path], keys: list[str], max_document_bytes: int | None) -> Iterator[Piece]:
+    def endless(
+        files: list[Path], keys: list[str], max_document_bytes: int | None
+    ) -> Iterator[Piece]:
         started.set()
         while True:
             yield Piece(files=(str(files[0]),), num_bytes=1)
@@ -240,7 +303,9 @@ def test_interrupt_leaves_no_dataset_and_no_process(
     os.kill(process.pid or 0, sent)
     process.join(200)
     deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{child}") for child in children) and time.monotonic() < deadline:
+    while (
+        any(os.path.exists(f"/proc/{child}") for child in children) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
 
     assert process.exitcode

@@ -42,7 +42,10 @@ GPT = GPTObjective(seq_length=16)
 def _parts(folder: Path, names: str = "a", weights: Any = None, **changes: Any) -> list[Part]:
     fields = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
     weights = weights or [None] * len(names)
-    return [Part(prefix=str(folder / name), weight=w, **fields) for name, w in zip(names, weights, strict=True)]
+    return [
+        Part(prefix=str(folder / name), weight=w, **fields)
+        for name, w in zip(names, weights, strict=True)
+    ]
 
 
 def _rows(samples: Samples) -> np.ndarray:
@@ -57,7 +60,13 @@ def _truncate(path: Path) -> None:
 
 
 def _write(prefix: Path, lengths: list[int]) -> None:
-    build(prefix, [[list(range(end - length, end))] for length, end in zip(lengths, accumulate(lengths), strict=True)])
+    build(
+        prefix,
+        [
+            [list(range(end - length, end))]
+            for length, end in zip(lengths, accumulate(lengths), strict=True)
+        ],
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,7 +78,11 @@ def _write(prefix: Path, lengths: list[int]) -> None:
     drop=st.booleans(),
 )
 def test_rows_equal_megatrons(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, num_samples: int | None, drop: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    seq_length: int,
+    num_samples: int | None,
+    drop: bool,
 ) -> None:
     # Megatron fails if it keeps a partial sample and the last document of its order is empty.
     lengths = [*(length if drop else max(1, length) for length in lengths), seq_length + 1]
@@ -80,7 +93,9 @@ def test_rows_equal_megatrons(
     (part,) = _parts(prefix.parent, num_samples=num_samples, **split)
     samples = opened(GPTObjective(seq_length=seq_length, **options), part)
 
-    expected = engine_rows(([str(prefix)], None), num_samples, seq_length=seq_length, **split, **options)
+    expected = engine_rows(
+        ([str(prefix)], None), num_samples, seq_length=seq_length, **split, **options
+    )
     assert np.array_equal(_rows(samples), expected)
 
 
@@ -92,7 +107,9 @@ def test_rows_equal_megatrons(
         (3077, 952502 * 3077 + 1),  # likewise, and more tokens than fit in 31 bits
     ],
 )
-def test_partial_sequences_of_large_corpora_are_counted_exactly(seq_length: int, tokens: int) -> None:
+def test_partial_sequences_of_large_corpora_are_counted_exactly(
+    seq_length: int, tokens: int
+) -> None:
     lengths = np.array([tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)], dtype=np.int32)
 
     index = build_gpt_index(lengths, np.arange(3, dtype=np.int32), seq_length, None, 1, True)
@@ -124,7 +141,9 @@ def test_truncation_during_training_is_an_error(
         monkeypatch.setattr(GPTObjective, "read", lambda *a: (os.truncate(file, 50), read(*a))[1])
     else:
         os.truncate(file, 50)
-    with pytest.raises(DataError, match=rf"a\{suffix}: expected {size} bytes, got 50: .*resume from the last"):
+    with pytest.raises(
+        DataError, match=rf"a\{suffix}: expected {size} bytes, got 50: .*resume from the last"
+    ):
         samples.rows([3])
 
 
@@ -158,7 +177,9 @@ def test_blend_is_parsed_and_ambiguous_blends_are_refused(data_path: Any, blend:
     [((0.3, 0.3, 0.4), 1000), ((5, 1, 0.001), 77), (None, 20), (None, None)],
     ids=str,
 )
-def test_blend_equals_megatrons(tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None) -> None:
+def test_blend_equals_megatrons(
+    tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None
+) -> None:
     parts = _parts(tmp_path, "abc", weights, num_samples=num_samples)
     for seed, (part, num_documents) in enumerate(zip(parts, (50, 25, 120), strict=True)):
         write_corpus(Path(part.prefix), num_documents, seed=seed)
@@ -173,7 +194,9 @@ def test_blend_equals_megatrons(tmp_path: Path, weights: tuple[float, ...] | Non
     datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
     num_samples=st.one_of(st.none(), st.integers(1, 500)),
 )
-def test_blend_takes_no_more_samples_than_exist(datasets: list[tuple[int, float]], num_samples: int | None) -> None:
+def test_blend_takes_no_more_samples_than_exist(
+    datasets: list[tuple[int, float]], num_samples: int | None
+) -> None:
     counts, weights = zip(*datasets, strict=True)
     blend = build_blend_index(weights, counts, num_samples)
 
@@ -198,13 +221,17 @@ def test_invalid_split_is_refused(text: str) -> None:
 
 def test_dataset_too_short_for_a_sample_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "b", 1, longest=2)
-    with pytest.raises(DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"):
+    with pytest.raises(
+        DataError, match=r"gives train 1 of 1 documents of .*b with 1 tokens, .* needs 17; lower"
+    ):
         GPT.count(*_parts(tmp_path, "b", split="1"))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(any),
+    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(
+        any
+    ),
     num_sequences=st.integers(1, 10**9),
 )
 def test_split_bounds_equal_megatrons(weights: list[float], num_sequences: int) -> None:
@@ -216,14 +243,18 @@ def test_split_bounds_equal_megatrons(weights: list[float], num_sequences: int) 
     text = ",".join(np.format_float_positional(weight) for weight in weights)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(canonical_split(text)))
     for name, bounds in zip(SPLIT_NAMES, matrix, strict=True):
-        expected = range(*(int(round(bound * float(num_sequences))) for bound in bounds or (0.0, 0.0)))
+        expected = range(
+            *(int(round(bound * float(num_sequences))) for bound in bounds or (0.0, 0.0))
+        )
         assert split_ranges(text, num_sequences)[name] == expected
 
 
 # ---- building and caching the index ---------------------------------------------------------------------------------
 
 
-def test_concurrent_processes_build_an_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_processes_build_an_index_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.datasets import helpers  # noqa: F401 (once, not in each process)
 
     for seed, name in enumerate("ab"):
@@ -246,7 +277,9 @@ def test_concurrent_processes_build_an_index_once(tmp_path: Path, monkeypatch: p
     barrier = context.Barrier(4)
 
     def job() -> None:
-        torch.set_num_threads(1)  # as in a DataLoader worker: a forked process has no OpenMP threads
+        torch.set_num_threads(
+            1
+        )  # as in a DataLoader worker: a forked process has no OpenMP threads
         barrier.wait()
         samples = open_samples(GPT, parts, str(tmp_path / "cache"))
         results.put((samples.fingerprint, _rows(samples).tobytes()))
@@ -289,7 +322,12 @@ def test_killed_builder_neither_blocks_nor_leaves_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage"), [("sample_index.npy", _truncate), ("index.json", Path.unlink), ("dataset_index.npy", _truncate)]
+    ("file", "damage"),
+    [
+        ("sample_index.npy", _truncate),
+        ("index.json", Path.unlink),
+        ("dataset_index.npy", _truncate),
+    ],
 )
 def test_damaged_index_is_rebuilt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
@@ -338,7 +376,9 @@ def _claim_a_huge_shape(path: Path) -> None:
     """An array's header of terabytes; other files get it in front of theirs."""
     content = path.read_bytes()
     shape = b"'shape': ("
-    path.write_bytes(content.replace(shape, shape + b"999999999999, ") if shape in content else shape + content)
+    path.write_bytes(
+        content.replace(shape, shape + b"999999999999, ") if shape in content else shape + content
+    )
 
 
 REPLACEMENTS = (
@@ -352,7 +392,9 @@ REPLACEMENTS = (
 FLIPS_PER_FILE = 15
 
 
-def test_no_damage_of_a_cached_index_changes_a_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_damage_of_a_cached_index_changes_a_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, 30, seed=seed)
     cache = tmp_path / "cache"
@@ -368,11 +410,16 @@ def test_no_damage_of_a_cached_index_changes_a_batch(tmp_path: Path, caplog: pyt
         for damage in (*flips, *REPLACEMENTS):
             caplog.clear()
             damage(cache / name)
-            assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected), (name, damage)
+            assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), expected), (
+                name,
+                damage,
+            )
             assert caplog.text.count("is damaged and is not used") == 1, (name, damage)
 
 
-def test_directory_replaced_as_a_whole_is_built_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_replaced_as_a_whole_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_corpus(tmp_path / "a", 30, seed=1)
     cache = tmp_path / "cache"
     (part,) = _parts(tmp_path)
@@ -408,7 +455,9 @@ def test_header_damaged_while_a_run_goes_on_is_an_error(tmp_path: Path) -> None:
     content = file.read_bytes()
     for header in (b"{" * 118, b"\xff" * 118, content[10:128].replace(b"(", b" "), b"[" * 118):
         file.write_bytes(content[:10] + header + content[128:])
-        with pytest.raises(DataError, match=r"shuffle_index.npy cannot be read \(.*start the run again"):
+        with pytest.raises(
+            DataError, match=r"shuffle_index.npy cannot be read \(.*start the run again"
+        ):
             pickle.loads(samples)
 
 
@@ -427,5 +476,7 @@ def test_removed_index_serves_open_samples_but_no_new_process(tmp_path: Path) ->
     shutil.rmtree(tmp_path / "cache")
 
     samples.rows([0])
-    with pytest.raises(DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"):
+    with pytest.raises(
+        DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"
+    ):
         pickle.loads(pickle.dumps(samples))

@@ -21,7 +21,11 @@ TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
 
 def _train(folder: Path, vocab_size: int = 400, **options: Any) -> Any:
     (folder / "corpus.txt").write_text(TEXT)
-    defaults = {"input": [folder / "corpus.txt"], "vocab_size": vocab_size, "output": folder / "tokenizer"}
+    defaults = {
+        "input": [folder / "corpus.txt"],
+        "vocab_size": vocab_size,
+        "output": folder / "tokenizer",
+    }
     return train_tokenizer(TokenizerTrainingOptions(**(defaults | options)))
 
 
@@ -51,18 +55,30 @@ def test_invalid_lines_can_be_skipped_and_output_is_not_overwritten(tmp_path: Pa
         _train(tmp_path, 262, **options)
     result = _train(tmp_path, 262, **options, on_error="skip")
     assert (result.documents, result.skipped) == (1, 1)
-    assert len(load_tokenizer(tmp_path / "tokenizer").encode("zebra", add_special_tokens=False)) == 1
-    with pytest.raises(DataError, match=r"output=\S+ would overwrite \S+tokenizer.json; choose another"):
+    assert (
+        len(load_tokenizer(tmp_path / "tokenizer").encode("zebra", add_special_tokens=False)) == 1
+    )
+    with pytest.raises(
+        DataError, match=r"output=\S+ would overwrite \S+tokenizer.json; choose another"
+    ):
         _train(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("../absent", "", "tokenizer directory .*tokenizer is missing; train one with train-tokenizer"),
+        (
+            "../absent",
+            "",
+            "tokenizer directory .*tokenizer is missing; train one with train-tokenizer",
+        ),
         ("readme.txt", "x", ""),
         ("tokenizer_config.json", '{"eos_token": 5}', ""),
-        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "model_max_length": "x"}', ""),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "TokenizersBackend", "model_max_length": "x"}',
+            "",
+        ),
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}', ""),
     ],
 )
@@ -75,7 +91,9 @@ def test_broken_tokenizer_is_refused_without_a_prompt(
         (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / name).resolve().write_text(content)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks on the terminal"))
-    with pytest.raises(DataError, match=message or "tokenizer holds no tokenizer that transformers can load"):
+    with pytest.raises(
+        DataError, match=message or "tokenizer holds no tokenizer that transformers can load"
+    ):
         load_tokenizer(tmp_path / "tokenizer")
 
 
@@ -88,7 +106,14 @@ def _word_piece() -> Any:
     from transformers import BertTokenizer
 
     letters = sorted({letter for letter in WORDS.lower() if letter != " "})
-    pieces = [*SPECIAL[:5], *letters, *(f"##{letter}" for letter in letters), "cat", "##able", "##tt"]
+    pieces = [
+        *SPECIAL[:5],
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        "cat",
+        "##able",
+        "##tt",
+    ]
     return BertTokenizer(vocab={piece: token for token, piece in enumerate(pieces)})
 
 
@@ -96,8 +121,22 @@ def _unigram() -> Any:
     from transformers import T5Tokenizer
 
     letters = sorted(set(WORDS) - {" "})
-    pieces = ["\u2581", *letters, "\u2581c", "able", "\u2581un", "\u2581sit", "\u2581\u6771", "\u4eac"]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -float(len(piece))) for piece in pieces)]
+    pieces = [
+        "\u2581",
+        *letters,
+        "\u2581c",
+        "able",
+        "\u2581un",
+        "\u2581sit",
+        "\u2581\u6771",
+        "\u4eac",
+    ]
+    vocabulary = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        *((piece, -float(len(piece))) for piece in pieces),
+    ]
     return T5Tokenizer(vocab=vocabulary, extra_ids=100)
 
 
@@ -108,7 +147,9 @@ def _byte_level() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *alphabet, "at", "\u0120c", "\u0120cat"]
     merges = [("a", "t"), ("\u0120", "c"), ("\u0120c", "at")]
-    return RobertaTokenizer(vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges)
+    return RobertaTokenizer(
+        vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges
+    )
 
 
 def test_word_starts_of_word_pieces_equal_transformers() -> None:
@@ -126,7 +167,9 @@ def test_word_starts_of_unigram_and_byte_level_pieces_follow_spaces(make: Any) -
     tokens = np.array(tokenizer.encode(WORDS, add_special_tokens=False))
     starts = TokenizerFacts.of(tokenizer, "test").begins_word[tokens]
     words = np.split(tokens, np.flatnonzero(starts[1:]) + 1)
-    assert [tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words] == WORDS.split()
+    assert [
+        tokenizer.decode(word, clean_up_tokenization_spaces=False).strip() for word in words
+    ] == WORDS.split()
 
 
 def test_special_tokens_and_sentinels_are_found_at_any_id() -> None:
@@ -137,7 +180,9 @@ def test_special_tokens_and_sentinels_are_found_at_any_id() -> None:
     unigram = _unigram()
     t5 = TokenizerFacts.of(unigram, "test")
     assert t5.special == {"pad": 0, "eos": 1}
-    assert t5.sentinels == tuple(unigram.convert_tokens_to_ids([f"<extra_id_{number}>" for number in range(100)]))
+    assert t5.sentinels == tuple(
+        unigram.convert_tokens_to_ids([f"<extra_id_{number}>" for number in range(100)])
+    )
 
     roberta = TokenizerFacts.of(_byte_level(), "test")
     assert roberta.special == {"cls": 0, "pad": 1, "sep": 2, "bos": 0, "eos": 2, "mask": 4}

@@ -18,7 +18,9 @@ def _tokenizer(folder: Path, **parts: Any) -> Path:
     folder.mkdir(exist_ok=True)
     content = {"version": "1.0", "added_tokens": [], "model": _MODEL, **parts}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return folder
 
 
@@ -40,7 +42,9 @@ _TEMPLATE = {"type": "TemplateProcessing", "pair": [_A], "special_tokens": {}}
 MULTIPLYING: dict[str, dict[str, Any]] = {
     "doubled thirty times": {"normalizer": _sequence(*[_replace(" ", "  ")] * 30)},
     "nested": {"normalizer": _sequence(*[_sequence(*[_replace("a", "aa")] * 6)] * 5)},
-    "by way of another letter": {"normalizer": _sequence(*[_replace("a", "bbbb"), _replace("b", "aa")] * 5)},
+    "by way of another letter": {
+        "normalizer": _sequence(*[_replace("a", "bbbb"), _replace("b", "aa")] * 5)
+    },
     "long content": {"normalizer": _replace("a", "b" * 2000)},
     "between all letters": {"normalizer": _sequence(*[_replace("(?=.)", "x", "Regex")] * 20)},
     "by an expression": {"normalizer": _sequence(*[_replace("[a-z]", "xxxx", "Regex")] * 20)},
@@ -49,7 +53,10 @@ MULTIPLYING: dict[str, dict[str, Any]] = {
     "when it is decoded": {"decoder": {"type": "Sequence", "decoders": [_replace("a", "aa")] * 30}},
     "by copies": {"post_processor": {**_TEMPLATE, "single": [_A] * 2000}},
     "by copies of copies": {
-        "post_processor": {"type": "Sequence", "processors": [{**_TEMPLATE, "single": [_A] * 9}] * 9}
+        "post_processor": {
+            "type": "Sequence",
+            "processors": [{**_TEMPLATE, "single": [_A] * 9}] * 9,
+        }
     },
 }
 USUAL: dict[str, dict[str, Any]] = {
@@ -64,16 +71,24 @@ USUAL: dict[str, dict[str, Any]] = {
             _replace(" {2,}", " ", "Regex"),
         )
     },
-    "llama": {"normalizer": _sequence({"type": "Prepend", "prepend": "\u2581"}, _replace(" ", "\u2581"))},
-    "fifty signs by names": {"normalizer": _sequence(*[_replace(chr(0x1F600 + n), ":a smile:") for n in range(50)])},
-    "fifty expressions": {"normalizer": _sequence(*[_replace("[\u201c\u201d]+", '"', "Regex")] * 50)},
+    "llama": {
+        "normalizer": _sequence({"type": "Prepend", "prepend": "\u2581"}, _replace(" ", "\u2581"))
+    },
+    "fifty signs by names": {
+        "normalizer": _sequence(*[_replace(chr(0x1F600 + n), ":a smile:") for n in range(50)])
+    },
+    "fifty expressions": {
+        "normalizer": _sequence(*[_replace("[\u201c\u201d]+", '"', "Regex")] * 50)
+    },
     "none": {"normalizer": None},
 }
 
 
 @pytest.mark.parametrize("name", MULTIPLYING)
 def test_tokenizer_that_multiplies_texts_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="expected a tokenizer that makes texts at most 1000 times as long"):
+    with pytest.raises(
+        DataError, match="expected a tokenizer that makes texts at most 1000 times as long"
+    ):
         load_tokenizer(_tokenizer(tmp_path, **MULTIPLYING[name]))
 
 
@@ -84,14 +99,20 @@ def test_usual_tokenizers_multiply_nothing(name: str, tmp_path: Path) -> None:
 
 PANICS: dict[str, dict[str, Any]] = {
     "table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "table that points outside": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
+    "table that points outside": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}
+    },
     "pieces of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "prefix longer than a piece": {"model": {**_MODEL, "continuing_subword_prefix": "\u20ac\u20ac\u20ac"}},
+    "prefix longer than a piece": {
+        "model": {**_MODEL, "continuing_subword_prefix": "\u20ac\u20ac\u20ac"}
+    },
 }
 
 
 @pytest.mark.parametrize("name", PANICS)
-def test_panic_of_the_library_is_one_error(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_panic_of_the_library_is_one_error(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(DataError) as error:
         load_tokenizer(_tokenizer(tmp_path, **PANICS[name]))
     assert "\n" not in str(error.value)
@@ -103,5 +124,7 @@ def test_panic_on_a_later_text_is_one_error(tmp_path: Path) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.FixedLength(0)
-    with pytest.raises(DataError, match="the tokenizers library failed .chunk size must be non-zero"):
+    with pytest.raises(
+        DataError, match="the tokenizers library failed .chunk size must be non-zero"
+    ):
         batch_encoder(tokenizer)(["a b"])

@@ -31,12 +31,16 @@ def test_layers_are_split_evenly_except_first_and_last_stage() -> None:
 
 def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 96}
-    return model_config({"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 96, **sizes})
+    return model_config(
+        {"model_type": "llama", "num_hidden_layers": 2, "intermediate_size": 96, **sizes}
+    )
 
 
 def _multi_query() -> ModelConfig:
     """Model whose fused QKV weight has (6 + 2) heads x 5 channels = 40 rows."""
-    return model_config({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6, "n_embd": 30, "n_inner": 60})
+    return model_config(
+        {"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6, "n_embd": 30, "n_inner": 60}
+    )
 
 
 @pytest.mark.parametrize(("groups", "sizes", "expected"), [
@@ -46,13 +50,19 @@ def _multi_query() -> ModelConfig:
     (1, {"cp": 2}, "all_gather"),
     (4, {"cp": 2, "cp_comm_type": "all_gather"}, "all_gather"),
 ])  # fmt: skip
-def test_heads_are_exchanged_if_tp_and_cp_divide_them(groups: int, sizes: dict[str, Any], expected: str) -> None:
+def test_heads_are_exchanged_if_tp_and_cp_divide_them(
+    groups: int, sizes: dict[str, Any], expected: str
+) -> None:
     assert ParallelConfig(**sizes).comm_type_of(_llama(groups=groups)) == expected
 
 
 def test_conversion_accepts_experts_of_any_size() -> None:
-    settings = EngineSettings(parallel=ParallelConfig(), params_dtype=torch.float32, device=torch.device("cpu"))
-    settings.check_model(model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83}))
+    settings = EngineSettings(
+        parallel=ParallelConfig(), params_dtype=torch.float32, device=torch.device("cpu")
+    )
+    settings.check_model(
+        model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83})
+    )
 
 
 @pytest.mark.parametrize(("check", "message"), [
@@ -81,7 +91,9 @@ def test_host_group_is_one_gloo_group_for_all_timeouts(monkeypatch: pytest.Monke
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     try:
-        first, second, third = (groups.host_group(timedelta(minutes=minutes)) for minutes in (10, 30, 10))
+        first, second, third = (
+            groups.host_group(timedelta(minutes=minutes)) for minutes in (10, 30, 10)
+        )
         assert first is second is third
     finally:
         dist.destroy_process_group()

@@ -30,7 +30,11 @@ def _save(value: object, file: Path, is_zip: bool, *modules: types.ModuleType) -
         for module in modules:
             for end in range(1, len(parts := module.__name__.split(".")) + 1):
                 name = ".".join(parts[:end])
-                patch.setitem(__import__("sys").modules, name, module if end == len(parts) else types.ModuleType(name))
+                patch.setitem(
+                    __import__("sys").modules,
+                    name,
+                    module if end == len(parts) else types.ModuleType(name),
+                )
         torch.save(value, file, _use_new_zipfile_serialization=is_zip)
     return file
 
@@ -41,8 +45,14 @@ def test_every_kind_of_tensor_is_loaded(tmp_path: Path, is_zip: bool) -> None:
     with_attributes = torch.nn.Parameter(values.view(4, 6)).detach().clone()
     with_attributes.tensor_model_parallel = True  # type: ignore[attr-defined]
     tensors = {
-        **{str(dtype): values.to(dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)},
-        **{str(dtype): values.to(dtype) for dtype in (torch.int32, torch.int8, torch.uint8, torch.bool)},
+        **{
+            str(dtype): values.to(dtype)
+            for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
+        },
+        **{
+            str(dtype): values.to(dtype)
+            for dtype in (torch.int32, torch.int8, torch.uint8, torch.bool)
+        },
         "transposed": values.view(4, 6).t(),
         "shared": values[4:8],
         "parameter": torch.nn.Parameter(values.view(2, 12)),
@@ -51,7 +61,10 @@ def test_every_kind_of_tensor_is_loaded(tmp_path: Path, is_zip: bool) -> None:
         "empty": torch.empty(0, 3),
     }
     if is_zip:
-        tensors |= {"uint16": torch.arange(3).to(torch.uint16), "float8": torch.ones(3).to(torch.float8_e4m3fn)}
+        tensors |= {
+            "uint16": torch.arange(3).to(torch.uint16),
+            "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        }
     torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     loaded = read_pickle(tmp_path / "a.pt")
     assert list(loaded) == list(tensors)
@@ -64,9 +77,16 @@ def test_every_kind_of_tensor_is_loaded(tmp_path: Path, is_zip: bool) -> None:
 def test_other_contents_of_megatron_lm_checkpoints_are_loaded(tmp_path: Path, is_zip: bool) -> None:
     enums, model_type = _called("megatron.core.enums.ModelType", 1)
     fp16, scaler = _called("apex.amp.scaler.LossScaler")
-    arguments = argparse.Namespace(num_layers=2, eps=np.float64(1e-5), model_type=model_type, tied=np.bool_(True))
+    arguments = argparse.Namespace(
+        num_layers=2, eps=np.float64(1e-5), model_type=model_type, tied=np.bool_(True)
+    )
     random = np.random.RandomState(1).get_state()
-    state = {"args": arguments, "model": {"w": torch.arange(6.0)}, "optimizer": {"loss_scaler": scaler}, "rng": random}
+    state = {
+        "args": arguments,
+        "model": {"w": torch.arange(6.0)},
+        "optimizer": {"loss_scaler": scaler},
+        "rng": random,
+    }
     loaded = read_pickle(_save(state, tmp_path / "a.pt", is_zip, enums, fp16))
     assert (loaded["args"].num_layers, loaded["args"].eps, loaded["args"].tied) == (2, 1e-5, True)
     assert type(loaded["args"].eps) is float
@@ -92,7 +112,9 @@ def _archive(path: Path, pickled: bytes, **members: bytes) -> Path:
 
 def _before_zip(path: Path, pickled: bytes) -> Path:
     header = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
-    path.write_bytes(b"".join(pickle.dumps(each, 2) for each in header) + pickled + pickle.dumps([], 2))
+    path.write_bytes(
+        b"".join(pickle.dumps(each, 2) for each in header) + pickled + pickle.dumps([], 2)
+    )
     return path
 
 
@@ -136,9 +158,19 @@ def test_hostile_pickle_is_refused_without_running(
 
 
 def _tensor(items: int, shape: int, stride: int) -> bytes:
-    items_, shape_, stride_ = (b"\x8a\x06" + number.to_bytes(6, "little") for number in (items, shape, stride))
+    items_, shape_, stride_ = (
+        b"\x8a\x06" + number.to_bytes(6, "little") for number in (items, shape, stride)
+    )
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + items_
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"%sQK\0" + shape_ + b"\x85" + stride_ + b"\x85\x89}tR."
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"%sQK\0"
+        + shape_
+        + b"\x85"
+        + stride_
+        + b"\x85\x89}tR."
+    )
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
@@ -156,7 +188,12 @@ def test_declared_tensor_size_allocates_no_memory(
         _archive(file, pickled, data__0=b"\0" * 16)
     else:
         _before_zip(file, pickled)
-        file.write_bytes(file.read_bytes()[: -len(pickle.dumps([], 2))] + pickle.dumps(["0"], 2) + b"\4" + b"\0" * 23)
+        file.write_bytes(
+            file.read_bytes()[: -len(pickle.dumps([], 2))]
+            + pickle.dumps(["0"], 2)
+            + b"\4"
+            + b"\0" * 23
+        )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=r"w\.pt is (damaged|not loaded: it has a tensor)"):
         read_pickle(file)
@@ -167,31 +204,43 @@ def test_declared_tensor_size_allocates_no_memory(
 def test_zip_bomb_is_refused(tmp_path: Path, overlapping: bool) -> None:
     torch.save({"x": torch.zeros(100_000)}, tmp_path / "saved.pt")
     method = zipfile.ZIP_STORED if overlapping else zipfile.ZIP_DEFLATED
-    with zipfile.ZipFile(tmp_path / "saved.pt") as saved, zipfile.ZipFile(tmp_path / "w.pt", "w") as packed:
+    with (
+        zipfile.ZipFile(tmp_path / "saved.pt") as saved,
+        zipfile.ZipFile(tmp_path / "w.pt", "w") as packed,
+    ):
         for name in saved.namelist():
             packed.writestr(name, saved.read(name), method)
         largest = max(packed.infolist(), key=lambda member: member.file_size)
         for member in packed.infolist() if overlapping else ():
             member.file_size = member.compress_size = largest.file_size
             member.header_offset = largest.header_offset
-    with pytest.raises(CheckpointError, match=r"w\.pt is not loaded: its [\d,]+ bytes would become"):
+    with pytest.raises(
+        CheckpointError, match=r"w\.pt is not loaded: its [\d,]+ bytes would become"
+    ):
         read_pickle(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(("width", "depth"), [(2, 60), (1, 150), (1000, 4)])
-def test_exponentially_nested_containers_are_refused(tmp_path: Path, width: int, depth: int) -> None:
+def test_exponentially_nested_containers_are_refused(
+    tmp_path: Path, width: int, depth: int
+) -> None:
     """Sixty lists that each contain the next one twice expand to 10^18 entries."""
     value: list[object] = []
     for _ in range(depth):
         value = [value] * width
     torch.save({"model": value}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt is not loaded: its containers hold each other without end"):
+    with pytest.raises(
+        CheckpointError, match=r"w\.pt is not loaded: its containers hold each other without end"
+    ):
         read_pickle(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
 def test_truncated_files_are_damaged(tmp_path: Path, is_zip: bool) -> None:
-    state = {"args": argparse.Namespace(a=np.float64(1)), "model": {"w": torch.arange(6.0).view(2, 3)}}
+    state = {
+        "args": argparse.Namespace(a=np.float64(1)),
+        "model": {"w": torch.arange(6.0).view(2, 3)},
+    }
     torch.save(state, tmp_path / "good.pt", _use_new_zipfile_serialization=is_zip)
     good = (tmp_path / "good.pt").read_bytes()
     for length in range(0, len(good), 3 if len(good) < 600 else 29):
@@ -203,7 +252,9 @@ def test_truncated_files_are_damaged(tmp_path: Path, is_zip: bool) -> None:
 
 
 def test_safe_globals_apply_to_own_files_only(tmp_path: Path) -> None:
-    torch.save({"x": types.SimpleNamespace(a=1), "y": torch.ones(1).expand(100_000)}, tmp_path / "a.pt")
+    torch.save(
+        {"x": types.SimpleNamespace(a=1), "y": torch.ones(1).expand(100_000)}, tmp_path / "a.pt"
+    )
     with torch.serialization.safe_globals([types.SimpleNamespace, types.MethodType]):
         assert read_pickle(tmp_path / "a.pt", foreign=False)["x"].a == 1
         with pytest.raises(CheckpointError, match=r"a tensor of shape \[100000\]"):

@@ -14,8 +14,16 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.rotary import inverse_frequencies, rope_softmax_scale
 
 WIDTH, CONTEXT = 24, 160
-FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(12)], "long_factor": [2.0 + 0.3 * i for i in range(12)]}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 40}
+FACTORS = {
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [2.0 + 0.3 * i for i in range(12)],
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -56,18 +64,27 @@ def test_frequencies_and_attention_factor_equal_hugging_faces(case: str) -> None
         assert torch.equal(inverse_frequencies(WIDTH, base, scaling, seq_length), expected)
     scale = rope_softmax_scale(None, WIDTH, scaling) or WIDTH**-0.5
     assert scale == pytest.approx(factor**2 / WIDTH**0.5, rel=1e-12)
-    assert (rope_softmax_scale(0.3, WIDTH, scaling) or 0) == pytest.approx(0.3 * factor**2, rel=1e-12)
+    assert (rope_softmax_scale(0.3, WIDTH, scaling) or 0) == pytest.approx(
+        0.3 * factor**2, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
         ({"rope_type": "proportional", "factor": 2.0}, "rope_type='proportional'"),
-        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "llama3.*low_freq_factor"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0},
+            "llama3.*low_freq_factor",
+        ),
         ({**CASES["longrope"], "short_factor": [1.0]}, "expected 12 values, .* got 1 and 12"),
     ],
 )
 def test_unsupported_scaling_is_refused(rope: dict[str, Any], message: str) -> None:
-    fields = {"hidden_size": 4 * WIDTH, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 5000.0, **rope}}
+    fields = {
+        "hidden_size": 4 * WIDTH,
+        "num_attention_heads": 4,
+        "rope_parameters": {"rope_theta": 5000.0, **rope},
+    }
     with pytest.raises(ConfigError, match=message):
         model_config({"model_type": "llama", **fields})

@@ -33,12 +33,18 @@ MODEL = ModelConfig(
 
 def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
     chunks = layer_ranges(num_encoder_layers, layout)
-    return [ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in chunks]
+    return [
+        ENCODER_COST * len(encoder) + DECODER_COST * len(decoder) for encoder, decoder in chunks
+    ]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("num_encoder_layers", "num_decoder_layers"), [(1, 1), (3, 4), (6, 2), (2, 7), (5, 5)])
-def test_balanced_layout_is_optimal(num_encoder_layers: int, num_decoder_layers: int, num_chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_encoder_layers", "num_decoder_layers"), [(1, 1), (3, 4), (6, 2), (2, 7), (5, 5)]
+)
+def test_balanced_layout_is_optimal(
+    num_encoder_layers: int, num_decoder_layers: int, num_chunks: int
+) -> None:
     num_layers = num_encoder_layers + num_decoder_layers
     num_chunks = min(num_chunks, num_layers)
     layout = balanced_layout(num_encoder_layers, num_decoder_layers, num_chunks)

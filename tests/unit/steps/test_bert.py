@@ -11,7 +11,14 @@ from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.steps.bert import BertTrainStep
 from tests.unit.models.test_t5_layout import MODEL as TINY
 
-MODEL = replace(TINY, family="megatron-bert", architecture="bert", task="pretraining", vocab_size=7, num_tokentypes=2)
+MODEL = replace(
+    TINY,
+    family="megatron-bert",
+    architecture="bert",
+    task="pretraining",
+    vocab_size=7,
+    num_tokentypes=2,
+)
 MODEL = replace(MODEL, max_position_embeddings=4)
 IDS = torch.tensor([[1, 2, 3], [4, 5, 0]])
 
@@ -46,7 +53,10 @@ def test_megatron_and_hugging_face_batches_are_equivalent() -> None:
         "is_random": hugging_face["next_sentence_label"],
         "truncated": torch.tensor([0, 1]),
     }
-    prepared, expected = _step("pretraining").prepare_batch(megatron), _step("pretraining").prepare_batch(hugging_face)
+    prepared, expected = (
+        _step("pretraining").prepare_batch(megatron),
+        _step("pretraining").prepare_batch(hugging_face),
+    )
     assert prepared.keys() == expected.keys()
     is_target = expected["loss_mask"] > 0
     assert torch.equal(prepared.pop("targets")[is_target], expected.pop("targets")[is_target])
@@ -106,7 +116,9 @@ def test_unsuitable_model_is_refused(fields: dict[str, Any], message: str) -> No
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
-def _compute_metrics(step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any) -> dict[str, float]:
+def _compute_metrics(
+    step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any
+) -> dict[str, float]:
     prepared = step.prepare_batch(batch)
     metrics = step.metrics()
     step.update_metrics(metrics, prepared, output)
@@ -166,4 +178,6 @@ MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, dic
 @pytest.mark.parametrize("case", MEASURED)
 def test_metrics_equal_values_computed_by_hand(case: str) -> None:
     task, fields, batch, output, expected = MEASURED[case]
-    assert _compute_metrics(_step(task, **fields), batch, output) == {n: pytest.approx(x) for n, x in expected.items()}
+    assert _compute_metrics(_step(task, **fields), batch, output) == {
+        n: pytest.approx(x) for n, x in expected.items()
+    }

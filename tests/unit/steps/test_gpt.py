@@ -15,7 +15,9 @@ from tests.unit.models.test_t5_layout import MODEL as TINY
 
 VOCAB, EOD, LENGTH = 11, 3, 24
 
-MODEL = replace(TINY, family="gpt2", architecture="gpt", vocab_size=VOCAB, max_position_embeddings=LENGTH)
+MODEL = replace(
+    TINY, family="gpt2", architecture="gpt", vocab_size=VOCAB, max_position_embeddings=LENGTH
+)
 
 
 def _step(**options: Any) -> GPTTrainStep:
@@ -46,13 +48,17 @@ SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 @pytest.mark.parametrize("switches", [tuple(bool(n & bit) for bit in (1, 2, 4)) for n in range(8)])
 @pytest.mark.parametrize("is_text", [True, False])
-def test_end_of_document_switches_equal_megatrons(switches: tuple[bool, ...], is_text: bool) -> None:
+def test_end_of_document_switches_equal_megatrons(
+    switches: tuple[bool, ...], is_text: bool
+) -> None:
     text = _texts()
     step = _step(eod_token=EOD, **dict(zip(SWITCHES, switches, strict=True)))
     prepared = step.prepare_batch({"text": text} if is_text else {"input_ids": text[:, :-1]})
     positions = prepared.get("position_ids", torch.arange(LENGTH).expand_as(prepared["tokens"]))
     for row, tokens in enumerate(text[:, :-1]):
-        hidden, loss_mask, position_ids = _get_ltor_masks_and_position_ids(tokens, EOD, *switches, True)
+        hidden, loss_mask, position_ids = _get_ltor_masks_and_position_ids(
+            tokens, EOD, *switches, True
+        )
         assert torch.equal(_visible(prepared)[row], ~hidden[0])
         assert torch.equal(positions[row], position_ids)
         # The target of the last token of a Hugging Face row is not in the row.
@@ -60,7 +66,9 @@ def test_end_of_document_switches_equal_megatrons(switches: tuple[bool, ...], is
         assert torch.equal(prepared["loss_mask"][row, has_target], loss_mask[has_target])
     assert torch.equal(prepared["targets"][:, :-1], text[:, 1:-1])
     assert prepared.keys() - {"tokens", "targets", "loss_mask"} == {
-        name for name, switch in zip(("position_ids", "attention_mask"), switches, strict=False) if switch
+        name
+        for name, switch in zip(("position_ids", "attention_mask"), switches, strict=False)
+        if switch
     }
 
 
@@ -73,7 +81,9 @@ def test_documents_and_padding_are_masked_from_each_other() -> None:
         {"input_ids": text[:, :-1], "attention_mask": mask}
     )
     assert torch.equal(prepared["attention_mask"] == 0, mask == 0)
-    documents = _step(eod_token=EOD, reset_attention_mask=True).prepare_batch({"input_ids": text[:, :-1]})
+    documents = _step(eod_token=EOD, reset_attention_mask=True).prepare_batch(
+        {"input_ids": text[:, :-1]}
+    )
     both = _visible(documents) & (mask[:, :, None] == mask[:, None, :])
     is_token = mask[0] != 0
     assert torch.equal(_visible(prepared)[:, is_token], both[:, is_token])
@@ -98,7 +108,9 @@ def test_labels_take_precedence_over_the_attention_mask() -> None:
 def test_unsuitable_options_and_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="reset_position_ids=True: expected eod_token"):
         GPTTrainStep(reset_position_ids=True)
-    with pytest.raises(ConfigError, match="GPTTrainStep trains GPTs, and t5 is a T5; use train_step='t5'"):
+    with pytest.raises(
+        ConfigError, match="GPTTrainStep trains GPTs, and t5 is a T5; use train_step='t5'"
+    ):
         GPTTrainStep().bind(TINY)
     with pytest.raises(ConfigError, match=f"eod_token=50256 must be in 0..{VOCAB - 1}"):
         _step(eod_token=50256)
@@ -112,9 +124,15 @@ ONES = torch.ones(2, LENGTH, dtype=torch.int64)
 REFUSED: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {
     "two kinds": ({"text": IDS, "labels": IDS}, "'text' and 'labels' both"),
     "float tokens": ({"input_ids": IDS.float()}, "input_ids is torch.float32"),
-    "too long": ({"input_ids": torch.cat([IDS, IDS], 1)}, f"at most max_position_embeddings.* got {2 * LENGTH};"),
+    "too long": (
+        {"input_ids": torch.cat([IDS, IDS], 1)},
+        f"at most max_position_embeddings.* got {2 * LENGTH};",
+    ),
     "fraction": ({"input_ids": IDS, "attention_mask": ONES / 2}, "expected integers, got frac"),
-    "loss mask": ({"text": IDS, "loss_mask": ONES}, rf"loss_mask has the shape .* must have \[2, {LENGTH - 1}\]"),
+    "loss mask": (
+        {"text": IDS, "loss_mask": ONES},
+        rf"loss_mask has the shape .* must have \[2, {LENGTH - 1}\]",
+    ),
 }
 
 

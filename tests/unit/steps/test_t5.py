@@ -71,12 +71,21 @@ def test_megatron_masks_may_be_per_key_or_per_pair(as_float: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input_ids": IDS + 90}, r"input_ids\[0, 2\] is 99 and must be in 0..96 \(vocab_size=97\)"),
+        (
+            {"input_ids": IDS + 90},
+            r"input_ids\[0, 2\] is 99 and must be in 0..96 \(vocab_size=97\)",
+        ),
         ({"decoder_input_ids": LABELS}, r"decoder_input_ids\[0, 1\] is -100"),
         ({"input_ids": IDS[:, :0]}, r"\[rows, tokens >= 1\], got shape \[2, 0\]"),
-        ({"attention_mask": -1e4 * (IDS == 0)}, r"attention_mask\[0, 3\] is -10000.0 and must be 1 \(visible\) or 0"),
+        (
+            {"attention_mask": -1e4 * (IDS == 0)},
+            r"attention_mask\[0, 3\] is -10000.0 and must be 1 \(visible\) or 0",
+        ),
         ({"decoder_attention_mask": torch.ones(2, 4)}, r"must have \[2, 3\] or \[2, 3, 3\]"),
-        ({"enc_dec_mask": 1 - IDS // 9}, "enc_dec_mask: expected the visible encoder tokens of enc_mask"),
+        (
+            {"enc_dec_mask": 1 - IDS // 9},
+            "enc_dec_mask: expected the visible encoder tokens of enc_mask",
+        ),
         ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
     ],
 )

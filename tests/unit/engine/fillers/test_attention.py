@@ -19,9 +19,13 @@ from lightning_megatron.errors import ConfigError
 HEADS, CPU = 8, torch.device("cpu")
 
 
-def _layer(mask: str = "causal", kind: str = "self", groups: int = 2, width: int = 64, **options: Any) -> SDPAttention:
+def _layer(
+    mask: str = "causal", kind: str = "self", groups: int = 2, width: int = 64, **options: Any
+) -> SDPAttention:
     heads = {"num_attention_heads": HEADS, "num_query_groups": groups, "kv_channels": width}
-    config = TransformerConfig(num_layers=1, hidden_size=HEADS * width, attention_dropout=0.0, **heads)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * width, attention_dropout=0.0, **heads
+    )
     return SDPAttention(config, 1, AttnMaskType[mask], kind, **options)
 
 
@@ -29,9 +33,16 @@ def _qkv(
     queries: int, keys: int, groups: int = 2, rows: int = 3, width: int = 64, device: str = "cpu"
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(queries + keys)
-    shapes = [(queries, rows, HEADS, width), (keys, rows, groups, width), (keys, rows, groups, width)]
+    shapes = [
+        (queries, rows, HEADS, width),
+        (keys, rows, groups, width),
+        (keys, rows, groups, width),
+    ]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor:
@@ -42,7 +53,9 @@ def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor
     segments[0, -length // 8 :] = 0
     segments[1, : length // 5] = 0
     if not in_runs:
-        segments[2] = torch.randint(0, 4, (length,), generator=torch.Generator().manual_seed(length))
+        segments[2] = torch.randint(
+            0, 4, (length,), generator=torch.Generator().manual_seed(length)
+        )
     return segments
 
 
@@ -66,7 +79,9 @@ def test_alibi_biases_of_near_keys_are_exact_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["all", "keys and values"])
-def test_split_k_attention_is_not_used_with_gradients(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_k_attention_is_not_used_with_gradients(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "num_key_splits", lambda q, k: 2)  # as on a GPU
     qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
@@ -76,7 +91,9 @@ def test_split_k_attention_is_not_used_with_gradients(first: int, monkeypatch: p
     q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
     hidden = (mask == 0)[:, None, None]
     expected = (q @ k.mT / 8).masked_fill(hidden, MASKED_SCORE).softmax(-1) @ v
-    for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True):
+    for ours, theirs in zip(
+        actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -120,7 +137,9 @@ def test_block_mask_equals_torchs(pattern: Pattern, has_segments: bool) -> None:
     segments = _segments(pattern.num_keys) if has_segments else None
     mask, rows = block_mask(segments, pattern, CPU), None if segments is None else len(segments)
     full, partial = _blocks(mask)
-    expected = create_block_mask(mask.mask_mod, rows, None, pattern.num_queries, pattern.num_keys, "cpu", BLOCK)
+    expected = create_block_mask(
+        mask.mask_mod, rows, None, pattern.num_queries, pattern.num_keys, "cpu", BLOCK
+    )
     expected_full, expected_partial = _blocks(expected)
     assert torch.equal(full, expected_full)
     assert not (full & partial).any()
@@ -138,24 +157,36 @@ def test_block_mask_equals_torchs(pattern: Pattern, has_segments: bool) -> None:
     ],
     ids=str,
 )
-def test_flex_attention_equals_dense_masks(pattern: Pattern, has_segments: bool, options: dict[str, Any]) -> None:
+def test_flex_attention_equals_dense_masks(
+    pattern: Pattern, has_segments: bool, options: dict[str, Any]
+) -> None:
     layer = _layer(width=16, softmax_scale=0.3, **options)
     layer.config.num_attention_heads, layer.tp_rank = 2 * HEADS, 1
-    q, k, v = (x.detach().permute(1, 2, 0, 3) for x in _qkv(pattern.num_queries, pattern.num_keys, width=16))
+    q, k, v = (
+        x.detach().permute(1, 2, 0, 3)
+        for x in _qkv(pattern.num_queries, pattern.num_keys, width=16)
+    )
     segments = _segments(pattern.num_keys) if has_segments else None
     flex = layer._attend_flex(q, k, v, segments, pattern)
-    torch.testing.assert_close(flex, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        flex, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "bounds"),
     [
-        ([[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]], [0, 2, 3, 4, 5, 8, 12]),  # no run crosses a row
+        (
+            [[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]],
+            [0, 2, 3, 4, 5, 8, 12],
+        ),  # no run crosses a row
         ([[0, 1, 0, 2]], [0, 1, 2, 3, 4]),  # padding may be in several runs
         ([[1, 2, 1, 0]], None),  # a segment may not; dense masks handle it
     ],
 )
-def test_segment_runs_start_where_ids_change(rows: list[list[int]], bounds: list[int] | None) -> None:
+def test_segment_runs_start_where_ids_change(
+    rows: list[list[int]], bounds: list[int] | None
+) -> None:
     runs = attention.segment_runs(torch.tensor(rows))
     assert (None if runs is None else runs.cu_seqlens.tolist()) == bounds
     if runs is not None:
@@ -173,7 +204,11 @@ class _Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
-    counts, attend_flex, attend_varlen = _Calls(), SDPAttention._attend_flex, attention.attend_varlen
+    counts, attend_flex, attend_varlen = (
+        _Calls(),
+        SDPAttention._attend_flex,
+        attention.attend_varlen,
+    )
     # Otherwise torch silently falls back to s x s scores if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
@@ -190,7 +225,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     return counts
 
 
-def _assert_equals_cpu(layer: SDPAttention, qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
+def _assert_equals_cpu(
+    layer: SDPAttention, qkv: list[torch.Tensor], mask: torch.Tensor | None
+) -> None:
     """Compare output and gradients with fp32 on the CPU, which families compare with transformers; ignore padding."""
     out = layer(*qkv, None if mask is None else mask.cuda())
     on_cpu = [x.detach().float().cpu().requires_grad_() for x in qkv]
@@ -200,15 +237,21 @@ def _assert_equals_cpu(layer: SDPAttention, qkv: list[torch.Tensor], mask: torch
         visible = (mask != 0).t()[:, :, None].float()
     weight = visible * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
-    torch.testing.assert_close(out.float().cpu() * visible, expected * visible, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        out.float().cpu() * visible, expected * visible, rtol=2e-2, atol=2e-2
+    )
     grads = torch.autograd.grad((out.float() * weight.cuda()).sum(), qkv)
-    for grad, reference in zip(grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True):
+    for grad, reference in zip(
+        grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True
+    ):
         torch.testing.assert_close(grad.float().cpu(), reference, rtol=5e-2, atol=0.1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [HEADS, 1])
-@pytest.mark.parametrize("length", [64, 192])  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
+@pytest.mark.parametrize(
+    "length", [64, 192]
+)  # 192 % 128 == 64: where cuDNN's backward with a mask returned NaN
 def test_short_rows_and_dense_masks_equal_the_cpu(groups: int, length: int, calls: _Calls) -> None:
     hidden = torch.zeros(3, 1, 1, length, dtype=torch.bool)
     hidden[1, ..., -5:] = True
@@ -220,7 +263,9 @@ def test_short_rows_and_dense_masks_equal_the_cpu(groups: int, length: int, call
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "padding"])
 @pytest.mark.parametrize(("length", "groups"), [(96, 8), (300, 2), (500, 1)])
-def test_varlen_attention_equals_the_cpu(length: int, groups: int, mask: str, calls: _Calls) -> None:
+def test_varlen_attention_equals_the_cpu(
+    length: int, groups: int, mask: str, calls: _Calls
+) -> None:
     layer, segments = _layer(mask, groups=groups, width=32), _segments(length, in_runs=True)
     _assert_equals_cpu(layer, _qkv(length, length, groups, width=32, device="cuda"), segments)
     assert (calls.blocks, calls.runs) == (0, 1)
@@ -240,7 +285,9 @@ def test_varlen_attention_equals_the_cpu(length: int, groups: int, mask: str, ca
     ],
     ids=str,
 )
-def test_flex_attention_equals_the_cpu(options: dict[str, Any], groups: int, has_segments: bool, calls: _Calls) -> None:
+def test_flex_attention_equals_the_cpu(
+    options: dict[str, Any], groups: int, has_segments: bool, calls: _Calls
+) -> None:
     # The second length makes graphs dynamic; only the first length is a multiple of the block size.
     for length in (640, 700, 1000, 523):
         segments = _segments(length) if has_segments else None
@@ -253,7 +300,9 @@ def test_flex_attention_equals_the_cpu(options: dict[str, Any], groups: int, has
 @pytest.mark.gpu
 def test_cross_attention_uses_flex_attention(calls: _Calls) -> None:
     segments = (_segments(900)[:2] != 0).long()
-    _assert_equals_cpu(_layer("padding", "cross", groups=8), _qkv(600, 900, 8, 2, device="cuda"), segments)
+    _assert_equals_cpu(
+        _layer("padding", "cross", groups=8), _qkv(600, 900, 8, 2, device="cuda"), segments
+    )
     assert calls.blocks == 1
 
 
@@ -276,12 +325,17 @@ def test_memory_is_linear_in_the_row_length(options: dict[str, Any], calls: _Cal
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_split_k_attention_is_exact_without_host_synchronization(dtype: torch.dtype, atol: float, rows: int) -> None:
+def test_split_k_attention_is_exact_without_host_synchronization(
+    dtype: torch.dtype, atol: float, rows: int
+) -> None:
     """One query per row compared with fp64. In bf16 a result near 1 is rounded to 8 bits, twice."""
     groups, repeats, length, width = 3, 4, 512, 16
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(rows, groups, repeats, width, generator=generator)
-    k, v = (torch.randn(rows, groups, length + 128, width, generator=generator)[:, :, :length] for _ in range(2))
+    k, v = (
+        torch.randn(rows, groups, length + 128, width, generator=generator)[:, :, :length]
+        for _ in range(2)
+    )
     scores = torch.zeros(rows, 1, 1, length)
     scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # complete splits
     inputs = [x.to("cuda", dtype) for x in (q, k, v, scores)]

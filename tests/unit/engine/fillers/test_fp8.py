@@ -33,12 +33,16 @@ def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> 
     quantized = fp8.quantize(x, dtype)
     assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
     half_a_step = {fp8.E4M3: 2**-4, fp8.E5M2: 2**-3}[dtype]
-    torch.testing.assert_close(quantized.rows.float() * quantized.scale, x.float(), rtol=half_a_step, atol=1e-4)
+    torch.testing.assert_close(
+        quantized.rows.float() * quantized.scale, x.float(), rtol=half_a_step, atol=1e-4
+    )
     # Padded with zeros to a multiple of 16, as a product over tokens requires.
     assert quantized.columns.shape == (48, 32)
     assert torch.equal(quantized.columns.float()[:, :20], quantized.rows.float().t())
     assert not quantized.columns.float()[:, 20:].any()
-    assert torch.equal(fp8.Fp8Linear.transposed(None, quantized.rows).float(), quantized.columns.float())
+    assert torch.equal(
+        fp8.Fp8Linear.transposed(None, quantized.rows).float(), quantized.columns.float()
+    )
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, float("nan"), float("inf")])
@@ -54,9 +58,14 @@ def test_tiny_and_nonfinite_gradients_survive_quantization(size: float) -> None:
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
 def test_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = (torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()).bfloat16()
+    x = (
+        torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()
+    ).bfloat16()
     amax = x.abs().amax().float().reshape(1).cpu()
-    quantized, expected = fp8.quantize(x, dtype), fp8._cast(x.cpu(), dtype, amax, rows=True, columns=True)
+    quantized, expected = (
+        fp8.quantize(x, dtype),
+        fp8._cast(x.cpu(), dtype, amax, rows=True, columns=True),
+    )
     for each, other in zip(quantized, expected, strict=True):
         torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0)
 
@@ -78,7 +87,10 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _run_linear(
-    kind: str, sequence_parallel: bool, is_aligned: bool = True, main_grad: torch.dtype = torch.float32
+    kind: str,
+    sequence_parallel: bool,
+    is_aligned: bool = True,
+    main_grad: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Run two microbatches of a step through one linear; return this rank's shards of all results."""
     import torch.distributed as dist
@@ -104,11 +116,18 @@ def _run_linear(
             params_dtype=torch.bfloat16,
             gradient_accumulation_fusion=True,
         )
-        common = {"config": config, "init_method": config.init_method, "bias": kind == "column", "skip_bias_add": False}
+        common = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": kind == "column",
+            "skip_bias_add": False,
+        }
         if kind == "column":
             linear = ColumnParallelLinear(IN, OUT, **common, gather_output=False)
         else:
-            linear = RowParallelLinear(IN, OUT, **{**common, "skip_bias_add": True}, input_is_parallel=True)
+            linear = RowParallelLinear(
+                IN, OUT, **{**common, "skip_bias_add": True}, input_is_parallel=True
+            )
         weight, inputs, gradients = _tensors()
         sequence = 0 if sequence_parallel else None
         split_in, split_out = (sequence, -1) if kind == "column" else (-1, sequence)
@@ -119,9 +138,13 @@ def _run_linear(
         with torch.no_grad():
             linear.weight.copy_(weight.chunk(tp, 0 if kind == "column" else 1)[rank])
         # Left over from the previous step; the first microbatch overwrites it.
-        buffer = torch.full((2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0, dtype=main_grad)
+        buffer = torch.full(
+            (2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0, dtype=main_grad
+        )
         first = -buffer.data_ptr() % 256 // buffer.itemsize + (not is_aligned)
-        linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(linear.weight)
+        linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(
+            linear.weight
+        )
         linear._forward_impl = fp8_linear = fp8.Fp8Linear(linear)
         results: dict[str, Any] = {"y": [], "dx": []}
         with fp8.quantized_weights([fp8_linear]):
@@ -131,7 +154,10 @@ def _run_linear(
                 y.backward(dy)
                 results["y"].append(y.detach())
                 results["dx"].append(x.grad)
-                results["weight_address"] = [*results.get("weight_address", []), fp8_linear.weight.rows.data_ptr()]
+                results["weight_address"] = [
+                    *results.get("weight_address", []),
+                    fp8_linear.weight.rows.data_ptr(),
+                ]
         results["dw"] = linear.weight.main_grad
         results["bias"] = None if linear.bias is None else linear.bias.grad
         with torch.no_grad():
@@ -140,7 +166,9 @@ def _run_linear(
     return results
 
 
-def _gather(kind: str, ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool) -> torch.Tensor:
+def _gather(
+    kind: str, ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool
+) -> torch.Tensor:
     """Concatenate the ranks' shards of a result."""
     shards = [results[name][i].float() for results in ranks]
     if (name == "y") == (kind == "column"):
@@ -153,7 +181,9 @@ def _gather(kind: str, ranks: list[dict[str, Any]], name: str, i: int, sequence_
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_linear_multiplies_its_quantized_operands(kind: str, tp: int, sequence_parallel: bool) -> None:
+def test_linear_multiplies_its_quantized_operands(
+    kind: str, tp: int, sequence_parallel: bool
+) -> None:
     ranks = run_ranks(_run_linear, tp, kind, sequence_parallel)
     weight, inputs, gradients = _tensors()
     # Weight shards and activations split over tp have a scale per rank; gathered activations have one.
@@ -161,8 +191,13 @@ def test_linear_multiplies_its_quantized_operands(kind: str, tp: int, sequence_p
     weights = [_round_trip(shard, fp8.E4M3) for shard in weight.chunk(tp, axis)]
     weight_gradients = [torch.zeros_like(shard) for shard in weights]
     for i, (x, dy) in enumerate(zip(inputs.flatten(1, 2), gradients.flatten(1, 2), strict=True)):
-        xs = [_round_trip(part, fp8.E4M3) for part in (x.chunk(tp, 1) if kind == "row" else [x] * tp)]
-        dys = [_round_trip(part, fp8.E5M2) for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)]
+        xs = [
+            _round_trip(part, fp8.E4M3) for part in (x.chunk(tp, 1) if kind == "row" else [x] * tp)
+        ]
+        dys = [
+            _round_trip(part, fp8.E5M2)
+            for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)
+        ]
         y = [each @ shard.t() for each, shard in zip(xs, weights, strict=True)]
         dx = [each @ shard for each, shard in zip(dys, weights, strict=True)]
         y = torch.cat(y, 1) if kind == "column" else sum(y)
@@ -174,10 +209,17 @@ def test_linear_multiplies_its_quantized_operands(kind: str, tp: int, sequence_p
             assert relative_error(actual, expected) < ROUNDED, name
     for results, expected in zip(ranks, weight_gradients, strict=True):
         assert relative_error(results["dw"], expected) < EXACT
-        assert len(set(results["weight_address"])) == 1, "the weight is quantized once for both microbatches"
+        assert len(set(results["weight_address"])) == 1, (
+            "the weight is quantized once for both microbatches"
+        )
     # Outside of a step the product is in bf16, with the communication of the replaced forward pass.
-    outside = _gather(kind, [{"y": [results["y in bf16"]]} for results in ranks], "y", 0, sequence_parallel)
-    assert relative_error(outside.flatten(0, 1), inputs[0].flatten(0, 1).float() @ weight.float().t()) < ROUNDED
+    outside = _gather(
+        kind, [{"y": [results["y in bf16"]]} for results in ranks], "y", 0, sequence_parallel
+    )
+    assert (
+        relative_error(outside.flatten(0, 1), inputs[0].flatten(0, 1).float() @ weight.float().t())
+        < ROUNDED
+    )
     if kind == "column":
         biases = torch.cat([results["bias"] for results in ranks]).float()
         assert relative_error(biases, gradients.float().sum((0, 1, 2))) < ROUNDED
@@ -187,7 +229,9 @@ def test_unaligned_or_bf16_gradient_buffer_gets_the_same_gradient() -> None:
     (aligned,) = run_ranks(_run_linear, 1, "column", False)
     (not_aligned,) = run_ranks(_run_linear, 1, "column", False, False)
     assert relative_error(not_aligned["dw"], aligned["dw"]) < EXACT
-    (in_bf16,) = run_ranks(_run_linear, 1, "column", False, True, torch.bfloat16)  # grad_reduce_in_fp32=False
+    (in_bf16,) = run_ranks(
+        _run_linear, 1, "column", False, True, torch.bfloat16
+    )  # grad_reduce_in_fp32=False
     assert relative_error(in_bf16["dw"].float(), aligned["dw"]) < ROUNDED
 
 
@@ -198,7 +242,10 @@ def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     model: Any = None
-    with pytest.raises(ConfigError, match="fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0"):
+    with pytest.raises(
+        ConfigError,
+        match="fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0",
+    ):
         fp8.check_fp8(model, 1, torch.bfloat16, torch.device("cuda"))
 
 

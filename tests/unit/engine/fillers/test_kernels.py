@@ -38,9 +38,13 @@ def test_expert_rows_are_recomputed_if_norms_are() -> None:
         group: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
         dispatcher = Dispatcher(4, [0, 1, 2, 3], config, group)
         inputs = [each.clone().requires_grad_() for each in (tokens, probs, weights)]
-        dispatched = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(inputs[0], experts, inputs[1]))
+        dispatched = dispatcher.token_dispatch(
+            *dispatcher.dispatch_preprocess(inputs[0], experts, inputs[1])
+        )
         rows, ends, factors = dispatcher.dispatch_postprocess(*dispatched)
-        outputs = dispatcher.combine_preprocess(_grouped_matmul(rows, inputs[2], ends) * factors[:, None])
+        outputs = dispatcher.combine_preprocess(
+            _grouped_matmul(rows, inputs[2], ends) * factors[:, None]
+        )
         outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
         saved_bytes.append(rows.untyped_storage().nbytes())
         gradients.append(torch.autograd.grad(outputs.square().sum(), inputs))
@@ -84,7 +88,9 @@ def test_mlp_recomputes_its_activation(gated: bool) -> None:
 VOCAB, S, B = 11, 6, 3
 
 
-def _inputs(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(
+    padded: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits [s, b, padded] with maximal padding logits, labels with two ignored positions, and loss weights."""
     generator = torch.Generator().manual_seed(3)
     logits = 4 * torch.randn(S, B, padded, generator=generator)
@@ -94,7 +100,9 @@ def _inputs(padded: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
     return logits.to(dtype), labels, torch.randn(S, B, generator=generator)
 
 
-def _dense_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
     x = logits[..., :VOCAB].double().requires_grad_()
     counted = labels.masked_fill(labels < 0, -100)
@@ -106,7 +114,9 @@ def _dense_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tenso
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_token_losses_equal_a_dense_softmax(padded: int, dtype: torch.dtype, device: str, world: Any) -> None:
+def test_token_losses_equal_a_dense_softmax(
+    padded: int, dtype: torch.dtype, device: str, world: Any
+) -> None:
     logits, labels, weights = (x.to(device) for x in _inputs(padded, dtype))
     leaf = logits.clone().requires_grad_()
     # The product makes the logits a non-leaf tensor, as after an output layer.

@@ -18,7 +18,9 @@ def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_every_patch_is_applied_and_undone(device_type: DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_patch_is_applied_and_undone(
+    device_type: DeviceType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device_type == "cuda":
         pytest.importorskip("triton")
     _install(monkeypatch, has_liger=False)  # liger-kernel's patches need a GPU
@@ -34,7 +36,11 @@ def test_every_patch_is_applied_and_undone(device_type: DeviceType, monkeypatch:
     assert all(a is not b for a, b in zip(before, during, strict=True))
     assert all(a is b for a, b in zip(before, values(), strict=True))
     # A module imported during a run may say ``torch.cuda.Stream | None``.
-    of_torch = [(a, b) for (owner, *_), a, b in zip(targets, before, during, strict=True) if owner is torch.cuda]
+    of_torch = [
+        (a, b)
+        for (owner, *_), a, b in zip(targets, before, during, strict=True)
+        if owner is torch.cuda
+    ]
     assert all(isinstance(a, type) == isinstance(b, type) for a, b in of_torch)
 
 

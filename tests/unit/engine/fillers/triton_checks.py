@@ -17,7 +17,13 @@ from triton.runtime import interpreter
 from lightning_megatron.engine.fillers import fp8, triton_kernels
 from lightning_megatron.engine.fillers.adam import FusedAdam
 from lightning_megatron.engine.fillers.kernels import Norm
-from lightning_megatron.engine.fillers.triton_kernels import add_norm, add_to, rotate, row_sums, split_and_rotate
+from lightning_megatron.engine.fillers.triton_kernels import (
+    add_norm,
+    add_to,
+    rotate,
+    row_sums,
+    split_and_rotate,
+)
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -43,9 +49,13 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, requires_grad=True)
 
 
-def _assert_same(got: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _assert_same(
+    got: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
     """Compare values, and gradients of ``inputs`` for the same non-contiguous upstream gradients."""
-    upstream = [torch.randn_like(x.transpose(0, -2).contiguous()).transpose(0, -2) for x in expected]
+    upstream = [
+        torch.randn_like(x.transpose(0, -2).contiguous()).transpose(0, -2) for x in expected
+    ]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     gradients = (torch.autograd.grad(outputs, inputs, upstream) for outputs in (got, expected))
@@ -64,7 +74,9 @@ def _angles(length: int, rows: int, rotated: int) -> Tensor:
 def _rotate(t: Tensor, angles: Tensor) -> Tensor:
     """Rotary embedding as complex multiplication."""
     half = angles.shape[-1] // 2
-    pairs = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(1j * angles[..., :half])
+    pairs = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(
+        1j * angles[..., :half]
+    )
     return torch.cat([pairs.real, pairs.imag, t[..., 2 * half :]], -1)
 
 
@@ -120,7 +132,13 @@ def test_bfloat16_is_added_to_float32() -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
 def test_add_norm_equals_torch(is_rms: bool, has_bias: bool, probability: float) -> None:
-    x, residual, weight, shift, bias = _random(7, 2, 40), _random(7, 2, 40), _random(40), _random(40), _random(40)
+    x, residual, weight, shift, bias = (
+        _random(7, 2, 40),
+        _random(7, 2, 40),
+        _random(40),
+        _random(40),
+        _random(40),
+    )
     norm_bias = None if is_rms else shift
     got = add_norm(x, bias if has_bias else None, residual, weight, norm_bias, 1e-5, probability)
     added = x + bias if has_bias else x
@@ -129,13 +147,19 @@ def test_add_norm_equals_torch(is_rms: bool, has_bias: bool, probability: float)
         assert 0.6 < kept.float().mean() < 0.9
         added = torch.where(kept, added / (1 - probability), 0.0)
     total = residual + added
-    normed = F.rms_norm(total, (40,), weight, 1e-5) if is_rms else F.layer_norm(total, (40,), weight, shift, 1e-5)
+    normed = (
+        F.rms_norm(total, (40,), weight, 1e-5)
+        if is_rms
+        else F.layer_norm(total, (40,), weight, shift, 1e-5)
+    )
     inputs = [x, residual, weight, *([] if is_rms else [shift]), *([bias] if has_bias else [])]
     _assert_same(got, (total, normed), inputs)
 
 
 def test_norm_caches_the_result_of_its_own_sum_only() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=2, use_cpu_initialization=True)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=2, use_cpu_initialization=True
+    )
     norm = Norm(config, 24).to(DEVICE)
     hooked: list[torch.nn.Module] = []
     norm.register_forward_pre_hook(lambda module, inputs: hooked.append(module))
@@ -159,8 +183,12 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
 def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float | None) -> None:
     shapes = [(5000,), (3,), (8192, 2)]
-    weights, gradients, firsts, seconds = ([torch.rand(s, device=DEVICE) for s in shapes] for _ in range(4))
-    lows: list[Tensor | None] = [torch.zeros(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes]
+    weights, gradients, firsts, seconds = (
+        [torch.rand(s, device=DEVICE) for s in shapes] for _ in range(4)
+    )
+    lows: list[Tensor | None] = [
+        torch.zeros(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes
+    ]
     lows[1] = None
     lists = (weights, gradients, firsts, seconds)
     expected = [[x.clone() for x in tensors] for tensors in lists]
@@ -182,7 +210,9 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
         if low is not None:
             # Triton's interpreter truncates where a GPU rounds.
             copied = torch.zeros_like(weight) if found_inf else weight
-            torch.testing.assert_close(low.float(), copied, rtol=2**-8 if DEVICE == "cuda" else 2**-7, atol=0.0)
+            torch.testing.assert_close(
+                low.float(), copied, rtol=2**-8 if DEVICE == "cuda" else 2**-7, atol=0.0
+            )
 
 
 def test_optimizer_updates_model_parameters_that_moved() -> None:
@@ -210,7 +240,9 @@ def test_optimizer_updates_model_parameters_that_moved() -> None:
 
 @pytest.mark.parametrize("shape", [(50, 96), (300, 144)])
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=str)
-def test_fp8_cast_of_matrix_and_transpose_equals_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_fp8_cast_of_matrix_and_transpose_equals_torch(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     # Triton's interpreter does not round to fp8 as GPUs do, so use integers up to 7, which are exact.
     x = torch.randint(-7, 8, shape).bfloat16().to(DEVICE)
     x[0, 0] = 7
