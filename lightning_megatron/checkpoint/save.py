@@ -248,9 +248,7 @@ class Save:
                 file.write(content)
             else:
                 transforms = _StorageWriterTransforms()
-                stream_for_torch: Any = (
-                    file  # declared as IOBase; write and tell are called
-                )
+                stream_for_torch: Any = file  # declared as IOBase; write and tell are called
                 results = [
                     _write_item(
                         transforms,
