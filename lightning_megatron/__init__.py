@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.startup import hide_known_warnings, register_strategies
+from lightning_megatron.registration import hide_known_warnings, register_strategies
 
 __version__ = "0.1.0"
 

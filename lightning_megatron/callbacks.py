@@ -23,7 +23,6 @@ from typing_extensions import override
 from lightning_megatron.accounting import Precision, model_flops, peak_flops_per_s
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError, require_choice, require_number
-from lightning_megatron.files import open_to_append, save_figure
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import (
     build_request,
@@ -34,6 +33,7 @@ from lightning_megatron.generate.inputs import (
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, make_run, plan
+from lightning_megatron.storage.publish import open_to_append, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepShape

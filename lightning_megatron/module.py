@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.accounting import check_host_memory
-from lightning_megatron.checkpoint.files import load_meta
+from lightning_megatron.checkpoint.find import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import (
     load_hugging_face,
@@ -42,9 +42,9 @@ from lightning_megatron.errors import CheckpointError, ConfigError, as_options, 
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import SpecialTokens, inputs_from_batch, special_tokens
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.hub import Needed, first_line, local_folder, named_folder
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
+from lightning_megatron.storage.hub import Needed, first_line, local_folder, named_folder
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -31,12 +31,10 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weights
 from lightning_megatron.checkpoint.schema import restore_error
-from lightning_megatron.checkpointing import Checkpointing
 from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
-from lightning_megatron.engine.heartbeat import Heartbeat, Watch
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
@@ -62,10 +60,14 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
-from lightning_megatron.failures import FailureReport, is_lost_connection, report_as
-from lightning_megatron.files import as_path
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.hooks import (
+from lightning_megatron.models.transformer_config import EngineSettings, Recompute
+from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.predictions import check_predict_size, predict_size_error
+from lightning_megatron.run.checkpointing import Checkpointing
+from lightning_megatron.run.failures import FailureReport, is_lost_connection, report_as
+from lightning_megatron.run.heartbeat import Heartbeat, Watch
+from lightning_megatron.run.hooks import (
     EngineLoss,
     check_hooks,
     check_returned_loss,
@@ -73,7 +75,7 @@ from lightning_megatron.hooks import (
     has_own_training_step,
     overrides_clipping,
 )
-from lightning_megatron.launch import (
+from lightning_megatron.run.launch import (
     check_loaders,
     check_trainer,
     check_world_size,
@@ -81,11 +83,9 @@ from lightning_megatron.launch import (
     die_with_launcher,
     elastic_layout,
 )
-from lightning_megatron.models.transformer_config import EngineSettings, Recompute
-from lightning_megatron.nonfinite import check_weights
-from lightning_megatron.precision import MegatronPrecision
-from lightning_megatron.predictions import check_predict_size, predict_size_error
-from lightning_megatron.restarts import LAUNCHER
+from lightning_megatron.run.nonfinite import check_weights
+from lightning_megatron.run.restarts import LAUNCHER
+from lightning_megatron.storage.publish import as_path
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

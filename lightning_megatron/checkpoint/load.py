@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from lightning_megatron.checkpoint.files import (
+from lightning_megatron.checkpoint.find import (
     COMMON,
     check_backends,
     check_complete,
@@ -45,6 +45,7 @@ from lightning_megatron.checkpoint.files import (
     read_table,
     table_reader,
 )
+from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.checkpoint.save import (
     EXPERT_BIAS,
     RunState,
@@ -54,11 +55,10 @@ from lightning_megatron.checkpoint.save import (
     sharded_weights,
 )
 from lightning_megatron.engine.collectives import raise_on_all_ranks
-from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import failures_as_errors, recover, remove, verify_checksums
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.storage.publish import failures_as_errors, recover, remove, verify_checksums
 
 _RESTORED_GROUP_KEYS = ("params", "step")
 """Keys of a parameter group that are loaded from the checkpoint; the others keep the run's values."""

@@ -58,8 +58,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
-from lightning_megatron import files
-from lightning_megatron.checkpoint.files import (
+from lightning_megatron.checkpoint.find import (
     BACKENDS,
     COMMON,
     FORMAT_VERSION,
@@ -70,12 +69,13 @@ from lightning_megatron.checkpoint.files import (
 from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.heartbeat import progress
 from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import FileChecksums, pickle_refusal
+from lightning_megatron.storage import publish as files
+from lightning_megatron.storage.publish import FileChecksums, pickle_refusal
 
 T = TypeVar("T")
 

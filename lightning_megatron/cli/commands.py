@@ -28,7 +28,7 @@ from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.cli.plan import plan
 from lightning_megatron.foreign_names import PROG, advice
-from lightning_megatron.restarts import supervise
+from lightning_megatron.run.restarts import supervise
 
 TRAINER_COMMANDS = {
     "fit": "train, with validation, checkpoints and loggers",

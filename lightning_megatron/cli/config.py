@@ -21,8 +21,8 @@ import yaml
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
-from lightning_megatron.files import failures_as_errors, open_new
 from lightning_megatron.foreign_names import advice, foreign_names
+from lightning_megatron.storage.publish import failures_as_errors, open_new
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
@@ -358,7 +358,7 @@ def _max_length(model: ModelConfig) -> int | None:
 def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
     """Value of ``model.model`` for a path or a ``model_type`` (with transformers' default sizes), and its config."""
     from lightning_megatron.convert.registry import known_families, model_config
-    from lightning_megatron.hub import local_folder
+    from lightning_megatron.storage.hub import local_folder
 
     path = Path(answer).expanduser()
     value = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.data.preprocess import PreprocessOptions
 from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
-from lightning_megatron.files import readable_size
+from lightning_megatron.storage.publish import readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.data.indexed import IndexedDataset
@@ -162,7 +162,7 @@ def average(
 
 def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> None:
     from lightning_megatron.convert.convert import convert
-    from lightning_megatron.files import exit_on_sigterm
+    from lightning_megatron.storage.publish import exit_on_sigterm
 
     start = time.monotonic()
     with exit_on_sigterm():

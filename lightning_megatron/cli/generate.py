@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
 from lightning_megatron.errors import MOST_PROCESSES, CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.hub import first_line
+from lightning_megatron.storage.hub import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +214,7 @@ def _default_precision(stored: Source, accelerator: str) -> Any:
 def _tokenizer(folder: Path | None, stored: Source) -> Any:
     from lightning_megatron.convert.hugging_face import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-    from lightning_megatron.hub import local_folder
+    from lightning_megatron.storage.hub import local_folder
 
     source = folder or stored.path
     folder = stored.companions if folder is None else local_folder(folder, "tokenizer")

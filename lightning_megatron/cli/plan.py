@@ -16,7 +16,7 @@ from lightning_megatron.errors import (
     require_choice,
     require_number,
 )
-from lightning_megatron.files import failures_as_errors, open_new, save_figure
+from lightning_megatron.storage.publish import failures_as_errors, open_new, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run

@@ -43,7 +43,7 @@ from typing_extensions import override
 
 import lightning_megatron
 from lightning_megatron import ProgressLine
-from lightning_megatron.checkpoint.files import check_writable
+from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.config import PRECISIONS
 from lightning_megatron.cli.doctor import check_accelerator
 from lightning_megatron.errors import (
@@ -56,7 +56,7 @@ from lightning_megatron.errors import (
 from lightning_megatron.foreign_names import advice
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
-from lightning_megatron.startup import STRATEGY_SIZES
+from lightning_megatron.registration import STRATEGY_SIZES
 from lightning_megatron.strategy import MegatronStrategy
 
 SHORT_NAMES: list[type] = [

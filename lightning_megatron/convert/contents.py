@@ -11,14 +11,14 @@ import math
 import re
 from pathlib import Path
 
-from lightning_megatron.checkpoint.files import META, is_distributed
+from lightning_megatron.checkpoint.find import META, is_distributed
 from lightning_megatron.convert.distributed import CoreSource, StrategySource
 from lightning_megatron.convert.hugging_face import HuggingFaceSource, directory_of, has_weights
 from lightning_megatron.convert.megatron_lm import TRACKER_FILE, MegatronLMSource, is_legacy
 from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, describe_with_base
 from lightning_megatron.convert.shards import Source
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.hub import local_folder
+from lightning_megatron.storage.hub import local_folder
 
 # ---- iterations ------------------------------------------------------------------------------------------------------
 

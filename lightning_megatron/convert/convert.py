@@ -43,11 +43,11 @@ from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_al
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
-from lightning_megatron.hub import local_folder
 from lightning_megatron.models.build import build_chunks
 from lightning_megatron.models.config import ModelConfig, variant_of
 from lightning_megatron.models.lora import merged
 from lightning_megatron.models.transformer_config import EngineSettings
+from lightning_megatron.storage.hub import local_folder
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_megatron.checkpoint.files import (
+from lightning_megatron.checkpoint.find import (
     COMMON,
     META,
     check_backends,
@@ -36,6 +36,7 @@ from lightning_megatron.checkpoint.files import (
     read_table,
     table_reader,
 )
+from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, metadata_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
@@ -48,10 +49,9 @@ from lightning_megatron.convert.shards import (
     Stored,
     parse_key,
 )
-from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import CHECKSUMS, file_sizes, verify_checksums
 from lightning_megatron.models.config import variant_of
+from lightning_megatron.storage.publish import CHECKSUMS, file_sizes, verify_checksums
 
 COMPANIONS = "hugging_face"
 """Directory in a ``*.ckpt`` with the tokenizer and generation config of the model."""

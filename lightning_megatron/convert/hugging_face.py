@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.family import VOCABULARY, Family
 from lightning_megatron.convert.registry import (
     config_for_task,
@@ -44,11 +45,10 @@ from lightning_megatron.convert.shards import (
     progress_bar,
 )
 from lightning_megatron.engine.adapter_names import is_adapter
-from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.files import PARTIAL, failures_as_errors, staged, sync
-from lightning_megatron.hub import TOKENIZER_FILES, WEIGHT_FILES
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.storage.hub import TOKENIZER_FILES, WEIGHT_FILES
+from lightning_megatron.storage.publish import PARTIAL, failures_as_errors, staged, sync
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.checkpoint.pickles import StandIn
 from lightning_megatron.convert.family import LAYER, POSITIONS, VOCABULARY, config_field_names
 from lightning_megatron.convert.registry import (
     config_for_task,
@@ -30,7 +31,6 @@ from lightning_megatron.convert.registry import (
 )
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.pickles import StandIn
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, RopeScaling, variant_of
 

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.hugging_face import companion_files
 from lightning_megatron.convert.megatron_arguments import (
@@ -67,11 +68,10 @@ from lightning_megatron.convert.shards import (
     shards_of,
 )
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.engine.pickles import read_pickle
 from lightning_megatron.errors import CheckpointError, ConfigError, require_divides
-from lightning_megatron.files import failures_as_errors
 from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.models.t5_layout import layer_ranges
+from lightning_megatron.storage.publish import failures_as_errors
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """Name of a rank's file; the second one with the distributed optimizer of 2022."""

@@ -33,10 +33,10 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
-from lightning_megatron.files import failures_as_errors, staged
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.hub import local_folder, named_folder
 from lightning_megatron.models.config import Adapters, ModelConfig
+from lightning_megatron.storage.hub import local_folder, named_folder
+from lightning_megatron.storage.publish import failures_as_errors, staged
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEARS = "all-linear"

@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_megatron.errors import DataError
-from lightning_megatron.files import exit_on_sigterm, readable_size, staged
+from lightning_megatron.storage.publish import exit_on_sigterm, readable_size, staged
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"

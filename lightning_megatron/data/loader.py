@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_megatron.data.samples import Rows, Samples
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.heartbeat import progress
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import ConfigError, DataError
 
 PADDING_ROW = -1

@@ -43,7 +43,12 @@ from typing_extensions import override
 
 from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.files import FileChecksums, staged, verify_checksums, write_checksums
+from lightning_megatron.storage.publish import (
+    FileChecksums,
+    staged,
+    verify_checksums,
+    write_checksums,
+)
 
 _log = logging.getLogger(__name__)
 

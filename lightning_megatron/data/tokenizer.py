@@ -39,8 +39,8 @@ from lightning_megatron.data.tokenizer_files import (
     without_printed_panics,
 )
 from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
-from lightning_megatron.files import staged
-from lightning_megatron.hub import local_folder
+from lightning_megatron.storage.hub import local_folder
+from lightning_megatron.storage.publish import staged
 
 END_OF_TEXT = "<|endoftext|>"
 """Special token that ends a document; it is the beginning-of-sequence token too, as in GPT-2."""

@@ -136,7 +136,7 @@ MEGATRON: tuple[Patch, ...] = (
 
 LIGHTNING: tuple[Patch, ...] = (
     # Before each batch it broadcasts from rank 0, over the GPU, whether SIGTERM came, and waits for all queued work;
-    # checkpointing.py has asked every rank by then, in parallel with the step (there is no hook around it).
+    # run/checkpointing.py has asked every rank by then, in parallel with the step (there is no hook around it).
     Patch(
         "lightning.pytorch.loops.training_epoch_loop",
         "_TrainingEpochLoop._broadcast_sigterm_tensor",

@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 
 from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_ranks
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.heartbeat import progress
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.inputs import (
     Request,

@@ -269,7 +269,7 @@ def _stop() -> None:
 def _hang(
     act: Callable[[], None], phases: tuple[str, ...], rng: random.Random, folder: Path
 ) -> Outcome:
-    from lightning_megatron.engine.heartbeat import Heartbeat
+    from lightning_megatron.run.heartbeat import Heartbeat
 
     layout, rank = rng.choice(list(_LAYOUTS)), rng.choice(_RANKS)
     fault = Fault(

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron import files
-from lightning_megatron.checkpoint.files import read_table
+from lightning_megatron.checkpoint.find import read_table
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import CHECKSUMS, verify_checksums
+from lightning_megatron.storage import publish as files
+from lightning_megatron.storage.publish import CHECKSUMS, verify_checksums
 from tests.checkpoint.damage import Damage, flipped_bit, missing, truncated, update_checksums
 from tests.ranks import run_ranks
 

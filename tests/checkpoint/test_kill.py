@@ -54,8 +54,8 @@ class _Calls:
     """Counter of this process's file-changing calls that kills the process before a given one."""
 
     def __init__(self, folder: Path) -> None:
-        from lightning_megatron import files
         from lightning_megatron.checkpoint.save import _ChecksummedFile
+        from lightning_megatron.storage import publish as files
 
         self._folder = str(folder)
         self._counter = itertools.count(1)
@@ -95,7 +95,7 @@ def _changes(flags: int) -> bool:
 
 
 def _act(kind: str, state: Any, path: Path, name: str) -> None:
-    from lightning_megatron import files
+    from lightning_megatron.storage import publish as files
 
     if kind == "remove":
         if int(os.environ["RANK"]) == 0:  # only rank 0 removes checkpoints in a run
@@ -145,7 +145,7 @@ def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
     """Name of the known state that a checkpoint holds, after checking its checksums and tensors."""
     import torch
 
-    from lightning_megatron.files import CHECKSUMS, verify_checksums
+    from lightning_megatron.storage.publish import CHECKSUMS, verify_checksums
 
     assert (path / CHECKSUMS).is_file()
     verify_checksums(path)
@@ -166,7 +166,7 @@ def test_a_complete_checkpoint_survives_sigkill(
     tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
 ) -> None:
     from lightning_megatron.checkpoint.save import _start_partial
-    from lightning_megatron.files import publish, recover, remove, wait_for_deletions
+    from lightning_megatron.storage.publish import publish, recover, remove, wait_for_deletions
 
     path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match=rf"rank {victim} died without a result"):

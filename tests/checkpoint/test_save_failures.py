@@ -133,8 +133,9 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
 
     import lightning.pytorch as pl
 
-    from lightning_megatron import DataError, checkpointing
+    from lightning_megatron import DataError
     from lightning_megatron.checkpoint.save import Save
+    from lightning_megatron.run import checkpointing
 
     Save.is_written = lambda self: False  # type: ignore[method-assign]
     checkpointing._FAILURE_WAIT = timedelta(seconds=1)

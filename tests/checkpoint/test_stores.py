@@ -133,7 +133,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checkpoints(address: str) -> list[str]:
-    from lightning_megatron.files import as_path
+    from lightning_megatron.storage.publish import as_path
 
     return sorted(path.name for path in as_path(address).iterdir() if path.suffix == ".ckpt")
 
@@ -166,9 +166,9 @@ def test_checkpoints_in_a_store_resume_as_from_a_disk(tmp_path: Path, is_async: 
 
 def _fail_during_replacement(address: str) -> list[str]:
     """Let the store fail while a checkpoint is replaced; return the files and the errors afterwards."""
-    from lightning_megatron.checkpoint.files import find_newest
+    from lightning_megatron.checkpoint.find import find_newest
     from lightning_megatron.errors import CheckpointError
-    from lightning_megatron.files import as_path
+    from lightning_megatron.storage.publish import as_path
 
     register()
     run = Run(trainer={"max_steps": 2})
@@ -270,7 +270,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) ->
     assert list(trace.steps) == [1, 2]
     assert any("step=1.ckpt" in text and "is ignored" in text for text in texts), texts
     register()
-    from lightning_megatron.checkpoint.files import find_newest
+    from lightning_megatron.checkpoint.find import find_newest
 
     assert find_newest(f"shared://{tmp_path}/run").step == 2
 
@@ -280,8 +280,8 @@ def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: P
     import lightning.pytorch as pl
 
     from lightning_megatron import MegatronStrategy
-    from lightning_megatron.checkpoint.files import list_checkpoints
-    from lightning_megatron.files import as_path
+    from lightning_megatron.checkpoint.find import list_checkpoints
+    from lightning_megatron.storage.publish import as_path
 
     register()
     strategy, saver = MegatronStrategy(), checkpoints_at(f"shared://{tmp_path}/run")  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def test_inspect_and_convert_read_from_a_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lightning_megatron.cli.inspect import inspect_path
-    from lightning_megatron.hub import local_folder
+    from lightning_megatron.storage.hub import local_folder
 
     register()
     run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.engine.heartbeat import Beat, Heartbeat, find_hang, find_straggler
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.run.heartbeat import Beat, Heartbeat, find_hang, find_straggler
 from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_dataset
 from tests.launch.test_started_by import has_ended
 from tests.ranks import RankError, run_ranks
@@ -115,7 +115,7 @@ def _hang_in_a_worker(folder: Path) -> None:
 
 
 def _stop_before_the_first_sample(folder: Path) -> None:
-    from lightning_megatron.engine.heartbeat import Watch
+    from lightning_megatron.run.heartbeat import Watch
 
     start = Watch.start
 
@@ -238,7 +238,7 @@ def _work(trainer: Any, left: int = LIMITS["step"] + 3) -> None:
 
 
 def _stop_and_continue(trainer: Any) -> None:
-    from lightning_megatron.engine import heartbeat
+    from lightning_megatron.run import heartbeat
 
     heartbeat._SUSPENDED = 1.5
     subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])

@@ -25,7 +25,7 @@ def _sum_of_ranks(port: int, last: int) -> float:
     """All-reduce as a torchrun worker whose agent's store is at ``port``; rank ``last`` starts later."""
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-    from lightning_megatron.launch import connect_ranks
+    from lightning_megatron.run.launch import connect_ranks
 
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -50,12 +50,12 @@ def test_ranks_connect_after_restarts_with_other_world_sizes() -> None:
 
 _SUPERVISED = """
 import sys
-from lightning_megatron.restarts import supervise
+from lightning_megatron.run.restarts import supervise
 sys.exit(supervise([sys.executable, "-c", sys.argv[1]], int(sys.argv[2])))
 """
 _DIES = """
 import os, pathlib, subprocess, sys
-from lightning_megatron.restarts import is_of_this_run
+from lightning_megatron.run.restarts import is_of_this_run
 starts = pathlib.Path("starts")
 starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
 pathlib.Path("is_of_this_run").write_text(str(is_of_this_run(starts.stat().st_mtime)))

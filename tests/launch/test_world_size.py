@@ -37,7 +37,8 @@ def _start(devices: int) -> str:
 def _wait_alone() -> tuple[str, float]:
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    from lightning_megatron import MegatronStrategy, launch
+    from lightning_megatron import MegatronStrategy
+    from lightning_megatron.run import launch
 
     lines: list[str] = []
     launch.rank_zero_info = lines.append
@@ -148,7 +149,7 @@ def _listening() -> set[str]:
     import psutil
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    from lightning_megatron import launch
+    from lightning_megatron.run import launch
 
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     store = launch._rendezvous_store(TorchElasticEnvironment(), 1, timedelta(seconds=60))

@@ -19,7 +19,7 @@ from lightning_megatron.data.loader import BatchShape
 from lightning_megatron.datamodules import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.megatron_datamodule import Run
-from lightning_megatron.restarts import LAUNCHER
+from lightning_megatron.run.restarts import LAUNCHER
 from lightning_megatron.strategy import ScriptLauncher
 from tests.models import QUIET
 from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron import files
 from lightning_megatron.checkpoint.save import _start_partial
 from lightning_megatron.errors import CheckpointError, DataError
-from lightning_megatron.files import FolderLock, publish, staged
+from lightning_megatron.storage import publish as files
+from lightning_megatron.storage.publish import FolderLock, publish, staged
 
 
 def _folder(path: Path, content: str) -> Path:

@@ -12,10 +12,10 @@ import torch
 from huggingface_hub import constants
 
 from lightning_megatron import MegatronModule
-from lightning_megatron.checkpoint.files import find_newest
+from lightning_megatron.checkpoint.find import find_newest
 from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.hub import local_folder
+from lightning_megatron.storage.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
 from tests.parity.training import (
     Case,

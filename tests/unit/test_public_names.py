@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.startup import hide_known_warnings, strategy_names
+from lightning_megatron.registration import hide_known_warnings, strategy_names
 from tests.ranks import ROOT
 
 
@@ -27,7 +27,7 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
         "print(type(strategies.__spec__.loader).__name__, type(strategies.__loader__).__name__)\n"
         "import inspect; print('_StrategyRegistry' in inspect.getsource(strategies))\n"
         "print('megatron' in sys.modules, 'lightning_megatron.strategy' in sys.modules)\n"
-        "from lightning_megatron.startup import register_strategies\nregister_strategies()\n"
+        "from lightning_megatron.registration import register_strategies\nregister_strategies()\n"
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.engine.pickles import StandIn, read_pickle
+from lightning_megatron.checkpoint.pickles import StandIn, read_pickle
 from lightning_megatron.errors import CheckpointError
 
 

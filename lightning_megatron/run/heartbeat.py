@@ -41,7 +41,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -50,10 +50,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import LARGEST_COUNT, require_number
-from lightning_megatron.files import open_new
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.restarts import LAUNCHER
+from lightning_megatron.run.restarts import LAUNCHER
+from lightning_megatron.storage.publish import open_new
 
 MARGIN = timedelta(seconds=10)
 """Added to ``timeout`` for collectives, so that a verdict ends the run before they raise."""
@@ -108,21 +109,6 @@ class Heartbeat:
                 require_number(f"Heartbeat.{each.name}", value, at_least=1, at_most=LARGEST_COUNT)
 
 
-@dataclass
-class Progress:
-    """Counters of this process's work; loops that may run for minutes increment them."""
-
-    ticks: int = 0
-    """Units of work: microbatches, tokens, pieces of files."""
-    steps: int = 0
-    """Batches."""
-    saves: deque[float] = field(default_factory=lambda: deque(maxlen=11))
-    """Seconds for which each of the last checkpoints blocked training."""
-
-
-progress = Progress()
-
-
 # ---- where a rank is -------------------------------------------------------------------------------------------------
 
 Kind = Literal["setup", "step", "checkpoint"]
@@ -132,7 +118,7 @@ _LIGHTNING_LOOPS = os.path.join("lightning", "pytorch", "loops", "")
 _LIGHTNING = os.path.join("lightning", "pytorch", "")
 _MEGATRON = os.path.join("megatron", "core", "")
 _OWN = os.path.join("lightning_megatron", "")
-_SAVING = (os.path.join(_OWN, "checkpointing.py"), ("save", "finish"))
+_SAVING = (os.path.join(_OWN, "run", "checkpointing.py"), ("save", "finish"))
 _SAVING_HOOKS = {"on_save_checkpoint", "state_dict"}
 """Hooks from which Lightning collects what it saves."""
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")

@@ -184,7 +184,7 @@ def _is_replaced(module: object, hook: str) -> bool:
     """Whether a method is not the one of this package, in a subclass or on the object."""
     method = getattr(module, hook)
     function = getattr(method, "__func__", method)
-    return not str(function.__module__).startswith(f"{__package__}.")
+    return not str(function.__module__).startswith("lightning_megatron.")
 
 
 def _name(part: object, hook: str) -> str:

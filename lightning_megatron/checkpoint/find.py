@@ -6,7 +6,7 @@ names.
 
 Torch's distributed checkpoints store their table of contents in a pickle, which torch loads without restriction. Here
 the names in it become stand-ins that do nothing, and the table is rebuilt from what they keep. Other files are read by
-``engine/pickles.py``; publication and checksums are in ``lightning_megatron/files.py``.
+``pickles.py``; publication and checksums are in ``storage/publish.py``.
 
 Nothing here communicates or imports Megatron.
 """
@@ -31,16 +31,16 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from lightning_megatron.checkpoint.schema import check_meta
-from lightning_megatron.engine.pickles import (
+from lightning_megatron.checkpoint.pickles import (
     StandIn,
     check_archive,
     read_pickle,
     scan_pickle,
     stand_in,
 )
+from lightning_megatron.checkpoint.schema import check_meta
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.files import (
+from lightning_megatron.storage.publish import (
     CHECKSUMS,
     COMPLETE_MARKER,
     PARTIAL,

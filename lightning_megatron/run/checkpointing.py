@@ -36,13 +36,13 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import files
+from lightning_megatron.checkpoint import find as files
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.data.loader import ResumableLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
-from lightning_megatron.engine.heartbeat import progress
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import (
     TERMINATED,
     CheckpointError,
@@ -51,7 +51,10 @@ from lightning_megatron.errors import (
     NumericsError,
     as_options,
 )
-from lightning_megatron.files import (
+from lightning_megatron.megatron_datamodule import MegatronDataModule
+from lightning_megatron.run.nonfinite import WeightOrigin
+from lightning_megatron.run.restarts import FIRST_START, is_of_this_run
+from lightning_megatron.storage.publish import (
     as_path,
     failures_as_errors,
     is_caused_by_files,
@@ -60,9 +63,6 @@ from lightning_megatron.files import (
     store_failures_as_errors,
     wait_for_deletions,
 )
-from lightning_megatron.megatron_datamodule import MegatronDataModule
-from lightning_megatron.nonfinite import WeightOrigin
-from lightning_megatron.restarts import FIRST_START, is_of_this_run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -39,7 +39,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number
 from lightning_megatron.precision import check_clipping
-from lightning_megatron.restarts import LAUNCHER
+from lightning_megatron.run.restarts import LAUNCHER
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
