@@ -165,9 +165,10 @@ def load_meta(path: Path) -> dict[str, Any]:
 
 _TABLE_NAMES = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem)\.\w+|torch\.(Size|serialization\._get_layout)"
-    r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath"
+    r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath|builtins\.getattr"
 )
-"""Names of all classes in a table of contents, besides dtypes (torch 2.10 to 2.13)."""
+"""Names of all classes in a table of contents, besides dtypes (torch 2.10 to 2.13), and the function by which Python
+3.11.0 to 3.11.3 pickle a member of an enumeration."""
 
 
 class _TableUnpickler(pickle.Unpickler):

@@ -35,6 +35,7 @@ from lightning_megatron.storage.publish import pickle_refusal
 _FOREIGN_GLOBALS = re.compile(
     r"(megatron|apex|transformer_engine|fp16)(\.\w+)+"  # enums, tokenizers, loss scalers, options
     r"|datetime\.\w+|signal\.Signals|_io\.BytesIO|pathlib\.(_local\.)?\w+Path|builtins\.(dict|list|int|float)"
+    r"|builtins\.getattr"  # members of enumerations, as Python 3.11.0 to 3.11.3 pickle them
     r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.multiarray\._reconstruct)"
 )
 """Globals of other programs whose objects are not needed: they become stand-ins."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import warnings
 import zlib
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_megatron.checkpoint.find import read_table
 from lightning_megatron.errors import CheckpointError
@@ -109,6 +111,28 @@ def test_pickle_opcodes_of_a_table_run_no_code(
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
     with pytest.raises(CheckpointError, match=message):
         read_table(tmp_path)
+
+
+def test_table_with_enumerations_of_any_python_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, other versions by its value."""
+    from torch.distributed.checkpoint import metadata
+
+    entry = metadata.TensorStorageMetadata(
+        properties=metadata.TensorProperties(dtype=torch.bfloat16),
+        size=torch.Size([2]),
+        chunks=[],
+    )
+    table = metadata.Metadata(state_dict_metadata={"weight": entry}, storage_data={})
+    monkeypatch.setattr(
+        Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)), raising=True
+    )
+    content = pickle.dumps(table)
+    assert b"getattr" in content
+    (tmp_path / ".metadata").write_bytes(content)
+
+    assert read_table(tmp_path).state_dict_metadata == {"weight": entry}
 
 
 # ---- content of meta.pt ---------------------------------------------------------------------------------------------
