@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.cases import CASES, Case, case_named, changed
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy
-from lightning_megatron.engine.fillers import fp8
+from lightning_megatron.engine.ops import fp8
 
 TEXT_FOLDERS = [Path(sysconfig.get_path("purelib")), Path("/usr/share/doc")]
 SUFFIXES = (".py", ".rst", ".md", ".txt")

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.engine.fillers.choice import slot_report
+from lightning_megatron.engine.ops.report import ops_report
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, host_memory
 from lightning_megatron.models.config import ModelConfig
@@ -110,7 +110,7 @@ def chunk_layout(
 
 
 def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
-    """Lines that rank 0 logs at start-up: padded vocabulary, parameters of each rank, fillers of the engine's slots."""
+    """Lines that rank 0 logs at start-up: padded vocabulary, parameters of each rank, implementations of the ops."""
     tp, pp = settings.parallel.tp, settings.parallel.pp
     padded = model.padded_vocab_size(tp)
     lines = [
@@ -141,11 +141,11 @@ def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
         lines.append(
             f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen"
         )
-    slots = slot_report("cuda" if settings.device.type == "cuda" else "cpu")
+    ops = ops_report("cuda" if settings.device.type == "cuda" else "cpu")
     linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
     return [
         *lines,
-        f"Engine slots: {'; '.join(f'{slot}: {filler}' for slot, filler, _ in slots)}{linears}",
+        f"Engine ops: {'; '.join(f'{op}: {used}' for op, used, _ in ops)}{linears}",
     ]
 
 

@@ -29,12 +29,12 @@ from lightning_megatron.convert.hugging_face import (
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
-from lightning_megatron.engine.fillers.fp8 import size_warning
 from lightning_megatron.engine.lr_schedule import (
     LRSchedule,
     MegatronLRScheduler,
     scheduler_settings,
 )
+from lightning_megatron.engine.ops.fp8 import size_warning
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.schedule import TrainStep

@@ -34,8 +34,8 @@ from lightning_megatron.checkpoint.schema import restore_error
 from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
-from lightning_megatron.engine.fillers.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.ops.fp8 import Recipe, known_recipe
 from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
@@ -319,7 +319,7 @@ class MegatronStrategy(DDPStrategy):
         )
 
     def engine(self) -> AbstractContextManager[None]:
-        """Context for calls of Megatron's modules: slot fillers, random streams and CPU emulation are active."""
+        """Context for calls of Megatron's modules: the engine's ops, random streams and CPU emulation are active."""
         return ready(self._runtime, "setup_environment").active()
 
     @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]

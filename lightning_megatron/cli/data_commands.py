@@ -185,7 +185,7 @@ def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> N
 
 
 def doctor() -> None:
-    """Show versions, devices, the filler of each engine slot, and optional packages."""
+    """Show versions, devices, what implements each op of the engine, and optional packages."""
     from lightning_megatron.cli.doctor import report_installation
 
     print(report_installation())

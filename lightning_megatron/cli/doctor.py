@@ -1,4 +1,4 @@
-"""The command ``doctor``: versions, devices, the filler of each engine slot, and optional packages."""
+"""The command ``doctor``: versions, devices, what implements each op of the engine, and optional packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 import lightning_megatron
 from lightning_megatron.cli.inspect import columns
-from lightning_megatron.engine.fillers.choice import DeviceType, has_liger, slot_report
+from lightning_megatron.engine.ops.report import DeviceType, ops_report
+from lightning_megatron.engine.ops.swiglu import has_liger
 from lightning_megatron.errors import ConfigError
 
 _REQUIRED = (
@@ -41,7 +42,7 @@ def check_accelerator(accelerator: object) -> None:
 
 
 def report_installation() -> str:
-    """Report versions, devices, the filler of each engine slot, and optional packages, as text tables."""
+    """Report versions, devices, what implements each op of the engine, and optional packages, as text tables."""
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     # The package may be installed without a working CUDA extension.
     liger = (
@@ -62,9 +63,9 @@ def report_installation() -> str:
             _table("Versions", ("what", "version"), _versions()),
             _table("Devices", ("device", "what"), _devices()),
             _table(
-                f"Engine slots when a strategy runs on {device_type}",
-                ("slot", "filled by", "why"),
-                slot_report(device_type),
+                f"Engine ops when a strategy runs on {device_type}",
+                ("op", "implementation", "why"),
+                ops_report(device_type),
             ),
             _table("Optional", ("package", "state", "gives", "install"), optional),
         )

@@ -39,7 +39,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch import Tensor
 
 from lightning_megatron.engine.collectives import HostCopy
-from lightning_megatron.engine.fillers.adam import MasterOptimizer
+from lightning_megatron.engine.ops.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options

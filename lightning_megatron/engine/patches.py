@@ -19,9 +19,10 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.fillers import adam, kernels
-from lightning_megatron.engine.fillers.choice import DeviceType, has_liger
-from lightning_megatron.engine.fillers.experts import (
+from lightning_megatron.engine.ops import adam, loss, recompute, swiglu, weight_gradients
+from lightning_megatron.engine.ops.report import DeviceType
+from lightning_megatron.engine.ops.swiglu import has_liger
+from lightning_megatron.engine.ops.token_dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     dispatcher,
@@ -89,7 +90,7 @@ MEGATRON: tuple[Patch, ...] = (
     Patch(
         "megatron.core.models.common.language_module.language_module",
         "LanguageModule.compute_language_model_loss",
-        _use(kernels.language_model_loss),
+        _use(loss.language_model_loss),
     ),
     # Torch's is unfused; Apex's clips and copies in separate passes.
     Patch(_FACTORY, "Adam", _use(adam.FusedAdam)),
@@ -106,18 +107,16 @@ MEGATRON: tuple[Patch, ...] = (
         adam.with_leaf_shards,
     ),
     # It loops with one kernel per bf16 parameter.
-    Patch(
-        "megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _use(kernels.copy)
-    ),
+    Patch("megatron.core.optimizer.optimizer", "_multi_tensor_copy_this_to_that", _use(adam.copy)),
     # It loops with one kernel per parameter, also to copy fp32 parameters onto themselves.
     Patch(
         _DISTRIBUTED,
         "DistributedOptimizer._copy_main_params_to_model_params",
-        _use(kernels.copy_shards),
+        _use(adam.copy_shards),
     ),
     # It needs Transformer Engine, and saves and restores random states that norms do not use.
     Patch(
-        "megatron.core.tensor_parallel", "CheckpointWithoutOutput", _use(kernels.RecomputedOutput)
+        "megatron.core.tensor_parallel", "CheckpointWithoutOutput", _use(recompute.RecomputedOutput)
     ),
     # The router checks whether it is None, but without Transformer Engine the name is not defined: NameError.
     Patch(
@@ -131,7 +130,7 @@ MEGATRON: tuple[Patch, ...] = (
     # It gathers the probabilities of all experts, and needs the same number of rows on all ranks.
     Patch(_MOE, "MoEAllGatherTokenDispatcher", _use(dispatcher(AllGatherDispatcher))),
     # It recomputes the complete MLP with its matrix products, or nothing (and warns of a subclass in a layer spec).
-    Patch("megatron.core.transformer.mlp", "MLP.forward", kernels.recompute_activation),
+    Patch("megatron.core.transformer.mlp", "MLP.forward", recompute.recompute_activation),
 )
 
 LIGHTNING: tuple[Patch, ...] = (
@@ -147,15 +146,17 @@ LIGHTNING: tuple[Patch, ...] = (
 
 WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     # Name of Apex's extension, which linear layers call.
-    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _use(kernels.WeightGradient)),
+    Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _use(weight_gradients.WeightGradient)),
     # Linear layers refuse to fuse without Apex's extension.
     Patch(_LAYERS, "_grad_accum_fusion_available", _use(True)),
     # The bias is added in a separate pass.
     Patch(
-        _LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward", kernels.fuse_linear_bias
+        _LAYERS,
+        "LinearWithGradAccumulationAndAsyncCommunication.forward",
+        weight_gradients.fuse_linear_bias,
     ),
     # Its gradient is a dense tensor, which is then added to the buffer.
-    Patch(_LAYERS, "F", _use(SimpleNamespace(embedding=kernels.embedding))),
+    Patch(_LAYERS, "F", _use(SimpleNamespace(embedding=weight_gradients.embedding))),
 )
 """Patches for ``gradient_accumulation_fusion=True``."""
 
@@ -163,7 +164,7 @@ _ATTENTION = "megatron.core.transformer.attention"
 
 
 def _rope() -> Any:
-    return importlib.import_module("lightning_megatron.engine.fillers.triton_kernels")
+    return importlib.import_module("lightning_megatron.engine.ops.triton.rope")
 
 
 ROPE: tuple[Patch, ...] = (
@@ -181,7 +182,7 @@ ROPE: tuple[Patch, ...] = (
 
 SWIGLU: tuple[Patch, ...] = (
     # One Triton kernel that recomputes silu in the backward pass is faster and saves less than torch.compile's.
-    Patch("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction", kernels.liger_swiglu),
+    Patch("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction", swiglu.liger_swiglu),
 )
 """Patches if liger-kernel is installed; needs ``bias_activation_fusion=True`` and an MLP without biases."""
 

@@ -26,10 +26,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from lightning_megatron.engine.fillers.experts import LoadBalance, LoadReport
-from lightning_megatron.engine.fillers.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
+from lightning_megatron.engine.ops.router import LoadBalance, LoadReport
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.wrap import reduce_shared_gradients, unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError, divisors

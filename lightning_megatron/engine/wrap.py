@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
-from lightning_megatron.engine.fillers import context, peer_copies
-from lightning_megatron.engine.fillers.fp8 import Recipe, use_fp8
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.ops import context, split_linear
+from lightning_megatron.engine.ops.fp8 import Recipe, use_fp8
 from lightning_megatron.engine.overrides import build_config
 from lightning_megatron.errors import ConfigError
 
@@ -56,7 +56,7 @@ def to_ddp(
     """Wrap chunks in DDP for training: fp32 gradient buffers, reduced over dp; on the stream of ``graphs``, if any."""
     config = unwrap(chunks[0]).config
     if config.tp_comm_overlap:
-        peer_copies.use_for_linears(chunks)
+        split_linear.use_for_linears(chunks)
     if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
         context.use_peer_copies(chunks)
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():

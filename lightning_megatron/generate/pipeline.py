@@ -26,13 +26,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.attention import (
-    KeyValueCache,
-    SDPAttention,
-    TokenStep,
-    slots_for,
-)
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.ops.attention import SDPAttention
+from lightning_megatron.engine.ops.key_value_cache import KeyValueCache, TokenStep, slots_for
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.bert import BertChunk

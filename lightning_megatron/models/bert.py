@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.kernels import Norm
+from lightning_megatron.engine.ops.norms import Norm
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.transformer_config import ACTIVATIONS

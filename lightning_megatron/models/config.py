@@ -103,7 +103,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     """Layers (from 0) with a dense MLP instead of experts."""
     load_balancing_loss_coef: float = 0.0
-    """Coefficient of the auxiliary load-balancing loss; see ``engine/fillers/experts.py``."""
+    """Coefficient of the auxiliary load-balancing loss; see ``engine/ops/router.py``."""
 
     def __post_init__(self) -> None:
         """Check the fields against each other.

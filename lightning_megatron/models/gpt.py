@@ -19,8 +19,9 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.context import ContextParallel
-from lightning_megatron.engine.fillers.kernels import Norm, soft_capped
+from lightning_megatron.engine.ops.context import ContextParallel
+from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.soft_cap import soft_capped
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.rotary import inverse_frequencies, rotary_angles

@@ -36,15 +36,12 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers.attention import SDPAttention
-from lightning_megatron.engine.fillers.context import ContextParallelAttention
-from lightning_megatron.engine.fillers.experts import GroupedExperts, Router
-from lightning_megatron.engine.fillers.kernels import (
-    BiasDropoutAdd,
-    Norm,
-    NormOfAllHeads,
-    RecomputedOutput,
-)
+from lightning_megatron.engine.ops.attention import SDPAttention
+from lightning_megatron.engine.ops.context import ContextParallelAttention
+from lightning_megatron.engine.ops.experts import GroupedExperts
+from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllHeads
+from lightning_megatron.engine.ops.recompute import RecomputedOutput
+from lightning_megatron.engine.ops.router import Router
 from lightning_megatron.models.config import ModelConfig
 
 CHECKPOINT_NAMES = {
@@ -254,8 +251,8 @@ def _identity_layer(
     return hidden_states, context
 
 
-def _norm_or_none(slot: Any) -> Norm | None:
-    return slot if isinstance(slot, Norm) else None
+def _norm_or_none(module: Any) -> Norm | None:
+    return module if isinstance(module, Norm) else None
 
 
 class _MLPInputLinear(ColumnParallelLinear):

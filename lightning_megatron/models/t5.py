@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from lightning_megatron.engine.fillers.context import ContextParallel
-from lightning_megatron.engine.fillers.masks import MASKED_SCORE
+from lightning_megatron.engine.ops.context import ContextParallel
+from lightning_megatron.engine.ops.masks import MASKED_SCORE
 from lightning_megatron.engine.wrap import SharedWeights, mark_shared_weight
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.fillers.fp8 import Recipe, check_fp8
+from lightning_megatron.engine.ops.fp8 import Recipe, check_fp8
 from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, Overrides, build_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_choice, require_number
@@ -248,7 +248,7 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "bias_dropout_fusion": on_gpu,
         "gradient_accumulation_fusion": True,
-        # engine/fillers/peer_copies.py, measured for two ranks; it keeps the activations that "selective" recomputes.
+        # engine/ops/peer_copies.py, measured for two ranks; it keeps the activations that "selective" recomputes.
         "tp_comm_overlap": on_gpu
         and settings.parallel.tp == 2
         and settings.parallel.uses_sequence_parallel

@@ -155,14 +155,14 @@ def test_doctor_shows_versions_slots_and_optional_packages(
 ) -> None:
     import torch
 
-    from lightning_megatron.engine.fillers.choice import slot_report
+    from lightning_megatron.engine.ops.report import ops_report
 
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    slots = slot_report("cuda" if torch.cuda.is_available() else "cpu")
+    ops = ops_report("cuda" if torch.cuda.is_available() else "cpu")
     rows = [
         f"{'torch'.ljust(18)}  {version('torch')}",
         "\nliger-kernel ",
         "pip install 'lightning-megatron[data]'",
     ]
-    assert [each for each in (*rows, *(reason for *_, reason in slots)) if each not in text] == []
+    assert [each for each in (*rows, *(reason for *_, reason in ops)) if each not in text] == []

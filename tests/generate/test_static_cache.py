@@ -183,7 +183,7 @@ def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list
 
 def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
     """The error when recorded steps synchronize with the device, and the sequences before and without graphs."""
-    from lightning_megatron.engine.fillers.attention import TokenStep
+    from lightning_megatron.engine.ops.key_value_cache import TokenStep
 
     generate = _generator(set_up(directory, case, calls[0].model), calls[0])
     before, original = generate(False), TokenStep.additive_mask

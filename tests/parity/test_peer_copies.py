@@ -52,7 +52,7 @@ class _FakeWindow:
 
 
 def _train_with_fake_windows(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
-    from lightning_megatron.engine.fillers import peer_copies
+    from lightning_megatron.engine.ops import peer_copies
 
     windows: list[_FakeWindow] = []
 
@@ -155,7 +155,7 @@ def test_peer_copies_equal_collectives_on_gpus(layout: Layout) -> None:
 
 
 def _train_without_copies(case: Case) -> tuple[Outcome, torch.Tensor | None]:
-    from lightning_megatron.engine.fillers import peer_copies
+    from lightning_megatron.engine.ops import peer_copies
 
     peer_copies.create_peer_copies = lambda group: None
     return _train(case)

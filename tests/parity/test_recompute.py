@@ -13,8 +13,8 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     """Calls of layers, core attentions and norms (including the final norm) in one step."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from lightning_megatron.engine.fillers.attention import SDPAttention
-    from lightning_megatron.engine.fillers.kernels import Norm
+    from lightning_megatron.engine.ops.attention import SDPAttention
+    from lightning_megatron.engine.ops.norms import Norm
 
     case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
     module = module_of(case)

@@ -97,7 +97,7 @@ def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str
 def test_sigmoid_routing_equals_megatron() -> None:
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from lightning_megatron.engine.fillers.experts import Router
+    from lightning_megatron.engine.ops.router import Router
 
     logits, bias = torch.randn(50, 8), torch.randn(8)
     config = SimpleNamespace(moe_router_pre_softmax=False)

@@ -1,22 +1,12 @@
-"""Which optional libraries are installed, and what implements each slot of the engine on a device."""
+"""What implements each op of the engine on a device, and why: for the log of a run and for ``doctor``."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Literal
 
+from lightning_megatron.engine.ops.swiglu import has_liger
+
 DeviceType = Literal["cpu", "cuda"]
-
-
-@functools.cache
-def has_liger() -> bool:
-    """Whether liger-kernel with its Megatron functions is installed (Triton, needs a GPU to run)."""
-    try:
-        importlib.import_module("liger_kernel.megatron")
-    except Exception:  # a half-installed CUDA extension raises OSError, RuntimeError or worse
-        return False
-    return True
 
 
 _ON_CPU = {
@@ -43,9 +33,9 @@ _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
 }
 
 
-def slot_report(device_type: DeviceType) -> list[tuple[str, str, str]]:
-    """Each slot of the engine, its implementation on ``device_type``, and the reason for that choice."""
-    slots = _ON_CPU if device_type == "cpu" else {**_ON_CPU, **_ON_CUDA}
+def ops_report(device_type: DeviceType) -> list[tuple[str, str, str]]:
+    """Each op of the engine, its implementation on ``device_type``, and the reason for that choice."""
+    ops = _ON_CPU if device_type == "cpu" else {**_ON_CPU, **_ON_CUDA}
     if device_type == "cuda" and has_liger():
-        slots = {**slots, "SwiGLU": ("liger-kernel", "recomputes in the backward pass")}
-    return [(slot, *chosen) for slot, chosen in slots.items()]
+        ops = {**ops, "SwiGLU": ("liger-kernel", "recomputes in the backward pass")}
+    return [(op, *chosen) for op, chosen in ops.items()]

@@ -14,16 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lightning_megatron.engine.fillers import fp8, triton_kernels
-from lightning_megatron.engine.fillers.adam import FusedAdam
-from lightning_megatron.engine.fillers.kernels import Norm
-from lightning_megatron.engine.fillers.triton_kernels import (
-    add_norm,
-    add_to,
-    rotate,
-    row_sums,
-    split_and_rotate,
-)
+from lightning_megatron.engine.ops import fp8
+from lightning_megatron.engine.ops.adam import FusedAdam
+from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
+from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
+from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
+from lightning_megatron.engine.ops.triton.norms import add_norm
+from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -196,8 +194,8 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
     scale = torch.tensor([4.0], device=DEVICE)
     overflow = None if found_inf is None else torch.tensor([found_inf], device=DEVICE)
     key = tuple(tuple(0 if x is None else x.data_ptr() for x in kind) for kind in (*lists, lows))
-    table = triton_kernels.adam_table(key, [x.numel() for x in weights], weights[0].device)
-    triton_kernels.adam_step(table, torch.bfloat16, options, scale, overflow, decoupled=decoupled)
+    table = adam_table(key, [x.numel() for x in weights], weights[0].device)
+    adam_step(table, torch.bfloat16, options, scale, overflow, decoupled=decoupled)
     if not found_inf:
         torch._foreach_div_(expected[1], 4.0)
         (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -250,6 +248,6 @@ def test_fp8_cast_of_matrix_and_transpose_equals_torch(
     for rows, columns in ((True, True), (True, False), (False, True)):
         expected = fp8._cast(x, dtype, amax, rows=rows, columns=columns)
         outputs = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
-        scale = triton_kernels.fp8_cast(x, amax, 1e-30, *outputs)
+        scale = fp8_cast(x, amax, 1e-30, *outputs)
         for each, other in zip((*outputs, scale), expected, strict=True):
             assert (each is None and other is None) or torch.equal(each.float(), other.float())

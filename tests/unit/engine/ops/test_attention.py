@@ -11,9 +11,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_megatron.engine.fillers import attention
-from lightning_megatron.engine.fillers.attention import SDPAttention
-from lightning_megatron.engine.fillers.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
+from lightning_megatron.engine.ops import attention
+from lightning_megatron.engine.ops.attention import SDPAttention
+from lightning_megatron.engine.ops.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
 from lightning_megatron.errors import ConfigError
 
 HEADS, CPU = 8, torch.device("cpu")

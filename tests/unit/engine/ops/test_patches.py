@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lightning_megatron.engine import patches as table
-from lightning_megatron.engine.fillers import choice
-from lightning_megatron.engine.fillers.choice import DeviceType, slot_report
+from lightning_megatron.engine.ops import report
+from lightning_megatron.engine.ops.report import DeviceType, ops_report
 from lightning_megatron.engine.patches import patches, replacements
 from lightning_megatron.engine.runtime import patched
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
-    for module in (choice, table):
+    for module in (report, table):
         monkeypatch.setattr(module, "has_liger", lambda: has_liger)
 
 
@@ -46,8 +46,10 @@ def test_every_patch_is_applied_and_undone(
 
 def test_liger_kernel_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, has_liger=True)
-    fillers: dict[DeviceType, str] = {"cuda": "liger-kernel", "cpu": "Megatron-Core"}
-    for device_type, filler in fillers.items():
+    implementations: dict[DeviceType, str] = {"cuda": "liger-kernel", "cpu": "Megatron-Core"}
+    for device_type, used in implementations.items():
         patched_names = {row.attribute for row in patches(device_type)}
         assert ("SwiGLUFunction" in patched_names) == (device_type == "cuda")
-        assert ("SwiGLU", filler) in {(slot, used) for slot, used, _ in slot_report(device_type)}
+        assert ("SwiGLU", used) in {
+            (op, implementation) for op, implementation, _ in ops_report(device_type)
+        }

@@ -34,10 +34,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers import peer_copies
-from lightning_megatron.engine.fillers.attention import CAUSAL, MASK_CACHE, SDPAttention
-from lightning_megatron.engine.fillers.masks import Alibi
-from lightning_megatron.engine.fillers.peer_copies import Collectives
+from lightning_megatron.engine.ops import peer_copies
+from lightning_megatron.engine.ops.attention import CAUSAL, MASK_CACHE, SDPAttention
+from lightning_megatron.engine.ops.masks import Alibi
+from lightning_megatron.engine.ops.peer_copies import Collectives
 
 
 @dataclass(frozen=True)

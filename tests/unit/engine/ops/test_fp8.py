@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.engine.fillers import fp8
+from lightning_megatron.engine.ops import fp8
 from lightning_megatron.errors import ConfigError
 from tests.parity.comparison import relative_error
 from tests.ranks import run_ranks

@@ -3,12 +3,12 @@
 megatron-core 0.16.1 uses Transformer Engine's or Apex's Adam, with a pass before it that clips and one after it that
 copies the weights, or else ``torch.optim.AdamW``, unfused. These optimizers keep Apex's conventions, which checkpoints
 rely on: ``step`` is an integer of the parameter group, moments are called ``exp_avg`` and ``exp_avg_sq``. They are used
-whatever is installed: on a GPU one kernel clips, updates and copies (``triton_kernels.py``).
+whatever is installed: on a GPU one kernel clips, updates and copies (``triton/adam.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,7 +131,10 @@ class FusedAdam(MasterOptimizer):
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
     ) -> None:
-        from lightning_megatron.engine.fillers import triton_kernels  # Triton is on GPUs only
+        from lightning_megatron.engine.ops.triton.adam import (  # Triton is on GPUs only
+            adam_step,
+            adam_table,
+        )
 
         model_params = self.model_params or {}
         lows = [model_params.get(parameter) for parameter in parameters]
@@ -139,16 +142,12 @@ class FusedAdam(MasterOptimizer):
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
         key = tuple(tuple(0 if x is None else x.data_ptr() for x in tensors) for tensors in lists)
         if self._tables.get(id(group), ((), ()))[0] != key:
-            table = triton_kernels.adam_table(
-                key, [p.numel() for p in parameters], parameters[0].device
-            )
+            table = adam_table(key, [p.numel() for p in parameters], parameters[0].device)
             self._tables[id(group)] = key, table
         low = next((x.dtype for x in lows if x is not None), None)
         self.has_copied = self.model_params is not None
         table = self._tables[id(group)][1]
-        triton_kernels.adam_step(
-            table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode
-        )
+        adam_step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
 
 
 class FusedSGD(MasterOptimizer):
@@ -198,3 +197,40 @@ class FusedSGD(MasterOptimizer):
 def with_leaf_shards(original: Callable[..., Any]) -> Any:
     """``_build_model_and_main_param_groups`` with leaf tensors as float32 shards, not nodes of an autograd graph."""
     return staticmethod(torch.no_grad()(original))
+
+
+def copy(
+    this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None
+) -> None:
+    """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
+    if this:
+        torch._foreach_copy_(list(that), list(this))
+
+
+def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
+    buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
+    shard = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    bucket: Tensor = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
+    return bucket.view(-1)[shard.start : shard.end]
+
+
+@torch.no_grad()
+def copy_shards(self: Any) -> None:
+    """``DistributedOptimizer._copy_main_params_to_model_params`` with one copy of all updated shards.
+
+    Shards of float32 weights are views of the weights' buffer and need no copy.
+    """
+    if self.is_stub_optimizer:
+        return
+    masters: MasterOptimizer = self.optimizer
+    if masters.model_params is None:  # built once: the GPU may be idle while the host is here
+        masters.model_params = {
+            main: _shard_in_buffer(self, parameter)
+            for pair in zip(
+                self.shard_fp32_from_float16_groups, self.model_float16_groups, strict=True
+            )
+            for main, parameter in zip(*pair, strict=True)
+        }
+    if not masters.has_copied:
+        copy(list(masters.model_params), list(masters.model_params.values()))
+    masters.has_copied = False

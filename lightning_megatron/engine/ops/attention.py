@@ -14,12 +14,8 @@ Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/d
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import types
-from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +27,18 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from lightning_megatron.engine.fillers import masks
-from lightning_megatron.engine.fillers.kernels import soft_capped
-from lightning_megatron.engine.fillers.masks import Alibi, AlibiKind, Pattern
+from lightning_megatron.engine.ops import masks
+from lightning_megatron.engine.ops.flex_attention import can_use_flex, compiled_flex, flex
+from lightning_megatron.engine.ops.key_value_cache import KeyValueCache
+from lightning_megatron.engine.ops.masks import Alibi, AlibiKind, Pattern
+from lightning_megatron.engine.ops.soft_cap import soft_capped
+from lightning_megatron.engine.ops.split_k import attend_split_k, num_key_splits
+from lightning_megatron.engine.ops.varlen_attention import (
+    attend_varlen,
+    can_use_varlen,
+    segment_runs,
+)
 from lightning_megatron.errors import ConfigError
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -241,7 +244,7 @@ class SDPAttention(MegatronModule):
             self.softcap,
             self.softmax_scale,
         )
-        function = _compiled_flex(kind) if q.is_cuda else _flex
+        function = compiled_flex(kind) if q.is_cuda else flex
         return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
@@ -361,342 +364,3 @@ def _sdpa_with_mask(
     with sdpa_kernel(_BACKENDS_WITH_MASK):
         out = F.scaled_dot_product_attention(q, k, v, added, dropout_p=dropout, scale=scale)
     return out.reshape(shape)
-
-
-# ---- FlexAttention ---------------------------------------------------------------------------------------------------
-
-MIN_FLEX_LENGTH = 512
-"""Minimum number of queries and keys: below it a dense mask is small, and compilation costs more than it saves."""
-
-_FUNCTION_IDS = itertools.count()
-
-
-def can_use_flex(q: Tensor, k: Tensor) -> bool:
-    """Whether FlexAttention's compiled kernels support these queries and keys ([b, np, s, hn])."""
-    return (
-        _has_kernels(q)
-        and min(q.shape[2], k.shape[2]) >= MIN_FLEX_LENGTH
-        and 16 <= q.shape[3] <= 256
-    )
-
-
-def _has_kernels(q: Tensor) -> bool:
-    return (
-        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _is_ampere_or_newer(q.device)
-    )
-
-
-@functools.cache
-def _is_ampere_or_newer(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    biases: tuple[Tensor, Tensor] | None,
-    cap: float | None,
-    scale: float | None,
-) -> Tensor:
-    """Attention by FlexAttention: [b, np, sq, hn].
-
-    Args:
-        q: [b, np, sq, hn].
-        k: [b, ng, sk, hn].
-        v: [b, ng, sk, hn].
-        mask: Result of ``masks.block_mask``.
-        biases: ALiBi biases of keys and of queries, whose difference is added to the scores, [b, np, s] or [np, s]
-            fp32; None without ALiBi.
-        cap: Soft cap of the scores, applied first, see ``attend_capped``; None for none.
-        scale: Factor of the scores; None for 1 / sqrt(hn).
-    """
-
-    def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if cap is not None:
-            score = cap * torch.tanh(score / cap)
-        if biases is None:
-            return score
-        key_biases, query_biases = biases
-        if key_biases.dim() == 3:
-            return score + (key_biases[row, head, key] - query_biases[row, head, query])
-        return score + (key_biases[head, key] - query_biases[head, query])
-
-    score_mod = None if biases is None and cap is None else modify
-    grouped = q.shape[1] != k.shape[1]
-    out: Tensor = flex_attention(
-        q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
-    )
-    return out
-
-
-@functools.cache
-def _compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
-    """``_flex``, compiled once per kind of attention for all lengths: the second length makes the graph dynamic.
-
-    Each kind has its own code object: torch limits recompilations per code object to eight, then runs it uncompiled.
-    """
-    name = f"_flex_{next(_FUNCTION_IDS)}"
-    function = types.FunctionType(_flex.__code__.replace(co_name=name), globals(), name)
-    compiled: Callable[..., Tensor] = torch.compile(function)
-    return compiled
-
-
-# ---- variable-length FlashAttention ----------------------------------------------------------------------------------
-
-
-class SegmentRuns(NamedTuple):
-    """Runs of equal segment ids in the concatenated rows of a batch, as FlashAttention's sequences."""
-
-    cu_seqlens: Tensor
-    """Beginnings of the runs and the end of the last: [runs + 1], int32."""
-    max_seqlen: int
-    """Length of the longest run."""
-
-
-def segment_runs(segments: Tensor) -> SegmentRuns | None:
-    """Runs of equal segment ids in [b, s] segments; None if a segment has several runs, which would see each other.
-
-    Padding (0) may have several runs: what it sees does not matter. Synchronizes with the device, once for each mask.
-    """
-    rows, length = segments.shape
-    ids = segments.cpu()
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    row, column = begins.nonzero(as_tuple=True)
-    is_segment = ids[row, column] != 0
-    pairs = torch.stack((row, ids[row, column]), dim=1)[is_segment]
-    if len(torch.unique(pairs, dim=0)) < len(pairs):
-        return None
-    bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()
-    return SegmentRuns(
-        cu_seqlens=bounds.to(segments.device, non_blocking=True),
-        max_seqlen=int(bounds.diff().max()),
-    )
-
-
-def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """Whether variable-length FlashAttention supports these queries and keys ([b, np, s, hn]) and ``pattern``."""
-    fits = q.shape[2] == k.shape[2] and not pattern.cross and pattern.window is None
-    return _has_kernels(q) and fits and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-
-
-def attend_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: SegmentRuns,
-    *,
-    causal: bool,
-    dropout: float,
-    scale: float | None,
-) -> Tensor:
-    """Attention within each run by variable-length FlashAttention: [b, np, s, hn].
-
-    Args:
-        q: [b, np, s, hn].
-        k: [b, ng, s, hn].
-        v: [b, ng, s, hn].
-        runs: Tokens that see each other.
-        causal: Whether later keys are hidden from a query.
-        dropout: Probability of dropping a weight.
-        scale: Factor of the scores; None for 1 / sqrt(hn).
-    """
-    b, np, s, hn = q.shape
-    if (repeats := np // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
-    # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        *packed,
-        runs.cu_seqlens,
-        runs.cu_seqlens,
-        runs.max_seqlen,
-        runs.max_seqlen,
-        dropout,
-        causal,
-        False,
-        scale=scale,
-    )[0]
-    return out.view(b, s, np, hn).transpose(1, 2)
-
-
-# ---- split-K, for one query per row ----------------------------------------------------------------------------------
-
-SPLIT_SIZE = 128
-"""Minimum keys of a split, which the memory-efficient kernel reads at once."""
-
-
-def num_key_splits(q: Tensor, k: Tensor) -> int:
-    """Number of equal splits of the keys; 1 on the CPU, without a gain, or for shapes that the kernel does not support.
-
-    Args:
-        q: [b, ng, repeats, hn].
-        k: [b, ng, sk, hn].
-    """
-    if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SPLIT_SIZE != 0:
-        return 1
-    max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (
-        k.shape[0] * k.shape[1]
-    )
-    blocks = k.shape[2] // SPLIT_SIZE
-    return max(splits for splits in range(1, max(max_splits, 1) + 1) if blocks % splits == 0)
-
-
-def attend_split_k(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, scale: float | None
-) -> Tensor:
-    """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hn].
-
-    Args:
-        q: [b, ng, repeats, hn], the queries that share keys.
-        k: [b, ng, sk, hn]; ``splits`` divides sk.
-        v: [b, ng, sk, hn].
-        added: Additive mask, [b or 1, ng or 1, repeats or 1, sk], with finite values in each split.
-        splits: Number of splits.
-        scale: Factor of the scores; None for 1 / sqrt(hn).
-    """
-    rows, groups, repeats, width = q.shape
-    keys, values = (x.unflatten(2, (splits, -1)).flatten(0, 1) for x in (k, v))
-    queries = q.flatten(0, 1)[:, None].expand(-1, splits, -1, -1)
-    added = added.unflatten(3, (splits, -1)).transpose(2, 3)
-    added = added.expand(rows, groups, splits, repeats, -1).flatten(0, 1)
-    # The operator beneath torch's scaled_dot_product_attention, which itself does not return the log-sum-exps.
-    outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries, keys, values, added, True, scale=scale
-    )
-    combined: Tensor = _compiled_combine()(outputs, log_sums)
-    return combined.view(rows, groups, repeats, width)
-
-
-def _combine_splits(outputs: Tensor, log_sums: Tensor) -> Tensor:
-    """Combine outputs [n, splits, repeats, hn] by log-sum-exps [n, splits, >= repeats], fp32: [n, repeats, hn]."""
-    weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
-    return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
-
-
-@functools.cache
-def _compiled_combine() -> Callable[[Tensor, Tensor], Tensor]:
-    """``_combine_splits``, compiled once per process for all sizes: eagerly it is five kernels per layer."""
-    return torch.compile(_combine_splits, dynamic=True)
-
-
-# ---- KV cache --------------------------------------------------------------------------------------------------------
-# Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) caches one level higher, in
-# Attention, with one position for all rows of a batch by which it rotates queries and keys, and refuses virtual
-# pipeline stages. A cache of rotated keys needs no positions, only the order of tokens.
-#
-# Caches have a fixed size. In a TokenStep a pass over one token per row attends to the same slots whatever the length
-# of the sequences, and depends on no value of the host, so that a GPU can replay it as a CUDA graph.
-
-SLOT_ALIGNMENT = 8
-"""Slots are a multiple of it: the memory-efficient kernel copies masks whose rows are not."""
-
-MAX_UNSPLIT_SLOTS = 512
-"""Above it slots are a multiple of ``SPLIT_SIZE``, for split-K."""
-
-
-def slots_for(tokens: int) -> int:
-    """Number of slots of a cache for ``tokens`` tokens per row."""
-    alignment = SLOT_ALIGNMENT if tokens <= MAX_UNSPLIT_SLOTS else SPLIT_SIZE
-    return -(-tokens // alignment) * alignment
-
-
-class KeyValueCache:
-    """Keys and values of one layer on one rank, in the dtype in which they are computed, at fixed addresses."""
-
-    step: TokenStep | None = None
-    """Set for steps of one token whose slot only the device knows."""
-
-    def __init__(self, slots: int) -> None:
-        """Create an empty cache, which allocates memory for the first keys.
-
-        Args:
-            slots: Maximum number of tokens of a row.
-        """
-        self.length = 0
-        """Tokens of a row in the cache, without those of a ``TokenStep``."""
-        self._slots = slots
-        self._buffers: list[Tensor] = []
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the next tokens and return views of all keys and values: [b, ng, length, hn] each.
-
-        In a ``TokenStep`` they are written to its slot, and all slots that the step attends to are returned.
-
-        Args:
-            key: [b, ng, s, hn]; s is 0 if nothing is added to an encoder's output.
-            value: [b, ng, s, hn].
-        """
-        if not self._buffers:
-            # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
-            self._buffers = [
-                new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)
-            ]
-        first = self.length
-        if self.step is None:
-            self.length += key.shape[2]
-        for buffer, new in zip(self._buffers, (key, value), strict=True):
-            if self.step is None:
-                buffer[:, :, first : self.length] = new
-            else:
-                buffer.index_copy_(2, self.step.slot, new)
-        keys, values = self._visible()
-        return keys, values
-
-    def select(self, rows: Tensor) -> None:
-        """Replace row i by row ``rows[i]``; in place if the number of rows stays the same.
-
-        Args:
-            rows: [b], int64; there may be more rows than before, or fewer.
-        """
-        if len(rows) == len(self._buffers[0]):
-            for visible in self._visible():
-                visible.copy_(visible.index_select(0, rows))
-        else:
-            self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
-
-    def _visible(self) -> list[Tensor]:
-        """Keys and values that a query attends to."""
-        length = self.length if self.step is None else self.step.num_keys
-        return [buffer[:, :, :length] for buffer in self._buffers]
-
-
-class TokenStep:
-    """Cache slot of the one token of each row, and which slots hold tokens, for all layers of a pass."""
-
-    def __init__(self, slot: Tensor, is_token: Tensor) -> None:
-        """Refer to buffers on the device, which the decoding loop updates.
-
-        Args:
-            slot: [1], int64, the slot of the newest token; the same in all rows.
-            is_token: [b, slots], bool, False for padding of prompts; slots after ``slot`` are ignored.
-        """
-        self.slot = slot
-        self.num_keys = is_token.shape[1]
-        """Number of slots that a query attends to."""
-        self._is_token = is_token
-        self._masks: dict[Hashable, Tensor] = {}
-
-    def additive_mask(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask, [b, np or 1, 1, slots], computed once in a pass for all layers of a kind.
-
-        Args:
-            window: Latest tokens that a token sees, itself included; None for all.
-            alibi: Linear biases; None for none.
-            dtype: Dtype of the queries.
-        """
-        key = (window, alibi, dtype)
-        if key not in self._masks:
-            slots = torch.arange(self.num_keys, device=self.slot.device)
-            hidden = ~self._is_token | (slots > self.slot)
-            if window is not None:
-                hidden = hidden | (slots <= self.slot - window)
-            bias = None
-            if alibi is not None:
-                biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
-                # Relative to the query, whose key is at ``slot``: small for near keys, as in ``relative_biases``.
-                bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
-            self._masks[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
-        return self._masks[key]

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
-from lightning_megatron.engine.fillers.experts import Dispatcher, _grouped_matmul
-from lightning_megatron.engine.fillers.kernels import recompute_activation, token_losses
+from lightning_megatron.engine.ops.experts import _grouped_matmul
+from lightning_megatron.engine.ops.loss import token_losses
+from lightning_megatron.engine.ops.recompute import recompute_activation
+from lightning_megatron.engine.ops.token_dispatch import Dispatcher
 from lightning_megatron.models.gpt import mask_padded_vocab_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

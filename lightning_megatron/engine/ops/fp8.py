@@ -33,13 +33,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.engine.fillers.peer_copies import (
-    Collectives,
-    Operand,
-    Product,
-    Scales,
-    SplitLinear,
-)
+from lightning_megatron.engine.ops.peer_copies import Collectives, Product
+from lightning_megatron.engine.ops.split_linear import Operand, Scales, SplitLinear
 from lightning_megatron.errors import ConfigError, require_choice
 
 if TYPE_CHECKING:
@@ -91,12 +86,12 @@ def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, *, rows: bool, columns: b
     padded = -(-m // ALIGNMENT) * ALIGNMENT
     transposed = torch.empty((n, padded), dtype=dtype, device=x.device) if columns else None
     if x.is_cuda:
-        from lightning_megatron.engine.fillers import triton_kernels
+        from lightning_megatron.engine.ops.triton.fp8 import fp8_cast  # Triton is on GPUs only
 
         return Operand(
             quantized,
             transposed,
-            triton_kernels.fp8_cast(x, amax, _MIN_AMAX, quantized, transposed),
+            fp8_cast(x, amax, _MIN_AMAX, quantized, transposed),
         )
     # Division of two tensors is rounded correctly, as in the kernel; division of a number by a tensor is not.
     amax, limit = amax.clamp(min=_MIN_AMAX), torch.full_like(amax, torch.finfo(dtype).max)

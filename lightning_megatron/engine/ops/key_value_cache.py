@@ -1,0 +1,131 @@
+"""Cache of keys and values in generation.
+
+Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) caches one level higher, in
+Attention, with one position for all rows of a batch by which it rotates queries and keys, and refuses virtual
+pipeline stages. A cache of rotated keys needs no positions, only the order of tokens.
+
+Caches have a fixed size. In a TokenStep a pass over one token per row attends to the same slots whatever the length
+of the sequences, and depends on no value of the host, so that a GPU can replay it as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.engine.ops import masks
+from lightning_megatron.engine.ops.masks import Alibi
+from lightning_megatron.engine.ops.split_k import SPLIT_SIZE
+
+SLOT_ALIGNMENT = 8
+"""Slots are a multiple of it: the memory-efficient kernel copies masks whose rows are not."""
+
+MAX_UNSPLIT_SLOTS = 512
+"""Above it slots are a multiple of ``SPLIT_SIZE``, for split-K."""
+
+
+def slots_for(tokens: int) -> int:
+    """Number of slots of a cache for ``tokens`` tokens per row."""
+    alignment = SLOT_ALIGNMENT if tokens <= MAX_UNSPLIT_SLOTS else SPLIT_SIZE
+    return -(-tokens // alignment) * alignment
+
+
+class KeyValueCache:
+    """Keys and values of one layer on one rank, in the dtype in which they are computed, at fixed addresses."""
+
+    step: TokenStep | None = None
+    """Set for steps of one token whose slot only the device knows."""
+
+    def __init__(self, slots: int) -> None:
+        """Create an empty cache, which allocates memory for the first keys.
+
+        Args:
+            slots: Maximum number of tokens of a row.
+        """
+        self.length = 0
+        """Tokens of a row in the cache, without those of a ``TokenStep``."""
+        self._slots = slots
+        self._buffers: list[Tensor] = []
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the next tokens and return views of all keys and values: [b, ng, length, hn] each.
+
+        In a ``TokenStep`` they are written to its slot, and all slots that the step attends to are returned.
+
+        Args:
+            key: [b, ng, s, hn]; s is 0 if nothing is added to an encoder's output.
+            value: [b, ng, s, hn].
+        """
+        if not self._buffers:
+            # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
+            self._buffers = [
+                new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)
+            ]
+        first = self.length
+        if self.step is None:
+            self.length += key.shape[2]
+        for buffer, new in zip(self._buffers, (key, value), strict=True):
+            if self.step is None:
+                buffer[:, :, first : self.length] = new
+            else:
+                buffer.index_copy_(2, self.step.slot, new)
+        keys, values = self._visible()
+        return keys, values
+
+    def select(self, rows: Tensor) -> None:
+        """Replace row i by row ``rows[i]``; in place if the number of rows stays the same.
+
+        Args:
+            rows: [b], int64; there may be more rows than before, or fewer.
+        """
+        if len(rows) == len(self._buffers[0]):
+            for visible in self._visible():
+                visible.copy_(visible.index_select(0, rows))
+        else:
+            self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
+
+    def _visible(self) -> list[Tensor]:
+        """Keys and values that a query attends to."""
+        length = self.length if self.step is None else self.step.num_keys
+        return [buffer[:, :, :length] for buffer in self._buffers]
+
+
+class TokenStep:
+    """Cache slot of the one token of each row, and which slots hold tokens, for all layers of a pass."""
+
+    def __init__(self, slot: Tensor, is_token: Tensor) -> None:
+        """Refer to buffers on the device, which the decoding loop updates.
+
+        Args:
+            slot: [1], int64, the slot of the newest token; the same in all rows.
+            is_token: [b, slots], bool, False for padding of prompts; slots after ``slot`` are ignored.
+        """
+        self.slot = slot
+        self.num_keys = is_token.shape[1]
+        """Number of slots that a query attends to."""
+        self._is_token = is_token
+        self._masks: dict[Hashable, Tensor] = {}
+
+    def additive_mask(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask, [b, np or 1, 1, slots], computed once in a pass for all layers of a kind.
+
+        Args:
+            window: Latest tokens that a token sees, itself included; None for all.
+            alibi: Linear biases; None for none.
+            dtype: Dtype of the queries.
+        """
+        key = (window, alibi, dtype)
+        if key not in self._masks:
+            slots = torch.arange(self.num_keys, device=self.slot.device)
+            hidden = ~self._is_token | (slots > self.slot)
+            if window is not None:
+                hidden = hidden | (slots <= self.slot - window)
+            bias = None
+            if alibi is not None:
+                biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
+                # Relative to the query, whose key is at ``slot``: small for near keys, as in ``relative_biases``.
+                bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
+            self._masks[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
+        return self._masks[key]

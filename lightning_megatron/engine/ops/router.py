@@ -1,0 +1,152 @@
+"""Router of a mixture of experts, and the balance of its experts' load.
+
+megatron-core 0.16.1's own router multiplies the auxiliary loss by the tokens of one tensor-parallel rank instead of all
+(its gradient is wrong by a factor of tp), and expects another normalization than by the targets of the global batch.
+
+**The auxiliary loss** is that of Fedus et al. 2021 (arXiv 2101.03961, eq. 4-6) as transformers writes it: E * sum_e f_e
+P_e, with f_e the assignments of expert e per token and P_e the mean probability of e, over the non-padding tokens of a
+microbatch. It is averaged over microbatches, weighted by their tokens, and over layers, and multiplied by the model's
+coefficient. Each layer is balanced separately, as in Megatron-LM, because the f and P of other pipeline stages are not
+available in time; transformers 5.23 averages f and P over the layers first, which is the same for one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class Router(TopKRouter):
+    """Top-k router in fp32: softmax over all experts; Megatron's parameter ``weight``, [experts, h].
+
+    With ``moe_router_enable_expert_bias`` the scores are sigmoids, and experts are selected by the sum of score and
+    ``expert_bias``, [experts], fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv
+    2408.15664).
+
+    Attributes:
+        num_tokens: [], fp32: non-padding tokens of the global batch; None outside of a training step.
+        load: [1 + experts], fp32, of the step: this rank's part of the auxiliary loss, coefficient included, and the
+            number of tokens of this replica that were assigned to each expert.
+    """
+
+    load: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Accept the arguments of Megatron-Core's own router, of which 0.19 has more."""
+        super().__init__(*args, **kwargs)
+        frequency = self.config.moe_layer_freq
+        self._num_layers = sum(frequency) if isinstance(frequency, list) else self.config.num_layers
+        self.num_tokens: Tensor | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Select the experts of each token.
+
+        Args:
+            logits: [s or s/tp, b, experts], fp32.
+            padding_mask: [s or s/tp, b], bool, True for padding; None for no padding.
+
+        Returns:
+            Probabilities, fp32, by which the outputs of the experts are multiplied, and expert indices, int64: each
+            [tokens, topk].
+        """
+        logits = logits.view(-1, logits.shape[-1]).float()
+        if self.expert_bias is None:
+            scores = torch.softmax(logits, dim=-1)
+            probs, experts = torch.topk(scores, self.topk, dim=-1)
+        else:
+            scores = torch.sigmoid(logits)
+            experts = torch.topk(scores + self.expert_bias, self.topk, dim=-1).indices
+            probs = scores.gather(1, experts)
+            scores = scores / scores.sum(
+                dim=-1, keepdim=True
+            )  # for the auxiliary loss, as in Megatron
+        if not self.config.moe_router_pre_softmax:
+            probs = probs / probs.sum(dim=-1, keepdim=True)
+        if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
+            probs = self._attach_aux_loss(probs, scores, experts, padding_mask)
+        return probs, experts
+
+    def _attach_aux_loss(
+        self, probs: Tensor, scores: Tensor, experts: Tensor, padding_mask: Tensor | None
+    ) -> Tensor:
+        """Return ``probs`` with the backward pass of the auxiliary loss attached."""
+        assert self.num_tokens is not None
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
+        if padding_mask is not None:
+            is_token = ~padding_mask.reshape(-1, 1)
+            routing_map, scores = routing_map & is_token, scores * is_token
+        counts = routing_map.sum(dim=0).float()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        share = counts * self.topk / counts.sum().clamp(min=1.0)
+        factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
+        loss = factor * (share * scores.sum(dim=0)).sum() / self.num_tokens
+        self.load[0] += loss.detach()
+        if self.tp_cp_group.rank() == 0:
+            self.load[1:] += counts
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
+        return attached
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """Load of the experts in one training step; the same on every rank, on the device."""
+
+    loss: Tensor
+    """[], fp32: the auxiliary loss as added to the training loss."""
+    counts: Tensor
+    """[layers, experts], fp32: tokens of the global batch that were assigned to each; 0 in layers without experts."""
+
+    @property
+    def max_load(self) -> Tensor:
+        """[]: the largest load of an expert, relative to the mean of its layer; 1 is perfect balance."""
+        return self._relative_loads.amax()
+
+    @property
+    def min_load(self) -> Tensor:
+        """[]: the smallest relative load of an expert; 0 if an expert learns nothing."""
+        return torch.where(
+            self.counts.sum(dim=1, keepdim=True) > 0, self._relative_loads, torch.inf
+        ).amin()
+
+    @property
+    def _relative_loads(self) -> Tensor:
+        return self.counts / self.counts.mean(dim=1, keepdim=True).clamp(min=1e-9)
+
+
+class LoadBalance:
+    """Measures and balances the load of the experts in this rank's model chunks."""
+
+    def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
+        self._shape = (config.num_layers, 1 + config.num_moe_experts)
+        self._bias_rate = config.moe_router_bias_update_rate
+        self._routers = [
+            module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)
+        ]
+
+    def begin(self, tokens: Tensor) -> None:
+        """Begin a step with ``tokens``, [], fp32: the number of non-padding tokens over all ranks."""
+        for router in self._routers:
+            router.num_tokens, router.load = tokens.clamp(min=1.0), tokens.new_zeros(self._shape[1])
+
+    def end(self, device: torch.device) -> LoadReport:
+        """End the step: all-reduce the loads and update the expert biases; collective over the world."""
+        loads = torch.zeros(self._shape, device=device)
+        for router in self._routers:
+            loads[router.layer_number - 1], router.num_tokens = router.load, None
+        dist.all_reduce(loads)
+        counts = loads[:, 1:]
+        for router in self._routers:
+            if router.expert_bias is not None:
+                # Megatron's own update adds 0: its counts, in bf16 for a bf16 model, are not set by this router.
+                load = counts[router.layer_number - 1]
+                router.expert_bias += self._bias_rate * (load.mean() - load).sign()
+        return LoadReport(loss=loads[:, 0].sum(), counts=counts)

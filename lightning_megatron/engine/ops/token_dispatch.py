@@ -1,0 +1,313 @@
+"""Dispatchers, which send tokens to the ranks of their experts and sum the experts' outputs.
+
+Megatron's MoEAlltoAllTokenDispatcher sends a token once for each of its experts, synchronizes the host with the GPU
+three times per layer even at ep=1, copies all tokens in chunks per expert, and sums outputs by atomic additions in
+bf16, whose order differs between runs. Here:
+
+- A token is sent to a rank once, however many of its experts are there, with their indices and probabilities; the
+  outputs of these experts are summed there. With 8 experts over 2 (4) ranks that is a fourth (0.45) of the rows.
+- The host synchronizes once per layer, for the message sizes that NCCL needs, and not at all at ep=1.
+- With recompute="selective" the input rows of experts, topk times the tokens, are gathered again in the backward pass
+  instead of being kept: 32 of 140 kB per token and layer of Qwen3-30B-A3B.
+- Sums are computed in a fixed order, in fp32, and rounded once: runs are reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
+
+
+class Permutation(NamedTuple):
+    """Rows sorted by destination; a row with several destinations is repeated, once for each."""
+
+    rows: Tensor
+    """[sorted], int64: index of the source row at each position."""
+    assignments: Tensor
+    """[sorted], int64: index of the assignment at each position, among all [n * k]."""
+    positions: Tensor
+    """[n, k], int64: position of each assignment; the number of positions for those without a destination."""
+    ends: Tensor
+    """[destinations], int32: end of each destination's positions."""
+
+
+def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
+    """Sort rows by their destinations, without host synchronization.
+
+    Args:
+        destinations: [n, k]: from 0; ``count`` or more for none.
+        count: Number of destinations.
+        total: Number of elements of ``destinations`` that are less than ``count``.
+    """
+    keys, order = destinations.flatten().to(torch.int16).sort(stable=True)
+    indices = torch.arange(len(order), device=order.device)
+    positions = torch.empty_like(order).scatter_(0, order, indices).clamp_(max=total)
+    destination = torch.arange(count, dtype=keys.dtype, device=keys.device)
+    ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
+    assignments = order[:total]
+    return Permutation(
+        assignments // destinations.shape[1], assignments, positions.view_as(destinations), ends
+    )
+
+
+def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
+    """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], in fp32: [n, h]; position m stands for no row."""
+    if x.is_cuda:
+        from lightning_megatron.engine.ops.triton.experts import row_sums  # Triton is on GPUs only
+
+        return row_sums(x, positions)
+    padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    return (
+        padded[positions].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    )
+
+
+class _Permute(torch.autograd.Function):
+    """Permute rows, or sum them back (``inverse``); each is the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Permutation, inverse: bool) -> Tensor:
+        ctx.order, ctx.inverse = order, inverse
+        return _sum_rows(x, order.positions) if inverse else x.index_select(0, order.rows)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), order = upstream, ctx.order
+        return (
+            gradient.index_select(0, order.rows)
+            if ctx.inverse
+            else _sum_rows(gradient, order.positions),
+            None,
+            None,
+        )
+
+
+def permute(x: Tensor, order: Permutation) -> Tensor:
+    """Rows of ``x``, [n, h], in the order of their destinations: [sorted, h]."""
+    rows: Tensor = _Permute.apply(x, order, False)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def unpermute(x: Tensor, order: Permutation) -> Tensor:
+    """Sum of each row's results, [n, h] of ``x`` [sorted, h]; in fp32, rounded once."""
+    sums: Tensor = _Permute.apply(x, order, True)  # type: ignore[no-untyped-call]
+    return sums
+
+
+class Dispatcher(MoETokenDispatcher):
+    """Token dispatcher with all experts on this rank (ep=1); ``MoELayer`` calls its methods in this order.
+
+    It keeps the state of one pass through the layer.
+    """
+
+    _shape: torch.Size
+    _experts: Tensor
+    _num_assignments: int
+    _to_experts: Permutation
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """Accept the arguments of Megatron's own dispatchers."""
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._num_local, self._first, self._permuted = (
+            num_local_experts,
+            local_expert_indices[0],
+            RecomputedOutput(),
+        )
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Prepare the rows to send to each rank.
+
+        Args:
+            tokens: [s or s/tp, b, h], n tokens.
+            routing_map: [n, topk], int64: the experts of each token.
+            probs: [n, topk], fp32: factors of their outputs.
+
+        Returns:
+            Rows, [n, h], and ``probs``; with several ranks more rows, and for each row the probabilities and the
+            indices of its experts, [rows, 2 * topk], fp32.
+        """
+        self._shape, self._experts, self._num_assignments = (
+            tokens.shape,
+            routing_map,
+            routing_map.numel(),
+        )
+        return tokens.reshape(-1, tokens.shape[-1]), probs
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send rows and probabilities to the ranks of their experts; collective over the ep group."""
+        return tokens, probs
+
+    def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and local expert indices of received rows, [rows, topk] each.
+
+        Experts of other ranks have the index ``_num_local``.
+        """
+        return probs, self._experts
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort rows by expert; returns the arguments of ``GroupedExperts``."""
+        probs, experts = self._select_local(probs)
+        self._to_experts = order = sort_rows(experts, self._num_local, self._num_assignments)
+        is_kept = not recomputes_cheap_outputs(self.config)
+        rows = (
+            permute(tokens, order) if is_kept else self._permuted.checkpoint(permute, tokens, order)
+        )
+        return rows, order.ends, probs.flatten().gather(0, order.assignments)
+
+    def combine_preprocess(self, outputs: Tensor) -> Tensor:
+        """Sum the outputs of this rank's experts for each row."""
+        self._permuted.discard_output_and_register_recompute(outputs)
+        self._permuted = RecomputedOutput()
+        return unpermute(outputs, self._to_experts)
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """Send the sums back to the ranks of their tokens; collective over the ep group."""
+        return outputs
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """Sum the results of all ranks for each token, [s or s/tp, b, h]."""
+        return outputs.view(self._shape)
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Sends each rank of the ep group the rows of its experts; replaces ``MoEAlltoAllTokenDispatcher``."""
+
+    _to_ranks: Permutation
+    _splits: tuple[list[int], list[int]]
+
+    @cached_property
+    def _ranks(self) -> Tensor:
+        return torch.arange(self.ep_size, device=torch.cuda.current_device())
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Dispatcher``; rows are sorted by rank."""
+        tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
+        is_on_rank = (routing_map // self._num_local)[:, :, None] == self._ranks
+        is_sent = is_on_rank.any(dim=1)
+        counts = torch.stack((is_sent.sum(dim=0), is_on_rank.sum(dim=(0, 1))), dim=1)
+        # For each destination rank (rows, assignments to its experts), and last the number of this rank's tokens.
+        counts = F.pad(counts, (0, 0, 0, 1), value=len(tokens))
+        all_counts = counts.new_empty(self.ep_size * len(counts), 2)
+        dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
+        all_counts = all_counts.view(self.ep_size, *counts.shape)
+        sent, received = all_counts[self.ep_group.rank()], all_counts[:, self.ep_group.rank()]
+        to_ranks, from_ranks, token_counts = torch.stack(
+            (sent[:-1], received, all_counts[:, -1])
+        ).tolist()
+        self._splits = [rows for rows, _ in to_ranks], [rows for rows, _ in from_ranks]
+        self._num_assignments = sum(assignments for _, assignments in from_ranks)
+        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        return self._prepare_rows(
+            tokens, metadata, is_sent, max(count for count, _ in token_counts)
+        )
+
+    def _prepare_rows(
+        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rows and metadata in the order in which they are sent.
+
+        Args:
+            rows: [n, h].
+            metadata: [n, 2 * topk]: probabilities and expert indices.
+            is_sent: [n, ep], bool: the destination ranks of each row.
+            max_rows: Largest n of the group's ranks.
+        """
+        self._to_ranks = sort_rows(
+            self._ranks.where(is_sent, self.ep_size), self.ep_size, sum(self._splits[0])
+        )
+        return permute(rows, self._to_ranks), permute(metadata, self._to_ranks)
+
+    def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        probs, indices = probs.chunk(2, dim=1)
+        experts = indices.detach() - self._first
+        return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Dispatcher``."""
+        sent, received = self._splits
+        tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
+        return tokens, probs
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """See ``Dispatcher``."""
+        sent, received = self._splits
+        back: Tensor = all_to_all(self.ep_group, outputs, sent, received)
+        return back
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """See ``Dispatcher``."""
+        return unpermute(outputs, self._to_ranks).view(self._shape)
+
+
+class AllGatherDispatcher(AllToAllDispatcher):
+    """All-gathers the rows of the ep group, and reduce-scatters the outputs of the experts.
+
+    Replaces ``MoEAllGatherTokenDispatcher``, which needs the same number of rows on all ranks: here ranks with fewer
+    are padded with rows without experts.
+
+    It moves (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs: as much as all-to-all if
+    tokens have at least as many experts as there are ranks, more if they have fewer.
+    """
+
+    def _prepare_rows(
+        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        padding = (0, 0, 0, max_rows - len(rows))
+        return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """All-gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
+        tokens, probs = (
+            gather_from_sequence_parallel_region(x, group=self.ep_group) for x in (tokens, probs)
+        )
+        return tokens, probs
+
+    def token_combine(self, outputs: Tensor) -> Tensor:
+        """Reduce-scatter over the ep group: the sums of all experts' outputs for this rank's rows, [rows, h]."""
+        sums: Tensor = reduce_scatter_to_sequence_parallel_region(outputs, group=self.ep_group)
+        return sums
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """Remove the padding rows, [s or s/tp, b, h]."""
+        return outputs[: self._shape[:-1].numel()].view(self._shape)
+
+
+def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
+    """Factory of ``kind``, or of ``Dispatcher`` at ep=1."""
+
+    def make(
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: ProcessGroupCollection,
+    ) -> Dispatcher:
+        constructor = kind if pg_collection.ep.size() > 1 else Dispatcher
+        return constructor(num_local_experts, local_expert_indices, config, pg_collection)
+
+    return make

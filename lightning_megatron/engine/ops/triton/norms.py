@@ -1,0 +1,195 @@
+"""Residual addition, with bias and dropout, and the norm that reads the sum: one kernel forward, one backward.
+
+The forward kernel writes the sum once and normalizes it from registers; the backward kernel reads the sum and both
+gradients and writes the gradients of both addends. Dropout masks are regenerated from their seed instead of being
+saved. Gradients of the norm's parameters and of the bias are summed in a fixed order.
+
+H200, forward + backward in ms, engine's compiled addition and torch's norm, then this (bandwidth limit): 8,192 x
+4,096 without dropout 0.093 + 0.161, 0.068 + 0.084 (0.063 + 0.063); 12,288 x 1,280 with bias and dropout 0.098 +
+0.151, 0.049 + 0.076 (0.029 + 0.037). torch.compile of both: 0.071 + 0.097 for the former, and a graph per shape.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _dropout_mask(seed, row, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
+    """Dropout mask of a row, True for kept elements: [WIDTH], by 32 random bits each."""
+    offset = row * (WIDTH // 4) + tl.arange(0, WIDTH // 4)
+    a, b, c, d = tl.randint4x(tl.load(seed), offset.to(tl.uint32), 7)
+    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.int32, bitcast=True)
+    return bits >= DROPPED
+
+
+@triton.jit
+def _add_norm(
+    x, bias, residual, weight, shift, seed, total, out, mean, scale, columns, eps, keep_scale,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < columns
+    added = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if DROPPED is not None:
+        added = tl.where(_dropout_mask(seed, row, WIDTH, DROPPED), added * keep_scale, 0.0)
+    added += tl.load(residual + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = added.to(total.dtype.element_ty)
+    tl.store(total + row * columns + column, rounded, mask=inside)
+    h = rounded.to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if not RMS:
+        center = tl.sum(h, 0) / columns
+        tl.store(mean + row, center)
+        h = tl.where(inside, h - center, 0.0)
+    inverse = tl.rsqrt(tl.sum(h * h, 0) / columns + eps)
+    tl.store(scale + row, inverse)
+    h = h * inverse * gain
+    if not RMS:
+        h += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, h, mask=inside)
+
+
+@triton.jit
+def _add_norm_backward(
+    total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, keep_scale,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    inside = column < columns
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([WIDTH], tl.float32)
+    d_shift = tl.zeros([WIDTH], tl.float32)
+    d_bias = tl.zeros([WIDTH], tl.float32)
+    stride = columns.to(tl.int64)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        offset = row * stride + column
+        h = tl.load(total + offset, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(d_out + offset, mask=inside, other=0.0).to(tl.float32)
+        residual_gradient = tl.load(d_total + offset, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(scale + row)
+        if not RMS:
+            h = tl.where(inside, h - tl.load(mean + row), 0.0)
+        h *= inverse
+        d_weight += upstream * h
+        d_normed = upstream * gain
+        gradient = d_normed - h * (tl.sum(d_normed * h, 0) / columns)
+        if not RMS:
+            d_shift += upstream
+            gradient -= tl.sum(d_normed, 0) / columns
+        gradient = gradient * inverse + residual_gradient
+        tl.store(d_residual + offset, gradient, mask=inside)
+        if DROPPED is not None:
+            gradient = tl.where(
+                _dropout_mask(seed, row, WIDTH, DROPPED), gradient * keep_scale, 0.0
+            )
+            tl.store(d_x + offset, gradient, mask=inside)
+        if HAS_BIAS:
+            d_bias += gradient
+    sums = partial + tl.program_id(0) * columns + column
+    size = tl.num_programs(0).to(tl.int64) * columns
+    tl.store(sums, d_weight, mask=inside)
+    if not RMS:
+        tl.store(sums + size, d_shift, mask=inside)
+    if HAS_BIAS:
+        tl.store(sums + 2 * size, d_bias, mask=inside)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, options: Any
+    ) -> Any:
+        eps, probability = options
+        rows, columns = x.shape[:-1].numel(), x.shape[-1]
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        mean = scale if shift is None else torch.empty_like(scale)
+        seed = torch.randint(2**62, (1,), device=x.device) if probability > 0.0 else scale
+        ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+        width = triton.next_power_of_2(columns)
+        dropped = round(probability * (2**32 - 1)) - 2**31 if probability > 0.0 else None
+        ctx.flags = {
+            "WIDTH": width,
+            "HAS_BIAS": bias is not None,
+            "DROPPED": dropped,
+            "RMS": shift is None,
+        }
+        ctx.num_warps = min(max(width // 512, 1), 16)
+        _add_norm[(rows,)](
+            x, x if bias is None else bias, residual, weight, weight if shift is None else shift, seed, total, out,
+            mean, scale, columns, eps, ctx.keep_scale, **ctx.flags, num_warps=ctx.num_warps,
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, mean, scale, seed)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, mean, scale, seed = ctx.saved_tensors
+        columns, rows = total.shape[-1], len(scale)
+        d_total, d_out = (gradient.contiguous() for gradient in upstream)
+        d_residual = torch.empty_like(total)
+        d_x = d_residual if ctx.flags["DROPPED"] is None else torch.empty_like(total)
+        # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
+        per_multiprocessor, stages = {1: (8, 2), 2: (8, 2), 4: (8, 1)}.get(ctx.num_warps, (2, 1))
+        # Triton's interpreter runs on the CPU.
+        count = (
+            torch.cuda.get_device_properties(total.device).multi_processor_count
+            if total.is_cuda
+            else 1
+        )
+        programs = min(per_multiprocessor * count, rows)
+        partial = torch.empty(
+            3 if ctx.flags["HAS_BIAS"] else 2, programs, columns, device=total.device
+        )
+        _add_norm_backward[(programs,)](
+            total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
+            **ctx.flags, STAGES=stages, num_warps=ctx.num_warps,
+        )  # fmt: skip
+        d_weight, d_shift, *d_bias = partial.sum(1).to(weight.dtype)
+        return (
+            d_x,
+            (d_bias or [None])[0],
+            d_residual,
+            d_weight,
+            None if ctx.flags["RMS"] else d_shift,
+            None,
+        )
+
+
+def add_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    probability: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``residual + dropout(x + bias)`` and its norm: two tensors of ``x``'s shape and dtype.
+
+    Args:
+        x: [..., h].
+        bias: [h]; None for none.
+        residual: [..., h] in the dtype of ``x``.
+        weight: [h], weight of the norm.
+        shift: [h], bias of a LayerNorm; None for RMSNorm.
+        eps: Added to the variance.
+        probability: Probability of dropping an element of ``x + bias``; torch's generator on the device draws one
+            number as the seed of the mask.
+    """
+    x, residual = x.contiguous(), residual.contiguous()
+    outputs: tuple[Tensor, Tensor] = _AddNorm.apply(
+        x, bias, residual, weight, shift, (eps, probability)
+    )
+    return outputs
