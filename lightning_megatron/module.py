@@ -316,10 +316,16 @@ class MegatronModule(pl.LightningModule):
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Show the whole model in the Trainer's summary instead of this rank's shards, and log the expected memory."""
+        """Show the whole model in the Trainer's summary instead of this rank's shards, and log the expected memory.
+
+        A later ``fit`` of the same Trainer has them already: Lightning would announce that they override themselves.
+        """
         from lightning_megatron.model_summary import MemoryEstimate, whole_summaries
 
-        return [MemoryEstimate(), *whole_summaries(self.trainer.callbacks)]  # type: ignore[attr-defined]
+        attached: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        has_estimate = any(isinstance(callback, MemoryEstimate) for callback in attached)
+        estimates = [] if has_estimate else [MemoryEstimate()]
+        return [*estimates, *whole_summaries(attached)]
 
     def configure_model(self) -> None:
         """Build this rank's model chunks, again only if the engine settings (layout, precision, ...) have changed."""

@@ -119,7 +119,8 @@ _IGNORED_WARNINGS = (
 )
 _IGNORED_RECORDS = {
     "lightning.pytorch.utilities.rank_zero": re.compile(
-        "💡 Tip: For seamless cloud|The following callbacks returned in .* Trainer: (Rich)?ModelSummary$"
+        "💡 Tip: For seamless cloud|"
+        "The following callbacks returned in .* Trainer: ((Whole)?(Rich)?ModelSummary(, )?)+$"
     ),
     "megatron.core.tensor_parallel.random": re.compile(
         "CPU RNG state changed within GPU RNG context"
@@ -129,6 +130,11 @@ _IGNORED_RECORDS = {
 """Ignored log records by logger. Lightning 2.6.6 recommends litlogger and litmodels at each start, and reports that its
 summary of this rank's shard is replaced by ours of the whole model. Megatron on a CPU: both RNG states are of one
 generator. Megatron 0.19, for each layer: the MLP is specified in the form that 0.16 requires."""
+_RECORDS_OF_ONE_RANK = {
+    "transformers.configuration_utils": re.compile("Model config: "),
+}
+"""Log records by logger that all ranks would write, and rank 0 alone does. transformers 5: each special token that is
+not in the vocabulary, such as the default bos and eos of GPT-2 for a smaller one."""
 
 
 def hide_known_warnings() -> None:
@@ -137,7 +143,17 @@ def hide_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=message, module=module, append=True)
     for name in _IGNORED_RECORDS:
         logging.getLogger(name).addFilter(_is_not_ignored)
+    for name in _RECORDS_OF_ONE_RANK:
+        logging.getLogger(name).addFilter(_is_of_rank_zero)
 
 
 def _is_not_ignored(record: logging.LogRecord) -> bool:
     return _IGNORED_RECORDS[record.name].match(str(record.msg)) is None
+
+
+def _is_of_rank_zero(record: logging.LogRecord) -> bool:
+    if _RECORDS_OF_ONE_RANK[record.name].match(str(record.msg)) is None:
+        return True
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it from the environment

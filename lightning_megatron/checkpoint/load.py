@@ -109,12 +109,21 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
         run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
         run.runtime.load_user_state(random_states)
-        rank_zero_warn(
-            f"{path} was written at {_sizes(saved)} and this run is at {_sizes(current)}: the engine's "
-            "random states are not restored, so dropout masks differ; resume at the same sizes for an exact resume"
-        )
+        if _may_have_dropout(run):
+            rank_zero_warn(
+                f"{path} was written at {_sizes(saved)} and this run is at {_sizes(current)}: the engine's "
+                "random states are not restored, so dropout masks differ; resume at the same sizes for an exact resume"
+            )
     lightning_state: dict[str, Any] = meta["lightning"]
     return lightning_state
+
+
+def _may_have_dropout(run: RunState) -> bool:
+    """Whether the model may draw dropout masks, which only a model of the user's ``model_provider`` does not tell."""
+    if run.hugging_face_config is None:
+        return True
+    description = run.model_description
+    return any(name.endswith("dropout") and description[name] for name in description)
 
 
 def _sizes(layout: Mapping[str, Any]) -> str:

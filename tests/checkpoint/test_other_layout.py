@@ -3,6 +3,7 @@
 Megatron pads its buckets to multiples of dp, so at dp = 3 all offsets differ from those at dp = 1, 2 and 4.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import pytest
 from tests.checkpoint.runs import (
     EXPERT_BIAS,
     LLAMA,
+    NO_DROPOUT,
     VOCAB_SIZE,
     Run,
     differences,
@@ -138,6 +140,39 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
 LLAMA_RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max_steps": 2})
 """Without padding of the vocabulary."""
+
+
+def _has_notice(first: Run, resumed: Run, folder: Path) -> bool:
+    """Whether resuming a run of tp=2 with dp=2 says that dropout masks differ."""
+    path = folder / "first.ckpt"
+    train(first, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(resumed.but(ckpt_path=str(path)))
+    return any("dropout masks differ" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        pytest.param({"model": NO_DROPOUT}, {}, False, id="no dropout"),
+        pytest.param({"model": NO_DROPOUT}, {"model": {"attn_pdrop": 0.1}}, True, id="new dropout"),
+        pytest.param({}, {"model": NO_DROPOUT}, False, id="no dropout any more"),
+        pytest.param(
+            {"model": NO_DROPOUT, "module": {"lora": {"rank": 2, "dropout": 0.1}}},
+            {},
+            True,
+            id="dropout of adapters",
+        ),
+    ],
+)
+def test_only_a_model_with_dropout_is_told_that_masks_differ(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], expected: bool
+) -> None:
+    run = Run(loader=_loader, trainer={"max_steps": 1}).but(**before)
+    first, resumed = run.but(strategy={"tp": 2}), run.but(**after)
+    has_notice, _ = run_ranks(_has_notice, 2, first, resumed, tmp_path)
+    assert has_notice == expected
 
 
 def _save_and_gather(run: Run, now: Path, before: Path) -> None:

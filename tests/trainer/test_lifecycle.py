@@ -1,6 +1,7 @@
 """fit, validate and test in any order, several Trainers in one process, and no side effects after them."""
 
 import contextlib
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,33 @@ def test_fit_validate_and_test_run_in_any_order(
         [untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0
     )
     assert common_result(_run, case, ("test", "fit", "test")) == expected
+
+
+def _lines_about_callbacks(case: Case) -> list[str]:
+    """Lightning's log lines that name callbacks, of several phases with both of its model summaries."""
+    from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+
+    lines: list[str] = []
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log.addHandler(listener := Listener())
+    summaries = [ModelSummary(), RichModelSummary()]
+    trainer = trainer_of(case, callbacks=summaries, enable_model_summary=True)
+    module = module_of(case)
+    for _ in range(2):
+        trainer.fit(module, loader_of(case))
+        trainer.validate(module, loader_of(case), verbose=False)
+    log.removeHandler(listener)
+    return [line for line in lines if "callbacks" in line and "configure" in line]
+
+
+def test_nothing_is_said_about_callbacks_that_the_user_did_not_pass() -> None:
+    (lines,) = run_ranks(_lines_about_callbacks, 1, Case(steps=1))
+    assert [line for line in lines if "already configured with model summary" not in line] == []
 
 
 def _fit_each(cases: list[Case]) -> list[float]:

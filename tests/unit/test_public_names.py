@@ -86,7 +86,7 @@ def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCapt
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     with caplog.at_level(logging.INFO, logger=log.name):
         log.info("💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]")
-        for name in ("RichModelSummary", "ModelCheckpoint"):
+        for name in ("RichModelSummary", "ModelSummary, RichModelSummary", "ModelCheckpoint"):
             log.info(
                 f"The following callbacks returned in `configure_callbacks` override those of the Trainer: {name}"
             )
@@ -95,3 +95,21 @@ def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCapt
     assert "litmodels" not in caplog.text
     assert "ModelSummary" not in caplog.text
     assert "override those of the Trainer: ModelCheckpoint" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
+    rank: int, count: int
+) -> None:
+    code = (
+        "import lightning.pytorch\n"
+        "from lightning_megatron.convert.registry import config_object\n"
+        "for _ in range(2):\n"
+        "    config_object({'model_type': 'gpt2', 'vocab_size': 100, 'eos_token_id': 0})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("bos_token_id must be") == count
