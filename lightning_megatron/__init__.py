@@ -1,4 +1,4 @@
-"""Public names, imported lazily, and registration of the strategy names for ``Trainer(strategy=...)``.
+"""Public names, imported lazily, and what importing registers (``registration.py``).
 
 ``import lightning_megatron`` loads neither torch nor Lightning, so that command-line help and configuration tools
 are fast. The names are listed only in ``__init__.pyi``, as with lazy_loader (SPEC 1 of Scientific Python).
@@ -11,7 +11,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.registration import hide_known_warnings, register_strategies
+from lightning_megatron.registration import (
+    hide_known_warnings,
+    register_strategies,
+    serve_former_homes,
+)
 
 __version__ = "0.1.0"
 
@@ -39,4 +43,5 @@ def __dir__() -> list[str]:
 
 
 register_strategies()
+serve_former_homes(_MODULES)
 hide_known_warnings()

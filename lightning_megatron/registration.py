@@ -1,22 +1,26 @@
-"""Side effects of importing the package: registration of strategy names, and filters for known warnings.
+"""Side effects of importing the package: strategy names, former homes of public names, filters for known warnings.
 
 Lightning looks up strategy names in a registry that it fills on import; it has no entry points. If Lightning is already
 imported, the names are registered at once. Otherwise an import hook registers them after Lightning's import, and then
-removes itself. Filtered are warnings that libraries repeat on every rank of every run, and that users cannot act upon.
+removes itself. Saved configurations and checkpoints name classes by the modules that defined them, so modules that
+public names have left still serve them. Filtered are warnings that libraries repeat on every rank of every run, and
+that users cannot act upon.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
@@ -89,6 +93,100 @@ class _RegisterAfterImport(MetaPathFinder):
         # The original loader is kept, because inspect and importlib.resources get sources and files from it.
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
+
+
+# ---- former homes of public names -----------------------------------------------------------------------------------
+
+FORMER_HOMES: dict[str, tuple[str, ...]] = {
+    "lightning_megatron.callbacks": (
+        "LossCurve",
+        "PerplexityReport",
+        "ProgressLine",
+        "SampleText",
+        "ThroughputMonitor",
+    ),
+    "lightning_megatron.checkpoint.load": ("LoadFrom",),
+    "lightning_megatron.convert.peft": ("LoRA",),
+    "lightning_megatron.data.masked": ("MaskingOptions",),
+    "lightning_megatron.datamodules": (
+        "DatasetDataModule",
+        "IndexedDataModule",
+        "InstructionDataModule",
+        "TextEvaluationDataModule",
+    ),
+    "lightning_megatron.engine.collectives": (
+        "avg_losses_across_data_parallel_group",
+        "gather_across_data_parallel_groups",
+    ),
+    "lightning_megatron.engine.heartbeat": ("Heartbeat",),
+    "lightning_megatron.engine.lr_schedule": ("LRSchedule",),
+    "lightning_megatron.engine.optimizer": ("OptimizerOptions",),
+    "lightning_megatron.engine.schedule": ("TrainStep",),
+    "lightning_megatron.errors": ("CheckpointError", "ConfigError", "DataError"),
+    "lightning_megatron.generate.options": ("GenerationOptions",),
+    "lightning_megatron.guards": ("ReplicaCheck", "SpikeGuard"),
+    "lightning_megatron.megatron_datamodule": ("MegatronDataModule",),
+    "lightning_megatron.module": ("MegatronModule",),
+    "lightning_megatron.precision": ("MegatronPrecision",),
+    "lightning_megatron.predictions": ("gather_predictions",),
+    "lightning_megatron.steps.bert": ("BertTrainStep",),
+    "lightning_megatron.steps.gpt": ("GPTTrainStep", "LastWordTrainStep"),
+    "lightning_megatron.steps.t5": ("T5TrainStep",),
+    "lightning_megatron.strategy": ("MegatronStrategy",),
+}
+"""Modules that have defined public names, whether or not they still do. Only new entries are ever needed: the present
+homes are in ``__init__.pyi``."""
+
+
+def serve_former_homes(homes: Mapping[str, str]) -> None:
+    """Let ``lightning_megatron.guards.SpikeGuard`` and other former paths lead to the present class.
+
+    Args:
+        homes: Public name to the module that defines it.
+    """
+    if not any(isinstance(finder, _FormerHomes) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FormerHomes(homes))
+
+
+class _FormerHomes(MetaPathFinder):
+    """Finds the modules of ``FORMER_HOMES``, also those that are gone, and adds the names that have left them."""
+
+    def __init__(self, homes: Mapping[str, str]) -> None:
+        self._homes = homes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a former home with the other finders, or make an empty module; None for any other module."""
+        if fullname not in FORMER_HOMES:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, found), None) or ModuleSpec(fullname, _EmptyModule())
+        loader = spec.loader
+        assert loader is not None
+        execute = loader.exec_module
+
+        def execute_and_serve(module: ModuleType) -> None:
+            execute(module)
+            vars(module).setdefault("__getattr__", partial(self._get, fullname))
+
+        loader.exec_module = execute_and_serve  # type: ignore[method-assign]
+        return spec
+
+    def _get(self, module: str, name: str) -> Any:
+        """A public name that has moved from ``module``."""
+        home = self._homes.get(name, module)
+        if home == module or name not in FORMER_HOMES[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+
+class _EmptyModule(Loader):
+    """Loader of a module that is gone."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Define nothing."""
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
 """Import of the package: fast, with lazily registered strategies and filtered warnings."""
 
+import importlib
 import logging
 import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from lightning_megatron.registration import hide_known_warnings, strategy_names
+import lightning_megatron
+from lightning_megatron.cli.train import MegatronCLI
+from lightning_megatron.registration import FORMER_HOMES, hide_known_warnings, strategy_names
+from tests.models import GPT2, VOCAB_SIZE
 from tests.ranks import ROOT
 
 
@@ -23,7 +29,7 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
         "print(sorted({'torch', 'lightning', 'megatron', 'numpy', 'transformers'} & set(sys.modules)))\n"
         "during = len(sys.meta_path)\n"
         "import lightning.pytorch.strategies as strategies\n"
-        "print(during - before, [f for f in sys.meta_path if 'lightning_megatron' in type(f).__module__])\n"
+        "print(during - before, [f for f in sys.meta_path if type(f).__name__ == '_RegisterAfterImport'])\n"
         "print(type(strategies.__spec__.loader).__name__, type(strategies.__loader__).__name__)\n"
         "import inspect; print('_StrategyRegistry' in inspect.getsource(strategies))\n"
         "print('megatron' in sys.modules, 'lightning_megatron.strategy' in sys.modules)\n"
@@ -39,7 +45,7 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
     assert float(seconds) < 0.1
     assert lines == [
         "[]",
-        "1 []",
+        "2 []",
         "SourceFileLoader SourceFileLoader",
         "True",
         "False False",
@@ -57,6 +63,62 @@ def test_strategy_names_cover_every_layout() -> None:
     for name in layouts:
         strategy = StrategyRegistry.get(name)
         assert {"tp": strategy.tp, "pp": strategy.pp} == layouts[name]
+
+
+# ---- former homes of public names -----------------------------------------------------------------------------------
+
+FORMER_PATHS = [(module, name) for module, names in FORMER_HOMES.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), FORMER_PATHS)
+def test_former_import_paths_lead_to_the_public_names(module: str, name: str) -> None:
+    present = getattr(lightning_megatron, name)
+    assert getattr(importlib.import_module(module), name) is present
+
+
+def test_every_public_name_of_the_first_layout_has_its_former_path() -> None:
+    assert sorted(name for _, name in FORMER_PATHS) == lightning_megatron.__all__
+    with pytest.raises(ImportError, match="no_such_module"):
+        importlib.import_module("lightning_megatron.no_such_module")
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = importlib.import_module("lightning_megatron.engine.heartbeat").no_such_name
+
+
+def test_a_saved_configuration_with_former_class_paths_runs(tmp_path: Path) -> None:
+    config = {
+        "model": {
+            "class_path": "lightning_megatron.module.MegatronModule",
+            "init_args": {
+                "model": {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, **GPT2},
+                "train_step": {"class_path": "lightning_megatron.steps.gpt.GPTTrainStep"},
+                "lr_schedule": {
+                    "class_path": "lightning_megatron.engine.lr_schedule.LRSchedule",
+                    "init_args": {"warmup_steps": 1},
+                },
+            },
+        },
+        "data": {
+            "class_path": "lightning_megatron.datamodules.IndexedDataModule",
+            "init_args": {"data_path": "unused", "seq_length": 8},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "strategy": {
+                "class_path": "lightning_megatron.strategy.MegatronStrategy",
+                "init_args": {"heartbeat": {"setup": 60}},
+            },
+            "callbacks": [
+                {"class_path": "lightning_megatron.guards.SpikeGuard"},
+                {"class_path": "lightning_megatron.callbacks.ProgressLine"},
+            ],
+        },
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    cli = MegatronCLI(["--config", str(tmp_path / "config.yaml")], run=False)
+    assert type(cli.datamodule) is lightning_megatron.IndexedDataModule
+    assert any(isinstance(each, lightning_megatron.SpikeGuard) for each in cli.trainer.callbacks)
 
 
 # ---- filtered warnings ----------------------------------------------------------------------------------------------
