@@ -20,7 +20,6 @@ from lightning_megatron.engine.collectives import (
 )
 from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
 from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
-from lightning_megatron.engine.schedule import TrainStep as TrainStep
 from lightning_megatron.errors import CheckpointError as CheckpointError
 from lightning_megatron.errors import ConfigError as ConfigError
 from lightning_megatron.errors import DataError as DataError
@@ -32,6 +31,7 @@ from lightning_megatron.module import MegatronModule as MegatronModule
 from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
 from lightning_megatron.predictions import gather_predictions as gather_predictions
 from lightning_megatron.run.heartbeat import Heartbeat as Heartbeat
+from lightning_megatron.steps.base import TrainStep as TrainStep
 from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
 from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep

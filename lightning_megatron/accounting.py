@@ -21,7 +21,7 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE, t5_layout
 
 if TYPE_CHECKING:
-    from lightning_megatron.models.transformer_config import EngineSettings
+    from lightning_megatron.engine.settings import EngineSettings
 
 AttentionCount = Literal["causal", "full"]
 """Whether the masked half of a causal attention matrix is left out or counted (``full``); both are published."""

@@ -34,25 +34,25 @@ from lightning_megatron.engine.lr_schedule import (
     MegatronLRScheduler,
     scheduler_settings,
 )
-from lightning_megatron.engine.ops.fp8 import size_warning
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
-from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.generate.inputs import SpecialTokens, inputs_from_batch, special_tokens
 from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.models.checks import check_model, size_warning
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.steps import train_step_named
+from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.storage.hub import Needed, first_line, local_folder, named_folder
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_megatron.engine.schedule import StepOutput
+    from lightning_megatron.engine.settings import EngineSettings
     from lightning_megatron.generate.decode import GenerationOutput, LiveModel
     from lightning_megatron.models.config import ModelConfig
-    from lightning_megatron.models.transformer_config import EngineSettings
     from lightning_megatron.strategy import MegatronStrategy
 
 
@@ -243,7 +243,7 @@ class MegatronModule(pl.LightningModule):
         """
         if strategy.root_device.type == "cpu":
             check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
-        strategy.settings.check_model(self.model_config, self.trainer.state.fn or "fit")
+        check_model(self.model_config, strategy.settings, self.trainer.state.fn or "fit")
         # The steps of epochs are known once there is data: configure_optimizers checks them.
         is_fit = self.trainer.state.fn in (None, "fit")
         if is_fit and self.trainer.max_steps > 0:

@@ -26,10 +26,11 @@ from lightning_megatron import accounting
 from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.layout import check_function, check_layout, comm_type_of
 from lightning_megatron.models.t5_layout import OVERRIDE
 
 if TYPE_CHECKING:
-    from lightning_megatron.models.transformer_config import EngineSettings
+    from lightning_megatron.engine.settings import EngineSettings
 
 GIB = 2**30
 
@@ -305,7 +306,7 @@ def _layer_bytes(run: Run, layer: int, *, recompute: bool = False) -> float:
     )
     size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
     if (
-        parallel.cp > 1 and parallel.comm_type_of(model) == "all_gather"
+        parallel.cp > 1 and comm_type_of(model, parallel) == "all_gather"
     ):  # keys and values of all tokens
         size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
@@ -482,7 +483,7 @@ def _exchanged_bytes(run: Run, layer: int) -> float:
         queries, keys = 2 * queries, keys + kv * run.lengths[0]
     passes = 3 if run.recompute == "full" else 2
     moved = passes * run.bytes_per_element * (queries + keys) / cp
-    if run.parallel.comm_type_of(model) == "all_gather":
+    if comm_type_of(model, run.parallel) == "all_gather":
         moved = ((passes - 1) * run.bytes_per_element + 4) * keys
     return run.micro_batch_size * moved / run.parallel.tp * (cp - 1) / cp
 
@@ -669,10 +670,10 @@ def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
 
 def _is_valid(run: Run) -> bool:
     try:
-        run.parallel.check_model(run.model)
+        check_layout(run.model, run.parallel)
         for length in run.lengths:
             run.parallel.check_sequence(length)
-        run.parallel.check_function(run.model, "fit")
+        check_function(run.model, run.parallel, "fit")
     except ConfigError:
         return False
     return True

@@ -35,7 +35,7 @@ from lightning_megatron.data import loader as loaders
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
-from lightning_megatron.engine.ops.fp8 import Recipe, known_recipe
+from lightning_megatron.engine.ops.fp8 import known_recipe
 from lightning_megatron.engine.optimizer import (
     MegatronOptimizer,
     OptimizerContext,
@@ -46,12 +46,9 @@ from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
 from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
-from lightning_megatron.engine.wrap import (
-    finish_parameter_gathers,
-    freeze_shared_weights,
-    to_16bit,
-    to_ddp,
-)
+from lightning_megatron.engine.settings import EngineSettings, Recipe, Recompute
+from lightning_megatron.engine.shared_weights import freeze_shared_weights
+from lightning_megatron.engine.wrap import finish_parameter_gathers, to_16bit, to_ddp
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,
@@ -61,7 +58,6 @@ from lightning_megatron.errors import (
     require_number,
 )
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.models.transformer_config import EngineSettings, Recompute
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size, predict_size_error
 from lightning_megatron.run.checkpointing import Checkpointing
@@ -90,7 +86,9 @@ from lightning_megatron.storage.publish import as_path
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_megatron.engine.schedule import Batch, Observer, TrainStep
+    from lightning_megatron.engine.objective import Batch
+    from lightning_megatron.engine.schedule import Observer
+    from lightning_megatron.steps.base import TrainStep
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron.models.layout import check_layout
 from tests.cli.command import instantiate
 from tests.ranks import ROOT, run_ranks
 
@@ -16,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     cli = instantiate(".", "--config", config, *overrides)
     strategy, model = cli.trainer.strategy, cli.model.model_config
-    strategy.parallel.check_model(model)
+    check_layout(model, strategy.parallel)
     strategy.parallel.check_sequence(cli.datamodule.seq_length, model.max_position_embeddings)
     return {
         "world_size": strategy.num_nodes * strategy.num_processes,

@@ -66,7 +66,6 @@ from lightning_megatron.checkpoint.find import (
     META,
     TABLE,
 )
-from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -74,6 +73,7 @@ from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.storage import publish as files
 from lightning_megatron.storage.publish import FileChecksums, pickle_refusal
 

@@ -22,6 +22,7 @@ import yaml
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import advice, foreign_names
+from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.publish import failures_as_errors, open_new
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def _interview() -> Settings:
                 settings[option] = _ask(option, default)
                 _, model = described_model(settings["model.model"])
                 parallel = _layout(settings)
-                parallel.check_model(model)
+                check_layout(model, parallel)
                 parallel.check_sequence(
                     settings.get("data.seq_length", parallel.tp), _max_length(model)
                 )

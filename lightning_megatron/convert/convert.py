@@ -42,11 +42,12 @@ from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_all_ranks
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
 from lightning_megatron.models.build import build_chunks
 from lightning_megatron.models.config import ModelConfig, variant_of
+from lightning_megatron.models.layout import check_layout
 from lightning_megatron.models.lora import merged
-from lightning_megatron.models.transformer_config import EngineSettings
 from lightning_megatron.storage.hub import local_folder
 
 _log = logging.getLogger(__name__)
@@ -260,7 +261,8 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
     """
     model = source.model
     # In one process layers need not divide: the rule for pp concerns training only.
-    (layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)).check_model(model)
+    split = layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)
+    check_layout(model, split)
     stages, layers = (
         layout.pp * layout.num_model_chunks,
         model.num_layers + model.num_decoder_layers,

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_megatron.engine.adapter_names import ADAPTER_SUFFIX
 from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX
 from lightning_megatron.models.config import Activation, Adapters, ModelConfig, RopeScaling
 from lightning_megatron.models.rotary import scaled_frequencies
 

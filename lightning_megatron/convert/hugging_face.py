@@ -44,8 +44,8 @@ from lightning_megatron.convert.shards import (
     WeightLoader,
     progress_bar,
 )
-from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.storage.hub import TOKENIZER_FILES, WEIGHT_FILES
 from lightning_megatron.storage.publish import PARTIAL, failures_as_errors, staged, sync

@@ -25,7 +25,6 @@ from lightning_megatron.convert.hugging_face import (
 )
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
 from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoader
-from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,
@@ -34,6 +33,7 @@ from lightning_megatron.errors import (
     require_number,
 )
 from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import Adapters, ModelConfig
 from lightning_megatron.storage.hub import local_folder, named_folder
 from lightning_megatron.storage.publish import failures_as_errors, staged

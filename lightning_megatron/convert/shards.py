@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from lightning_megatron.convert.family import VOCABULARY
 from lightning_megatron.convert.registry import rules_of
-from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from lightning_megatron.errors import ConfigError, as_options, require_choice, r
 from lightning_megatron.foreign_names import explains_options
 
 if TYPE_CHECKING:
-    from lightning_megatron.models.transformer_config import EngineSettings
+    from lightning_megatron.engine.settings import EngineSettings
 
 
 @explains_options

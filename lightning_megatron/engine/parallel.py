@@ -12,13 +12,12 @@ from lightning_megatron.errors import (
     ConfigError,
     divisors,
     require_choice,
-    require_divides,
     require_kind,
     require_number,
 )
 
 if TYPE_CHECKING:
-    from lightning_megatron.models.config import ModelConfig
+    pass
 
 
 CPCommType = Literal["auto", "a2a", "all_gather"]
@@ -132,94 +131,6 @@ class ParallelConfig:
             )
         return replicas
 
-    def check_model(self, model: ModelConfig) -> None:
-        """Raise unless ``model`` can be split this way.
-
-        Raises:
-            ConfigError: If tp does not divide the heads, the key/value groups or the MLP, pp x vpp the layers, or cp
-                the key/value heads with ``cp_comm_type="a2a"``.
-        """
-        self.comm_type_of(model)
-        require_divides("tp", self.tp, "num_attention_heads", model.num_attention_heads)
-        require_divides("tp", self.tp, "ffn_hidden_size", model.ffn_hidden_size)
-        groups = model.num_query_groups
-        # With more ranks than groups, neighboring ranks hold the same key/value head.
-        if groups % self.tp != 0 and self.tp % groups != 0:
-            choices = [
-                d for d in divisors(model.num_attention_heads) if groups % d == 0 or d % groups == 0
-            ]
-            raise ConfigError(
-                f"tp={self.tp} neither divides num_query_groups={groups} nor is a multiple of it; choose tp from "
-                f"{', '.join(str(d) for d in choices)}"
-            )
-        # With more ranks than groups, each keeps a slice of the rows, which may end within a head.
-        rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
-        require_divides(
-            "tp", self.tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows
-        )
-        self._check_experts(model)
-        if model.architecture == "t5":
-            self._check_joint_stack(model)
-        elif any(getattr(self, name) is not None for name in UNEVEN_STAGES):
-            self.layers_per_chunk(model.num_layers)
-        else:
-            stages = "pp" if self.vpp is None else "pp x vpp"
-            require_divides(stages, self.pp * self.num_model_chunks, "num_layers", model.num_layers)
-        if self.uses_sequence_parallel:
-            require_divides("tp", self.tp, "hidden_size", model.hidden_size)
-
-    def comm_type_of(self, model: ModelConfig) -> Literal["a2a", "all_gather"]:
-        """Resolve ``cp_comm_type`` for ``model``: ``auto`` is ``a2a`` if tp x cp divides the key/value groups.
-
-        Raises:
-            ConfigError: If ``a2a`` is set and cp does not divide a rank's key/value heads.
-        """
-        groups = model.num_query_groups
-        if groups % (self.tp * self.cp) == 0:
-            return "all_gather" if self.cp_comm_type == "all_gather" else "a2a"
-        if self.cp_comm_type == "a2a" and self.cp > 1:
-            raise ConfigError(
-                f'cp_comm_type="a2a": expected num_query_groups={groups} to be a multiple of tp={self.tp} x '
-                f"cp={self.cp} = {self.tp * self.cp}, got a rest of {groups % (self.tp * self.cp)}; use "
-                'cp_comm_type="all_gather"'
-            )
-        return "all_gather"
-
-    def _check_experts(self, model: ModelConfig) -> None:
-        experts = model.experts
-        if experts is None:
-            if self.ep > 1:
-                raise ConfigError(
-                    f"ep={self.ep}: expected a model with experts, got {model.family} without; use ep=1"
-                )
-            return
-        require_divides("ep", self.ep, "num_experts", experts.num_experts)
-        require_divides(
-            "tp", self.tp, "shared_ffn_hidden_size", experts.shared_ffn_hidden_size or self.tp
-        )
-
-    def check_function(self, model: ModelConfig, function: str | None) -> None:
-        """Raise unless the Trainer's ``function`` can run with this layout; ``check_model`` has passed.
-
-        Raises:
-            ConfigError: If tp ranks would send the same token to an expert in training, or replicas that share experts
-                would get different rows in prediction.
-        """
-        if function == "predict" and not self.ep_is_within_replica:
-            raise ConfigError(
-                f"ep={self.ep}: Trainer.predict gives replicas that share experts different rows; use ep=1, or generate"
-            )
-        if (
-            function == "fit"
-            and model.experts is not None
-            and self.tp > 1
-            and not self.sequence_parallel
-        ):
-            # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses this, too.
-            raise ConfigError(
-                f"tp={self.tp}: a model with experts is trained with sequence_parallel=True; set it, or use tp=1"
-            )
-
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Number of layers of each model chunk of a GPT or BERT, in pipeline order.
 
@@ -246,21 +157,6 @@ class ParallelConfig:
         stages = [share] * self.pp
         stages[0], stages[-1] = first or share, last or share
         return tuple(n // chunks for n in stages) * chunks
-
-    def _check_joint_stack(self, model: ModelConfig) -> None:
-        """Raise unless a T5's layers, encoder and decoder as one stack that may be cut anywhere, fill all chunks."""
-        for name in UNEVEN_STAGES:
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: a T5 is cut by cost already; leave it out, or cut by hand with "
-                    'transformer_config_overrides={"pipeline_model_parallel_layout": [...]}'
-                )
-        layers = model.num_layers + model.num_decoder_layers
-        if layers < self.pp * self.num_model_chunks:
-            raise ConfigError(
-                f"pp={self.pp} x vpp={self.num_model_chunks} = {self.pp * self.num_model_chunks} chunks are more than "
-                f"the {layers} layers of encoder and decoder; use fewer"
-            )
 
     def check_sequence(
         self,

@@ -1,11 +1,6 @@
 """Forward and backward passes of a batch as microbatches through the pipeline, with one exact loss per global batch.
 
-``TrainStep`` is the interface of a training objective. It gets one data-parallel rank's batch once per optimizer step
-(``prepare_batch``) and each microbatch of it once (``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's
-pipeline schedule. None of its methods may log or communicate: they run many times per step, and the loss only on the
-last pipeline stage.
-
-The loss of a step is a sum over targets divided by their number in the *global* batch. If the train step can count its
+The loss of a step is a sum over targets divided by their number in the *global* batch. If the objective can count its
 targets before the forward pass (one small all-reduce over dp), each microbatch's gradient is already divided correctly;
 otherwise the gradients are divided after the backward pass. Either way loss and gradients do not depend on the split
 into microbatches or on dp, for uneven masks too.
@@ -15,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,148 +22,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
+from lightning_megatron.engine.objective import Batch, LossFunc, Objective, Output
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.ops.router import LoadBalance, LoadReport
+from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
-from lightning_megatron.engine.wrap import reduce_shared_gradients, unwrap
+from lightning_megatron.engine.shared_weights import reduce_shared_gradients
+from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError, divisors
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
-
-    from lightning_megatron.engine.optimizer import MegatronOptimizer
-    from lightning_megatron.models.config import ModelConfig
-
-# ---- the interface of an objective -----------------------------------------------------------------------------------
-
-Batch: TypeAlias = dict[str, torch.Tensor]
-
-
-class LossTerm(NamedTuple):
-    """Unnormalized loss: the engine sums both fields over the global batch and divides once, exactly."""
-
-    sum: torch.Tensor
-    """[], fp32: sum of the losses of a microbatch's targets; gradients flow through it."""
-    targets: torch.Tensor
-    """[]: number of these targets."""
-
-
-Output: TypeAlias = Any
-"""Output of the last stage's model: a tensor, or what the architecture's ``forward`` returns."""
-
-LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
-
-
-class TrainStep(ABC):
-    """Training objective: from batch to loss. Subclass it, or override the method of ``GPTTrainStep`` that differs.
-
-    Attributes:
-        loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
-        model: Config of the trained model, set by ``bind``.
-    """
-
-    loss_terms: ClassVar[tuple[str, ...]]
-
-    def bind(self, model: ModelConfig) -> None:
-        """Set the model to train; called once, before anything else, when a module takes the step.
-
-        Raises:
-            ConfigError: If this objective cannot train that model.
-        """
-        self.model = model
-
-    def check_batch(self, batch: Batch) -> None:
-        """Check the values of a batch while it is still on the host, on the one rank that reads data.
-
-        Its errors are raised on every rank of the replica. A step whose values are always in range need not override
-        it.
-
-        Args:
-            batch: Batch of the DataLoader, on the CPU; tensors without effect, such as a mask that hides nothing, may
-                be removed from it.
-
-        Raises:
-            DataError: If a token or a label is out of range, with its name, its value and the range.
-        """
-        del batch
-
-    @abstractmethod
-    def prepare_batch(self, batch: Batch) -> Batch:
-        """Convert a batch of the DataLoader to the form of this step, on every rank, once per optimizer step.
-
-        Args:
-            batch: Tensors of one data-parallel rank, with ``micro_batch_size * num_microbatches`` rows.
-
-        Returns:
-            Tensors with the same number of rows, which are split into microbatches along the first axis.
-        """
-
-    @abstractmethod
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Pad a prepared batch to ``num_rows`` rows with rows without loss (for ragged last batches)."""
-
-    @abstractmethod
-    def seq_length(self, batch: Batch) -> int:
-        """Tokens per row of a prepared batch: the sequence length of activations between pipeline stages."""
-
-    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
-        """Sequence lengths that context and sequence parallelism must be able to split, by their name in errors."""
-        return {"seq_length": self.seq_length(batch)}
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
-        """Number of targets of each loss term in a prepared batch, or None if unknown before the forward pass.
-
-        It must equal the sum of the counts that ``loss_func`` returns for the microbatches. Steps with several terms
-        must return it; a step with one term may return None, which costs one more pass over the gradients.
-        """
-        return None
-
-    def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
-        """Return the next microbatch."""
-        return next(data_iterator)
-
-    @abstractmethod
-    def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[Output, LossFunc]:
-        """Run the forward pass of a microbatch through a model chunk of this rank.
-
-        Args:
-            data_iterator: Yields the prepared microbatches in order.
-            model: The chunk; before the last stage its output is the hidden state for the next stage, [s, b, h].
-
-        Returns:
-            The output, and the loss function that the last stage calls with it.
-        """
-
-    @abstractmethod
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """Compute the loss terms of a microbatch, on the last stage.
-
-        Args:
-            batch: The microbatch of ``output``.
-            output: Output of the last stage's model.
-        """
-
-    def metrics(self) -> dict[str, Metric]:
-        """Create the metrics of validation and test, by their names in the log without ``val_`` and ``test_``.
-
-        They are updated on the last stage only, and synchronized over its data-parallel ranks at the end of an epoch.
-        """
-        return {}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Update ``metrics`` with a microbatch of an evaluation, on the last stage; rows without loss must not count.
-
-        Args:
-            metrics: The metrics of ``metrics()``.
-            batch: The prepared microbatch.
-            output: Output of the last stage's model.
-        """
-        del metrics, batch, output
-
-
-# ---- the schedule ----------------------------------------------------------------------------------------------------
 
 Observer: TypeAlias = Callable[[Batch, Output], None]
 
@@ -239,7 +99,7 @@ class AllowedSkips(NamedTuple):
 class Schedule:
     """Runs batches through this rank's model chunks; every rank must call with its shard of the same global batch."""
 
-    _step: TrainStep
+    _step: Objective
     _observe: Observer | None
 
     def __init__(
@@ -273,7 +133,7 @@ class Schedule:
     def train(
         self,
         batch: Batch,
-        train_step: TrainStep,
+        train_step: Objective,
         optimizer: MegatronOptimizer,
         micro_batch_size: int | None = None,
     ) -> StepOutput:
@@ -307,7 +167,7 @@ class Schedule:
         return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
 
     def evaluate(
-        self, batch: Batch, train_step: TrainStep, observe: Observer | None = None
+        self, batch: Batch, train_step: Objective, observe: Observer | None = None
     ) -> StepOutput:
         """Compute the losses of ``batch``, with any number of rows.
 

@@ -26,7 +26,8 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.pipeline import ModelInputs
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
-from lightning_megatron.steps.base import Batch, check_token_inputs, check_tokens
+from lightning_megatron.steps.base import Batch
+from lightning_megatron.steps.batch_checks import check_token_inputs, check_tokens
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria

@@ -17,14 +17,15 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from lightning_megatron.engine.adapter_names import is_adapter
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import GPTChunk
 from lightning_megatron.models.lora import add_adapters
 from lightning_megatron.models.t5 import t5_chunks
-from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
+from lightning_megatron.models.transformer_config import transformer_config
 
 _VOCAB_WEIGHTS = ("word_embeddings.weight", "output_layer.weight")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")

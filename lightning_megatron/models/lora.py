@@ -40,8 +40,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from lightning_megatron.engine.adapter_names import ADAPTER_SUFFIX, is_adapter
 from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_adapter
 from lightning_megatron.models.config import ModelConfig
 
 _LAYER = re.compile(r"(\blayers)\.\d+\.")

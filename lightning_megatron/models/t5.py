@@ -30,12 +30,13 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.context import ContextParallel
 from lightning_megatron.engine.ops.masks import MASKED_SCORE
-from lightning_megatron.engine.wrap import SharedWeights, mark_shared_weight
+from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.engine.shared_weights import SharedWeights, mark_shared_weight
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.t5_layout import OVERRIDE, layer_ranges, t5_layout
-from lightning_megatron.models.transformer_config import EngineSettings, transformer_config
+from lightning_megatron.models.transformer_config import transformer_config
 
 _ALIGNMENT = 16
 """Rows of scores are padded to a multiple of this; otherwise the memory-efficient attention kernel copies them."""

@@ -2,177 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from lightning_megatron.engine.ops.fp8 import Recipe, check_fp8
-from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, Overrides, build_config
+from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, build_config
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, require_choice, require_number
+from lightning_megatron.engine.settings import EngineSettings, Recompute
+from lightning_megatron.models.checks import check_model
 from lightning_megatron.models.config import Activation, ModelConfig
+from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.models.rotary import rope_softmax_scale
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recompute:
-    """Activation recomputation (activation checkpointing)."""
-
-    granularity: Literal["selective", "full"] | None = None
-    """``selective`` recomputes norms and MLP activations, ``full`` entire layers, None nothing."""
-    method: Literal["uniform", "block"] = "uniform"
-    """For ``full``: all layers in groups (uniform), or only the first ``num_layers`` of each model chunk (block)."""
-    num_layers: int = 1
-    """For ``full``: layers per recomputed group (uniform), or recomputed layers per model chunk (block)."""
-
-    def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ConfigError: If a field is not one of its choices.
-        """
-        if self.granularity is not None:
-            require_choice("recompute", self.granularity, ("selective", "full"))
-        require_choice("recompute_method", self.method, ("uniform", "block"))
-        require_number("recompute_num_layers", self.num_layers, at_least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Run settings that determine how model chunks are built, but not what they compute."""
-
-    parallel: ParallelConfig
-    params_dtype: torch.dtype
-    device: torch.device
-    distributed_optimizer: bool = True
-    """Whether the optimizer state is sharded over data-parallel ranks (ZeRO-1)."""
-    overlap_communication: bool = False
-    """Whether gradient reduction overlaps the backward pass, and parameter all-gathers the next forward pass."""
-    recompute: Recompute = field(default_factory=Recompute)
-    overrides: Overrides = field(default_factory=Overrides)
-    fp8: Recipe | None = None
-    """fp8 recipe of the linear layers; None to compute them in ``params_dtype``."""
-    cuda_graphs: bool = False
-    """Whether training microbatches are captured in CUDA graphs and replayed."""
-
-    @property
-    def overlaps_gathers(self) -> bool:
-        """Whether parameter all-gathers overlap computation, which needs the distributed optimizer."""
-        return self.overlap_communication and self.distributed_optimizer
-
-    def check_model(self, model: ModelConfig, function: str | None = None) -> None:
-        """Check that ``model`` supports these settings.
-
-        Args:
-            model: The model's config.
-            function: Trainer function, e.g. ``fit`` or ``predict``; None if unknown.
-
-        Raises:
-            ConfigError: If the model does not support the layout, recomputation, CUDA graphs, dtype or fp8 recipe.
-        """
-        self.parallel.check_model(model)
-        _check_expert_fields(model, self.overrides.transformer)
-        if self.recompute.granularity == "selective":
-            _check_recompute_modules(
-                model, self.overrides.transformer.get("recompute_modules") or ()
-            )
-        if model.experts is not None:
-            _check_experts(self)
-            if function is not None:  # conversions compute nothing
-                _check_grouped_mm(
-                    self.params_dtype, model.hidden_size, model.experts.ffn_hidden_size
-                )
-            self.parallel.check_function(model, function)
-        if self.cuda_graphs:
-            _check_graphs(self)
-        if self.fp8 is not None:
-            check_fp8(model, self.parallel.tp, self.params_dtype, self.device)
-
-
-def _refuse(option: str, expected: str, reasons: Mapping[str, bool]) -> None:
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise ConfigError(f"{option}: expected {expected}, got {reason}; leave it out")
-
-
-def _check_graphs(settings: EngineSettings) -> None:
-    tp, pp, cp = settings.parallel.tp, settings.parallel.pp, settings.parallel.cp
-    reasons = {
-        f"tp={tp}, pp={pp} and cp={cp} (ranks would wait for each other)": tp * pp * cp > 1,
-        f"a {settings.device.type}": settings.device.type != "cuda",
-        "16-mixed (its loss scale changes)": settings.params_dtype is torch.float16,
-        "recompute='full' (it reads RNG states)": settings.recompute.granularity == "full",
-        "overlap_communication=True (gradients are reduced after the replays)": settings.overlap_communication,
-        "fp8 (weights are quantized once a step, not once a microbatch)": settings.fp8 is not None,
-    }
-    _refuse("cuda_graphs=True", "tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32", reasons)
-
-
-def _check_experts(settings: EngineSettings) -> None:
-    reasons = {
-        "cuda_graphs=True (the host must know how many tokens go to each expert)": settings.cuda_graphs,
-        "fp8 (experts are computed in bf16)": settings.fp8 is not None,
-        "16-mixed (megatron-core has a separate loss scale for experts)": settings.params_dtype
-        is torch.float16,
-    }
-    _refuse("a model with experts", "bf16-mixed or 32-true", reasons)
-
-
-def _check_grouped_mm(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int) -> None:
-    multiple = (
-        16 // dtype.itemsize
-    )  # torch.nn.functional.grouped_mm needs rows of a multiple of 16 bytes
-    for name, size in (("hidden_size", hidden_size), ("experts' ffn_hidden_size", ffn_hidden_size)):
-        if size % multiple:
-            dtype_name = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another"
-            )
-
-
-def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:
-    """Raise if the model does not support a user's ``recompute_modules``.
-
-    An MLP with biases returns its output bias, a parameter, beside its output. megatron-core 0.16.1,
-    tensor_parallel/random.py:CheckpointFunction treats it as recomputed, and its backward pass recurses endlessly.
-    """
-    refused = {
-        "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its graph "
-        "once per layer (and the attention in use keeps no scores that recomputing could save); leave it out": (
-            model.architecture == "t5" and "core_attn" in modules
-        ),
-        f"recompute_modules={sorted(modules)} is not supported by a layer with parallel attention and MLP; use "
-        "'core_attn' and 'layernorm', or recompute='full'": (
-            model.parallel_attention and not {"core_attn", "layernorm"}.issuperset(modules)
-        ),
-        "recompute_modules with 'mlp': expected MLPs without biases; use 'layernorm', or recompute='full'": (
-            model.add_bias_linear and "mlp" in modules
-        ),
-    }
-    for message, holds in refused.items():
-        if holds:
-            raise ConfigError(message)
-
-
-def _check_expert_fields(model: ModelConfig, overrides: Mapping[str, Any]) -> None:
-    """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, by which checkpoints identify it."""
-    for name in overrides:
-        if name.startswith("moe_") and model.experts is None:
-            raise ConfigError(
-                f"{name}: expected a model with experts, got {model.family} without; leave it out"
-            )
-    names = "moe_router_score_function", "moe_router_enable_expert_bias"
-    is_sigmoid, has_bias = overrides.get(names[0]) == "sigmoid", overrides.get(names[1], False)
-    if is_sigmoid != has_bias:
-        raise ConfigError(
-            f"transformer_config_overrides: expected {names[0]}='sigmoid' and {names[1]}=True together, got one of "
-            "them; set both, or none"
-        )
-
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -188,11 +32,11 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
     Raises:
         ConfigError: If the model does not support the settings, or a user's overrides do not fit the other fields.
     """
-    settings.check_model(model)
+    check_model(model, settings)
     fields = {
         **_architecture(model, settings.device),
         **_layout(settings.parallel, settings.params_dtype),
-        "cp_comm_type": settings.parallel.comm_type_of(model),
+        "cp_comm_type": comm_type_of(model, settings.parallel),
         **_numerics(model, settings),
         **_recompute(settings.recompute),
         **_experts(model, settings.parallel),

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lightning_megatron.checkpoint.find import load_meta
 from lightning_megatron.convert.hugging_face import files_of_tensors, hugging_face_names
 from lightning_megatron.convert.shards import Key, named_shards
-from lightning_megatron.engine.adapter_names import is_adapter
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NonFiniteError
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.storage.publish import recover
 

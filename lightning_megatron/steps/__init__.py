@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_megatron.engine.schedule import TrainStep
 from lightning_megatron.errors import require_choice
+from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
 from lightning_megatron.steps.t5 import T5TrainStep

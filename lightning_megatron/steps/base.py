@@ -1,17 +1,24 @@
-"""Shared parts of the train steps: weighted loss terms, metrics, vocabulary-parallel argmax, and batch validation."""
+"""Interface of a training objective, and the base of those whose batches hold a weight for each target.
+
+A ``TrainStep`` gets one data-parallel rank's batch once per optimizer step (``prepare_batch``) and each microbatch of
+it once (``get_batch``, ``forward_step``, ``loss_func``), inside Megatron's pipeline schedule. None of its methods may
+log or communicate: they run many times per step, and the loss only on the last pipeline stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
-from lightning_megatron.errors import DataError
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import Architecture, ModelConfig
+from lightning_megatron.steps.metrics import Perplexity
 
 __all__ = ["Batch", "LossFunc", "LossTerm", "Output", "TrainStep"]
 
@@ -36,234 +43,169 @@ def target_weights(mask: Tensor, batch: Batch) -> Tensor:
     return mask * batch["loss_mask"].float() if "loss_mask" in batch and mask.dim() > 1 else mask
 
 
-# ---- metrics --------------------------------------------------------------------------------------------------------
+class TrainStep(ABC):
+    """Training objective: from batch to loss. Subclass it, or override the method of ``GPTTrainStep`` that differs.
 
-
-class WeightedMean(Metric):
-    """Weighted mean; NaN if the weights sum to 0. NaN values are not dropped."""
-
-    total: Tensor
-    weight: Tensor
-
-    def __init__(self) -> None:
-        """Create the sums of weighted values and of weights."""
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, values: Tensor, weights: Tensor) -> None:
-        """Add values and their weights, both of the same shape."""
-        self.total += (values * weights).sum()
-        self.weight += weights.sum()
-
-    def compute(self) -> Tensor:
-        """Return the mean, []."""
-        return self.total / self.weight
-
-
-class Perplexity(WeightedMean):
-    """exp of the weighted mean loss of tokens."""
-
-    def compute(self) -> Tensor:
-        """Return the perplexity, []."""
-        return torch.exp(super().compute())
-
-
-def vocab_parallel_argmax(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Argmax over the vocabulary; of several largest logits the first, as ``argmax`` of the full logits.
-
-    Collective over ``tp_group``: two all-reduces of one value per position.
-
-    Args:
-        logits: [..., v/tp], this rank's shard; vocabulary padding is -inf.
-        tp_group: The tensor-parallel group.
-
-    Returns:
-        Token ids, [...] int64, the same on every rank of the group.
+    Attributes:
+        loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
+        model: Config of the trained model, set by ``bind``.
     """
-    largest, token = logits.float().max(dim=-1)
-    token = token + dist.get_rank(tp_group) * logits.shape[-1]
-    if dist.get_world_size(tp_group) == 1:
-        return token
-    shard_largest = largest.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-    token = token.masked_fill(shard_largest < largest, torch.iinfo(token.dtype).max)
-    dist.all_reduce(token, op=dist.ReduceOp.MIN, group=tp_group)
-    return token
+
+    loss_terms: ClassVar[tuple[str, ...]]
+
+    def bind(self, model: ModelConfig) -> None:
+        """Set the model to train; called once, before anything else, when a module takes the step.
+
+        Raises:
+            ConfigError: If this objective cannot train that model.
+        """
+        self.model = model
+
+    def check_batch(self, batch: Batch) -> None:
+        """Check the values of a batch while it is still on the host, on the one rank that reads data.
+
+        Its errors are raised on every rank of the replica. A step whose values are always in range need not override
+        it.
+
+        Args:
+            batch: Batch of the DataLoader, on the CPU; tensors without effect, such as a mask that hides nothing, may
+                be removed from it.
+
+        Raises:
+            DataError: If a token or a label is out of range, with its name, its value and the range.
+        """
+        del batch
+
+    @abstractmethod
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Convert a batch of the DataLoader to the form of this step, on every rank, once per optimizer step.
+
+        Args:
+            batch: Tensors of one data-parallel rank, with ``micro_batch_size * num_microbatches`` rows.
+
+        Returns:
+            Tensors with the same number of rows, which are split into microbatches along the first axis.
+        """
+
+    @abstractmethod
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Pad a prepared batch to ``num_rows`` rows with rows without loss (for ragged last batches)."""
+
+    @abstractmethod
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row of a prepared batch: the sequence length of activations between pipeline stages."""
+
+    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
+        """Sequence lengths that context and sequence parallelism must be able to split, by their name in errors."""
+        return {"seq_length": self.seq_length(batch)}
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+        """Number of targets of each loss term in a prepared batch, or None if unknown before the forward pass.
+
+        It must equal the sum of the counts that ``loss_func`` returns for the microbatches. Steps with several terms
+        must return it; a step with one term may return None, which costs one more pass over the gradients.
+        """
+        return None
+
+    def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:
+        """Return the next microbatch."""
+        return next(data_iterator)
+
+    @abstractmethod
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, LossFunc]:
+        """Run the forward pass of a microbatch through a model chunk of this rank.
+
+        Args:
+            data_iterator: Yields the prepared microbatches in order.
+            model: The chunk; before the last stage its output is the hidden state for the next stage, [s, b, h].
+
+        Returns:
+            The output, and the loss function that the last stage calls with it.
+        """
+
+    @abstractmethod
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """Compute the loss terms of a microbatch, on the last stage.
+
+        Args:
+            batch: The microbatch of ``output``.
+            output: Output of the last stage's model.
+        """
+
+    def metrics(self) -> dict[str, Metric]:
+        """Create the metrics of validation and test, by their names in the log without ``val_`` and ``test_``.
+
+        They are updated on the last stage only, and synchronized over its data-parallel ranks at the end of an epoch.
+        """
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Update ``metrics`` with a microbatch of an evaluation, on the last stage; rows without loss must not count.
+
+        Args:
+            metrics: The metrics of ``metrics()``.
+            batch: The prepared microbatch.
+            output: Output of the last stage's model.
+        """
+        del metrics, batch, output
 
 
-# ---- checks on the host: an error names the key, the position, the value, the rule and the fix -----------------------
+class MaskedLossStep(TrainStep):
+    """Train step whose prepared batches contain a weight for each target."""
 
+    architecture: ClassVar[Architecture]
+    """Architecture of the models that it trains."""
+    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
+    masks: Mapping[str, str] = {"lm_loss": "loss_mask"}
+    """Batch key of the target weights, by loss term."""
 
-def rename_keys(
-    batch: Batch,
-    known: Collection[str],
-    required: Mapping[str, str],
-    user: str,
-    aliases: Mapping[str, str] | None = None,
-) -> Batch:
-    """Rename a batch's keys from aliases to known names, and check that none is unknown, missing or duplicate.
+    def bind(self, model: ModelConfig) -> None:
+        """Set the model to train.
 
-    Args:
-        batch: By the user's names.
-        known: Known names.
-        required: Required names, with a hint that is appended to the error if one is missing.
-        user: Name of the train step, for errors.
-        aliases: Alias of each known name that has one.
-
-    Raises:
-        DataError: With the key, and the alternatives.
-    """
-    names = {
-        **{name: name for name in known},
-        **{alias: n for alias, n in (aliases or {}).items() if n in known},
-    }
-    keys: dict[str, str] = {}
-    for key in batch:
-        if key not in names:
-            raise DataError(
-                f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or prepare_batch"
+        Raises:
+            ConfigError: If the model has a different architecture, with the name of the right train step.
+        """
+        if model.architecture != self.architecture:
+            raise ConfigError(
+                f"{type(self).__name__} trains {self.architecture.upper()}s, and {model.family} is a "
+                f"{model.architecture.upper()}; use train_step={model.architecture!r}"
             )
-        if names[key] in keys:
-            raise DataError(
-                f"batch keys {keys[names[key]]!r} and {key!r} mean the same; leave one of them out"
-            )
-        keys[names[key]] = key
-    for name, hint in required.items():
-        if name not in keys:
-            raise DataError(
-                f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}"
-            )
-    return {name: batch[key] for name, key in keys.items()}
+        super().bind(model)
 
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Pad the batch to ``num_rows`` by repeating the last row, with target weights of 0."""
+        rows = next(iter(batch.values())).shape[0]
+        padded = {
+            k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])])
+            for k, v in batch.items()
+        }
+        for mask in self.masks.values():
+            padded[mask][rows:] = 0
+        return padded
 
-def check_values(name: str, values: Tensor, is_valid: Tensor, rule: str) -> None:
-    """Raise unless all ``values`` are valid.
+    def seq_length(self, batch: Batch) -> int:
+        """Return the number of tokens per row."""
+        return batch["tokens"].shape[1]
 
-    Args:
-        name: The batch's key.
-        values: Of any shape.
-        is_valid: Bool, of the same shape.
-        rule: Condition for valid values, for the error.
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the sum of target weights of each term, known from the masks alone."""
+        return {term: batch[mask].sum() for term, mask in self.masks.items()}
 
-    Raises:
-        DataError: With the first invalid value, and the rule.
-    """
-    if not is_valid.all():
-        index = (~is_valid).nonzero()[0].tolist()
-        raise DataError(
-            f"{name}{index} is {values[tuple(index)].item()} and must be {rule}; correct the data"
-        )
+    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+        """Return the weighted sum of the per-token losses.
 
+        Args:
+            batch: The prepared microbatch.
+            output: Per-token cross-entropy, [b, s], fp32.
+        """
+        return {"lm_loss": loss_term(output, batch["loss_mask"])}
 
-def check_range(
-    name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()
-) -> None:
-    """Raise unless all ``values`` are in 0..limit-1 or in ``ignored``.
+    def metrics(self) -> dict[str, Metric]:
+        """Return ``perplexity`` of the targets."""
+        return {"perplexity": Perplexity()}
 
-    Args:
-        name: The batch's key.
-        values: Integers of any shape.
-        limit: Exclusive upper bound; None for no limit.
-        rule: Name of the limit, e.g. ``vocab_size``.
-        ignored: Labels for "no target here".
-
-    Raises:
-        DataError: With the first value out of range.
-    """
-    is_valid = values >= 0 if limit is None else (values >= 0) & (values < limit)
-    if ignored:
-        is_valid |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
-    allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
-    check_values(
-        name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed
-    )
-
-
-def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
-    """Raise unless ``tensor`` has one of ``shapes``.
-
-    Raises:
-        DataError: With its shape, the expected ones and the rule.
-    """
-    if tuple(tensor.shape) not in shapes:
-        expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise DataError(
-            f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it"
-        )
-
-
-def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
-    """Raise unless ``tensor`` has an integer dtype and, if given, one of ``shapes``.
-
-    Raises:
-        DataError: With the dtype or the shape, and the rule.
-    """
-    if tensor.is_floating_point() or tensor.dtype is torch.bool:
-        raise DataError(
-            f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()"
-        )
-    if shapes:
-        check_shape(name, tensor, rule, *shapes)
-
-
-def check_tokens(
-    name: str,
-    tokens: Tensor,
-    model: ModelConfig,
-    *,
-    shortest: int = 1,
-    ignored: tuple[int, ...] = (),
-) -> None:
-    """Raise unless ``tokens`` are rows of token ids that fit the model's vocabulary and maximum length.
-
-    Args:
-        name: The batch's key.
-        tokens: The batch's tensor.
-        model: The model's config.
-        shortest: Minimum row length; the last ``shortest - 1`` tokens of a row are targets only.
-        ignored: As for ``check_range``.
-
-    Raises:
-        DataError: If the shape, the dtype, a token or the length is wrong.
-    """
-    if tokens.dim() != 2 or tokens.shape[1] < shortest:
-        raise DataError(
-            f"{name}: expected [rows, tokens >= {shortest}], got shape {list(tokens.shape)}; correct it"
-        )
-    check_integers(name, tokens, "token ids")
-    check_range(name, tokens, model.vocab_size, "vocab_size", ignored)
-    length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
-    if model.has_position_table and length > limit:
-        raise DataError(
-            f"{name}: expected at most max_position_embeddings={limit} tokens, got {length}; truncate them"
-        )
-
-
-def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
-    """Check the inputs of GPT and BERT other than tokens: attention mask, positions, token types, and loss weights.
-
-    Raises:
-        DataError: If one has a different shape than the tokens, or a value out of range.
-    """
-    for name in ("attention_mask", "position_ids", "token_type_ids", "loss_mask"):
-        if name in batch:
-            check_shape(name, batch[name], "one value per input token", (rows, length))
-    if "sample_mask" in batch:
-        check_shape("sample_mask", batch["sample_mask"], "one weight per row", (rows,))
-    positions = model.max_position_embeddings if model.has_position_table else None
-    limits = {
-        "position_ids": (positions, "max_position_embeddings"),
-        "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
-    }
-    for name, (limit, rule) in limits.items():
-        if name in batch:
-            check_integers(name, batch[name], "they index an embedding table")
-            check_range(name, batch[name], limit, rule)
-    if "attention_mask" in batch:
-        mask = batch["attention_mask"]
-        check_range("attention_mask", mask, None, "")
-        if not torch.equal(mask.long().to(mask.dtype), mask):
-            raise DataError(
-                "attention_mask: expected integers, got fractions; use 0 for padding, else segment numbers"
-            )
+    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+        """Update the metrics with the weighted losses of one microbatch."""
+        metrics["perplexity"].update(output.float(), batch["loss_mask"])

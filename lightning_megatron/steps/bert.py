@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.config import ModelConfig, ProblemType
-from lightning_megatron.steps import base
-from lightning_megatron.steps.gpt import MaskedLossStep
+from lightning_megatron.steps import base, batch_checks, metrics
+from lightning_megatron.steps.base import MaskedLossStep
 
 MEGATRON_NAMES = {
     "text": "input_ids",
@@ -155,8 +155,8 @@ class BertTrainStep(MaskedLossStep):
             return
         renamed = self._renamed(batch)
         tokens = renamed["input_ids"]
-        base.check_tokens("input_ids", tokens, self.model)
-        base.check_token_inputs(renamed, tokens.shape[0], tokens.shape[1], self.model)
+        batch_checks.check_tokens("input_ids", tokens, self.model)
+        batch_checks.check_token_inputs(renamed, tokens.shape[0], tokens.shape[1], self.model)
         self._check_first_tokens(renamed)
         for head in self._heads.values():
             self._check_labels(head, renamed)
@@ -185,13 +185,15 @@ class BertTrainStep(MaskedLossStep):
                 raise DataError(
                     f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
                 )
-            base.check_values(name, labels, labels.isfinite(), "finite")
-            base.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
+            batch_checks.check_values(name, labels, labels.isfinite(), "finite")
+            batch_checks.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
             if problem == "multi_label_classification":
-                base.check_values(name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})")
+                batch_checks.check_values(
+                    name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})"
+                )
             return
         shapes = [(rows, length)] if head.per_token else [(rows,), (rows, 1)]
-        base.check_integers(
+        batch_checks.check_integers(
             name, labels, f"one per {'token' if head.per_token else 'row'}", *shapes
         )
         if name == "labels" and model.has_output_layer:
@@ -200,11 +202,13 @@ class BertTrainStep(MaskedLossStep):
                 if "loss_mask" in batch
                 else labels
             )
-            base.check_range(name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS)
+            batch_checks.check_range(
+                name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS
+            )
         elif name == "labels":
-            base.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
+            batch_checks.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
         elif name == "next_sentence_label":
-            base.check_range(name, labels, 2, "sentence orders", base.IGNORED_LABELS)
+            batch_checks.check_range(name, labels, 2, "sentence orders", base.IGNORED_LABELS)
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return ``tokens`` [b, s] int64, mask, token types and positions if any, and targets with their weights.
@@ -239,7 +243,7 @@ class BertTrainStep(MaskedLossStep):
         if "next_sentence_label" in required:
             required["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {*_INPUTS, "sample_mask", *required, *_OPTIONAL.get(task, ())}
-        return base.rename_keys(
+        return batch_checks.rename_keys(
             batch, known, required, f"BertTrainStep for task {task!r}", MEGATRON_NAMES
         )
 
@@ -309,10 +313,10 @@ class BertTrainStep(MaskedLossStep):
         if "lm_loss" in heads:
             return {
                 **super().metrics(),
-                **({"sop_accuracy": base.WeightedMean()} if "sop_loss" in heads else {}),
+                **({"sop_accuracy": metrics.WeightedMean()} if "sop_loss" in heads else {}),
             }
         if "start_loss" in heads:
-            return {"exact_match": base.WeightedMean()}
+            return {"exact_match": metrics.WeightedMean()}
         if self._problem == "regression" or (self._problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self._problem != "multi_label_classification":

@@ -1,21 +1,22 @@
-"""Train steps of GPT: causal language modeling, LAMBADA's last-word accuracy; base class of BERT's and T5's steps."""
+"""Train steps of GPT: causal language modeling, LAMBADA's last-word accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.engine.schedule import Batch, LossFunc, LossTerm, Output, TrainStep
+from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.models.config import Architecture, ModelConfig
-from lightning_megatron.steps import base
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps import base, batch_checks, metrics
+from lightning_megatron.steps.base import MaskedLossStep
 
 _KNOWN_KEYS = {
     "text",
@@ -26,65 +27,6 @@ _KNOWN_KEYS = {
     "sample_mask",
     "loss_mask",
 }
-
-
-class MaskedLossStep(TrainStep):
-    """Train step whose prepared batches contain a weight for each target."""
-
-    architecture: ClassVar[Architecture]
-    """Architecture of the models that it trains."""
-    loss_terms: ClassVar[tuple[str, ...]] = ("lm_loss",)
-    masks: Mapping[str, str] = {"lm_loss": "loss_mask"}
-    """Batch key of the target weights, by loss term."""
-
-    def bind(self, model: ModelConfig) -> None:
-        """Set the model to train.
-
-        Raises:
-            ConfigError: If the model has a different architecture, with the name of the right train step.
-        """
-        if model.architecture != self.architecture:
-            raise ConfigError(
-                f"{type(self).__name__} trains {self.architecture.upper()}s, and {model.family} is a "
-                f"{model.architecture.upper()}; use train_step={model.architecture!r}"
-            )
-        super().bind(model)
-
-    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
-        """Pad the batch to ``num_rows`` by repeating the last row, with target weights of 0."""
-        rows = next(iter(batch.values())).shape[0]
-        padded = {
-            k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])])
-            for k, v in batch.items()
-        }
-        for mask in self.masks.values():
-            padded[mask][rows:] = 0
-        return padded
-
-    def seq_length(self, batch: Batch) -> int:
-        """Return the number of tokens per row."""
-        return batch["tokens"].shape[1]
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the sum of target weights of each term, known from the masks alone."""
-        return {term: batch[mask].sum() for term, mask in self.masks.items()}
-
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
-        """Return the weighted sum of the per-token losses.
-
-        Args:
-            batch: The prepared microbatch.
-            output: Per-token cross-entropy, [b, s], fp32.
-        """
-        return {"lm_loss": base.loss_term(output, batch["loss_mask"])}
-
-    def metrics(self) -> dict[str, Metric]:
-        """Return ``perplexity`` of the targets."""
-        return {"perplexity": base.Perplexity()}
-
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
-        """Update the metrics with the weighted losses of one microbatch."""
-        metrics["perplexity"].update(output.float(), batch["loss_mask"])
 
 
 @explains_options
@@ -167,17 +109,17 @@ class GPTTrainStep(MaskedLossStep):
         self._check_keys(batch)
         name = "text" if "text" in batch else "input_ids"
         if name == "text":
-            base.check_integers("text", batch["text"], "token ids")
-            base.check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
+            batch_checks.check_integers("text", batch["text"], "token ids")
+            batch_checks.check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
         else:
-            base.check_tokens("input_ids", batch["input_ids"], self.model)
+            batch_checks.check_tokens("input_ids", batch["input_ids"], self.model)
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
-        base.check_token_inputs(batch, rows, length, self.model)
+        batch_checks.check_token_inputs(batch, rows, length, self.model)
         if "labels" in batch:
-            base.check_integers(
+            batch_checks.check_integers(
                 "labels", batch["labels"], "each token's label at its own position", (rows, length)
             )
-            base.check_range(
+            batch_checks.check_range(
                 "labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,)
             )
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
@@ -185,7 +127,7 @@ class GPTTrainStep(MaskedLossStep):
 
     def _check_keys(self, batch: Batch) -> None:
         required = {} if "text" in batch else {"input_ids": " (or 'text')"}
-        base.rename_keys(batch, _KNOWN_KEYS, required, "GPTTrainStep")
+        batch_checks.rename_keys(batch, _KNOWN_KEYS, required, "GPTTrainStep")
         for key in ("input_ids", "labels"):
             if "text" in batch and key in batch:
                 raise DataError(
@@ -363,7 +305,7 @@ class LastWordTrainStep(GPTTrainStep):
         output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
         chunk: Any = unwrap(model)
         if chunk.post_process:
-            predicted = base.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
+            predicted = metrics.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
             # The loss may overwrite the logits.
             losses = chunk.compute_language_model_loss(
                 batch["targets"], output.transpose(0, 1).contiguous()
@@ -378,7 +320,7 @@ class LastWordTrainStep(GPTTrainStep):
     @override
     def metrics(self) -> dict[str, Metric]:
         """Return ``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
-        return {**super().metrics(), "last_word_accuracy": base.WeightedMean()}
+        return {**super().metrics(), "last_word_accuracy": metrics.WeightedMean()}
 
     @override
     def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from lightning_megatron.engine.schedule import Batch, LossFunc
+from lightning_megatron.engine.objective import Batch, LossFunc
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps import base
-from lightning_megatron.steps.gpt import MaskedLossStep
+from lightning_megatron.steps import base, batch_checks
+from lightning_megatron.steps.base import MaskedLossStep
 
 MEGATRON_NAMES = {
     "text_enc": "input_ids",
@@ -62,9 +62,9 @@ class T5TrainStep(MaskedLossStep):
         renamed = _renamed(batch)
         for name in ("input_ids", "decoder_input_ids"):
             if name in renamed:
-                base.check_tokens(name, renamed[name], self.model)
+                batch_checks.check_tokens(name, renamed[name], self.model)
         labels = renamed["labels"]
-        base.check_tokens("labels", labels, self.model, ignored=base.IGNORED_LABELS)
+        batch_checks.check_tokens("labels", labels, self.model, ignored=base.IGNORED_LABELS)
         encoder, decoder = tuple(renamed["input_ids"].shape), tuple(labels.shape)
         allowed: dict[str, tuple[tuple[int, ...], ...]] = {
             "decoder_input_ids": (decoder,),
@@ -75,10 +75,10 @@ class T5TrainStep(MaskedLossStep):
             "enc_dec_mask": (encoder, (*decoder, encoder[1])),
         }
         for name in (key for key in allowed if key in renamed):
-            base.check_shape(name, renamed[name], "the shape of its tokens", *allowed[name])
+            batch_checks.check_shape(name, renamed[name], "the shape of its tokens", *allowed[name])
             if name in ("attention_mask", "decoder_attention_mask", "enc_dec_mask"):
                 is_valid = (renamed[name] == 0) | (renamed[name] == 1)
-                base.check_values(name, renamed[name], is_valid, "1 (visible) or 0")
+                batch_checks.check_values(name, renamed[name], is_valid, "1 (visible) or 0")
         if "enc_dec_mask" in renamed:
             visible = visible_keys(
                 renamed.get("attention_mask", torch.ones_like(renamed["input_ids"]))
@@ -146,7 +146,7 @@ class T5TrainStep(MaskedLossStep):
 
 def _renamed(batch: Batch) -> Batch:
     """Return the batch by Hugging Face's names."""
-    return base.rename_keys(
+    return batch_checks.rename_keys(
         batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES
     )
 

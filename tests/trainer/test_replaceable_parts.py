@@ -19,9 +19,9 @@ CASE = Case(
 def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
     """Losses of runs, each with one part replaced."""
     from lightning_megatron import GPTTrainStep
+    from lightning_megatron.engine.settings import EngineSettings
     from lightning_megatron.models.build import build_chunks
     from lightning_megatron.models.config import ModelConfig
-    from lightning_megatron.models.transformer_config import EngineSettings
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm
 
     class ZeroTokens(GPTTrainStep):

@@ -16,7 +16,8 @@ LAYERS = (
     ("errors",),
     ("foreign_names", "storage"),
     ("engine",),
-    ("models", "data", "checkpoint", "precision"),
+    ("models", "data", "precision"),
+    ("checkpoint",),
     ("accounting",),
     ("steps", "convert", "predictions", "megatron_datamodule"),
     ("generate", "datamodules", "planner"),
@@ -73,8 +74,8 @@ def _layer_name(module: str) -> str:
     return (module.split(".") + ["__init__"])[1]
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, also inside functions, but not under ``TYPE_CHECKING``."""
+def _imports(path: Path, *, for_types: bool = False) -> Iterator[str]:
+    """Modules that a file imports, also inside functions; under ``TYPE_CHECKING`` only with ``for_types``."""
     tree = _tree(path)
     only_for_types = {
         id(child)
@@ -83,7 +84,7 @@ def _imports(path: Path) -> Iterator[str]:
         for child in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in only_for_types:
+        if id(node) in only_for_types and not for_types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,6 +116,18 @@ def test_imports_follow_the_layers() -> None:
         f"{_name(path)} imports {imported}"
         for module, path in MODULES.items()
         for imported in _imports(path)
+        if imported in MODULES and _layer_name(module) != _layer_name(imported)
+        if LEVELS[_layer_name(imported)] >= LEVELS[_layer_name(module)]
+    ]
+    assert violations == []
+
+
+def test_engine_models_and_steps_import_only_lower_layers_also_for_types() -> None:
+    violations = [
+        f"{_name(path)} imports {imported}"
+        for module, path in MODULES.items()
+        if _layer_name(module) in ("engine", "models", "steps")
+        for imported in _imports(path, for_types=True)
         if imported in MODULES and _layer_name(module) != _layer_name(imported)
         if LEVELS[_layer_name(imported)] >= LEVELS[_layer_name(module)]
     ]

@@ -13,8 +13,8 @@ from benchmarks.cases import case_named
 from lightning_megatron import model_summary
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.transformer_config import EngineSettings
 from lightning_megatron.planner import DEVICES, GIB, Run, plan, plans, timeline
 
 H200 = DEVICES["h200"]

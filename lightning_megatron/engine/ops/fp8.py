@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,8 @@ from typing_extensions import override
 
 from lightning_megatron.engine.ops.peer_copies import Collectives, Product
 from lightning_megatron.engine.ops.split_linear import Operand, Scales, SplitLinear
+from lightning_megatron.engine.settings import Recipe
 from lightning_megatron.errors import ConfigError, require_choice
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.config import ModelConfig
-
-Recipe = Literal["tensorwise"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
@@ -222,51 +218,3 @@ def known_recipe(recipe: Recipe | None) -> Recipe | None:
     if recipe is not None:
         require_choice("fp8", recipe, get_args(Recipe))
     return recipe
-
-
-def size_warning(model: ModelConfig) -> str | None:
-    """Warning for a model narrower than those that fp8 was measured with; None for others."""
-    smallest = min(MEASURED_SPEEDUPS)
-    if model.hidden_size >= smallest:
-        return None
-    figures = ", ".join(
-        f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED_SPEEDUPS.items()
-    )
-    return (
-        f"fp8: hidden_size={model.hidden_size} is below {smallest}, the smallest size measured to be faster "
-        f"({figures}, on an H200); compare a few steps with and without fp8"
-    )
-
-
-def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the linears of ``model`` can run in fp8.
-
-    Raises:
-        ConfigError: If the run is not in bf16, the GPU has no fp8, or a matrix dimension is not a multiple of 16.
-    """
-    if params_dtype is not torch.bfloat16:
-        name = str(params_dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"fp8: expected precision='bf16-mixed', got weights in {name}; set Trainer(precision=)"
-        )
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        raise ConfigError(
-            f"fp8: expected a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), got "
-            f"{torch.cuda.get_device_name(device)} with {'.'.join(map(str, capability))}; leave fp8 out"
-        )
-    queries, groups = (
-        model.num_attention_heads * model.kv_channels,
-        model.num_query_groups * model.kv_channels,
-    )
-    sizes = {
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size / tp": model.ffn_hidden_size / tp,
-        "num_attention_heads * kv_channels / tp": queries / tp,
-        "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * groups)
-        / tp,
-    }
-    for name, size in sizes.items():
-        if size % ALIGNMENT:
-            raise ConfigError(
-                f"fp8: expected {name} to be a multiple of {ALIGNMENT}, got {size:g}; choose another"
-            )

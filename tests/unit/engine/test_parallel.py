@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.checks import check_model
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.transformer_config import EngineSettings
+from lightning_megatron.models.layout import check_layout, comm_type_of
 
 
 def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) -> tuple[int, ...]:
@@ -53,16 +55,15 @@ def _multi_query() -> ModelConfig:
 def test_heads_are_exchanged_if_tp_and_cp_divide_them(
     groups: int, sizes: dict[str, Any], expected: str
 ) -> None:
-    assert ParallelConfig(**sizes).comm_type_of(_llama(groups=groups)) == expected
+    assert comm_type_of(_llama(groups=groups), ParallelConfig(**sizes)) == expected
 
 
 def test_conversion_accepts_experts_of_any_size() -> None:
     settings = EngineSettings(
         parallel=ParallelConfig(), params_dtype=torch.float32, device=torch.device("cpu")
     )
-    settings.check_model(
-        model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83})
-    )
+    model = model_config({"model_type": "mixtral", "intermediate_size": 46, "vocab_size": 83})
+    check_model(model, settings)
 
 
 @pytest.mark.parametrize(("check", "message"), [
@@ -71,11 +72,11 @@ def test_conversion_accepts_experts_of_any_size() -> None:
     (lambda: _uneven(32, None, 15), "is for pipelines, but pp=1"),
     (lambda: ParallelConfig(cp=0), "cp=0"),
     (lambda: ParallelConfig(cp=2, cp_comm_type="p2p"), "cp_comm_type='p2p'"),  # type: ignore[arg-type]
-    (lambda: ParallelConfig(cp=4, tp=2, cp_comm_type="a2a").check_model(_llama()),
+    (lambda: check_layout(_llama(), ParallelConfig(cp=4, tp=2, cp_comm_type="a2a")),
      'num_query_groups=4 .* tp=2 x cp=4 = 8.*use .*"all_gather"'),
-    (lambda: ParallelConfig(tp=4).check_model(_llama(heads=12, groups=3)),
+    (lambda: check_layout(_llama(heads=12, groups=3), ParallelConfig(tp=4)),
      "tp=4 neither divides num_query_groups=3 nor is a multiple of it"),
-    (lambda: ParallelConfig(tp=3).check_model(_multi_query()),
+    (lambda: check_layout(_multi_query(), ParallelConfig(tp=3)),
      r"tp=3 does not divide .*num_query_groups\) \* kv_channels=40"),
     (lambda: ParallelConfig(cp=4).check_sequence(14), "seq_length=14: expected a multiple of 8, because cp=4.* use 16"),
     (lambda: ParallelConfig(cp=2, tp=4, sequence_parallel=True).check_sequence(12),

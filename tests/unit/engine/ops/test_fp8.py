@@ -7,6 +7,7 @@ import torch
 
 from lightning_megatron.engine.ops import fp8
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.checks import check_fp8
 from tests.parity.comparison import relative_error
 from tests.ranks import run_ranks
 
@@ -246,7 +247,7 @@ def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError,
         match="fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0",
     ):
-        fp8.check_fp8(model, 1, torch.bfloat16, torch.device("cuda"))
+        check_fp8(model, 1, torch.bfloat16, torch.device("cuda"))
 
 
 def test_model_without_megatron_linears_is_refused() -> None:

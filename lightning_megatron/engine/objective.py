@@ -1,0 +1,51 @@
+"""A training objective as the schedule calls it: batches, loss terms, and the functions from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+
+
+class LossTerm(NamedTuple):
+    """Unnormalized loss: the engine sums both fields over the global batch and divides once, exactly."""
+
+    sum: torch.Tensor
+    """[], fp32: sum of the losses of a microbatch's targets; gradients flow through it."""
+    targets: torch.Tensor
+    """[]: number of these targets."""
+
+
+Output: TypeAlias = Any
+"""Output of the last stage's model: a tensor, or what the architecture's ``forward`` returns."""
+
+LossFunc: TypeAlias = Callable[[Output], dict[str, LossTerm]]
+
+
+class Objective(Protocol):
+    """What the schedule needs of a training objective; ``steps.base.TrainStep``, which users subclass, documents it."""
+
+    loss_terms: ClassVar[tuple[str, ...]]
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Convert a batch of the DataLoader to the form of this objective, once per optimizer step."""
+
+    def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
+        """Pad a prepared batch to ``num_rows`` rows with rows without loss."""
+
+    def seq_length(self, batch: Batch) -> int:
+        """Tokens per row of a prepared batch."""
+
+    def split_lengths(self, batch: Batch) -> Mapping[str, int]:
+        """Sequence lengths that context and sequence parallelism split, by their name in errors."""
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+        """Number of targets of each loss term in a prepared batch; None if unknown before the forward pass."""
+
+    def forward_step(
+        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Output, LossFunc]:
+        """Run the forward pass of a microbatch through a model chunk of this rank."""

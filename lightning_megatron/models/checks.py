@@ -1,0 +1,182 @@
+"""Whether a model can run with the settings of a run; checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from lightning_megatron.engine.ops.fp8 import ALIGNMENT, MEASURED_SPEEDUPS
+from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.layout import check_function, check_layout
+
+
+def check_model(model: ModelConfig, settings: EngineSettings, function: str | None = None) -> None:
+    """Check that ``model`` supports the settings of a run.
+
+    Args:
+        model: The model's config.
+        settings: The run's settings.
+        function: Trainer function, e.g. ``fit`` or ``predict``; None if unknown.
+
+    Raises:
+        ConfigError: If the model does not support the layout, recomputation, CUDA graphs, dtype or fp8 recipe.
+    """
+    overrides = settings.overrides.transformer
+    check_layout(model, settings.parallel)
+    _check_expert_overrides(model, overrides)
+    if settings.recompute.granularity == "selective":
+        _check_recompute_modules(model, overrides.get("recompute_modules") or ())
+    if model.experts is not None:
+        _check_settings_of_experts(settings)
+        if function is not None:  # conversions compute nothing
+            width = model.experts.ffn_hidden_size
+            _check_grouped_mm(settings.params_dtype, model.hidden_size, width)
+        check_function(model, settings.parallel, function)
+    if settings.cuda_graphs:
+        _check_graphs(settings)
+    if settings.fp8 is not None:
+        check_fp8(model, settings.parallel.tp, settings.params_dtype, settings.device)
+
+
+def _refuse(option: str, expected: str, reasons: Mapping[str, bool]) -> None:
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"{option}: expected {expected}, got {reason}; leave it out")
+
+
+def _check_graphs(settings: EngineSettings) -> None:
+    tp, pp, cp = settings.parallel.tp, settings.parallel.pp, settings.parallel.cp
+    reasons = {
+        f"tp={tp}, pp={pp} and cp={cp} (ranks would wait for each other)": tp * pp * cp > 1,
+        f"a {settings.device.type}": settings.device.type != "cuda",
+        "16-mixed (its loss scale changes)": settings.params_dtype is torch.float16,
+        "recompute='full' (it reads RNG states)": settings.recompute.granularity == "full",
+        "overlap_communication=True (gradients are reduced after the replays)": (
+            settings.overlap_communication
+        ),
+        "fp8 (weights are quantized once a step, not once a microbatch)": settings.fp8 is not None,
+    }
+    _refuse("cuda_graphs=True", "tp=1, pp=1 and cp=1 on GPUs, in bf16 or fp32", reasons)
+
+
+def _check_settings_of_experts(settings: EngineSettings) -> None:
+    reasons = {
+        "cuda_graphs=True (the host must know how many tokens go to each expert)": (
+            settings.cuda_graphs
+        ),
+        "fp8 (experts are computed in bf16)": settings.fp8 is not None,
+        "16-mixed (megatron-core has a separate loss scale for experts)": (
+            settings.params_dtype is torch.float16
+        ),
+    }
+    _refuse("a model with experts", "bf16-mixed or 32-true", reasons)
+
+
+def _check_grouped_mm(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int) -> None:
+    # torch.nn.functional.grouped_mm needs rows of a multiple of 16 bytes.
+    multiple = 16 // dtype.itemsize
+    for name, size in (("hidden_size", hidden_size), ("experts' ffn_hidden_size", ffn_hidden_size)):
+        if size % multiple:
+            dtype_name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name}={size}: expected a multiple of {multiple} in {dtype_name}; choose another"
+            )
+
+
+def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:
+    """Raise if the model does not support a user's ``recompute_modules``.
+
+    An MLP with biases returns its output bias, a parameter, beside its output. megatron-core 0.16.1,
+    tensor_parallel/random.py:CheckpointFunction treats it as recomputed, and its backward pass recurses endlessly.
+    """
+    if model.architecture == "t5" and "core_attn" in modules:
+        raise ConfigError(
+            "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its "
+            "graph once per layer (and the attention in use keeps no scores that recomputing could save); leave it out"
+        )
+    if model.parallel_attention and not {"core_attn", "layernorm"}.issuperset(modules):
+        raise ConfigError(
+            f"recompute_modules={sorted(modules)} is not supported by a layer with parallel attention and MLP; use "
+            "'core_attn' and 'layernorm', or recompute='full'"
+        )
+    if model.add_bias_linear and "mlp" in modules:
+        raise ConfigError(
+            "recompute_modules with 'mlp': expected MLPs without biases; use 'layernorm', or recompute='full'"
+        )
+
+
+def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> None:
+    """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, by which checkpoints identify it."""
+    for name in overrides:
+        if name.startswith("moe_") and model.experts is None:
+            raise ConfigError(
+                f"{name}: expected a model with experts, got {model.family} without; leave it out"
+            )
+    function = "moe_router_score_function"
+    bias = "moe_router_enable_expert_bias"
+    is_sigmoid = overrides.get(function) == "sigmoid"
+    if is_sigmoid != overrides.get(bias, False):
+        raise ConfigError(
+            f"transformer_config_overrides: expected {function}='sigmoid' and {bias}=True together, got one of "
+            "them; set both, or none"
+        )
+
+
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: torch.device) -> None:
+    """Check that the linears of ``model`` can run in fp8.
+
+    Raises:
+        ConfigError: If the run is not in bf16, the GPU has no fp8, or a matrix dimension is not a multiple of 16.
+    """
+    if params_dtype is not torch.bfloat16:
+        name = str(params_dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"fp8: expected precision='bf16-mixed', got weights in {name}; set Trainer(precision=)"
+        )
+    if device.type == "cuda":
+        _check_gpu_has_fp8(device)
+    queries = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size / tp": model.ffn_hidden_size / tp,
+        "num_attention_heads * kv_channels / tp": queries / tp,
+        "(num_attention_heads + 2 * num_query_groups) * kv_channels / tp": (queries + 2 * keys)
+        / tp,
+    }
+    for name, size in sizes.items():
+        if size % ALIGNMENT:
+            raise ConfigError(
+                f"fp8: expected {name} to be a multiple of {ALIGNMENT}, got {size:g}; choose another"
+            )
+
+
+def _check_gpu_has_fp8(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        major, minor = capability
+        raise ConfigError(
+            "fp8: expected a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), got "
+            f"{torch.cuda.get_device_name(device)} with {major}.{minor}; leave fp8 out"
+        )
+
+
+def size_warning(model: ModelConfig) -> str | None:
+    """Warning for a model narrower than those that fp8 was measured with; None for others."""
+    smallest = min(MEASURED_SPEEDUPS)
+    if model.hidden_size >= smallest:
+        return None
+    figures = ", ".join(
+        f"{gain} x the speed of bf16 at {size}" for size, gain in MEASURED_SPEEDUPS.items()
+    )
+    return (
+        f"fp8: hidden_size={model.hidden_size} is below {smallest}, the smallest size measured to be faster "
+        f"({figures}, on an H200); compare a few steps with and without fp8"
+    )

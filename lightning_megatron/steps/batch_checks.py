@@ -1,0 +1,186 @@
+"""Checks of a batch on the host: an error names the key, the position, the value, the rule and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.engine.objective import Batch
+from lightning_megatron.errors import DataError
+from lightning_megatron.models.config import ModelConfig
+
+
+def rename_keys(
+    batch: Batch,
+    known: Collection[str],
+    required: Mapping[str, str],
+    user: str,
+    aliases: Mapping[str, str] | None = None,
+) -> Batch:
+    """Rename a batch's keys from aliases to known names, and check that none is unknown, missing or duplicate.
+
+    Args:
+        batch: By the user's names.
+        known: Known names.
+        required: Required names, with a hint that is appended to the error if one is missing.
+        user: Name of the train step, for errors.
+        aliases: Alias of each known name that has one.
+
+    Raises:
+        DataError: With the key, and the alternatives.
+    """
+    names = {
+        **{name: name for name in known},
+        **{alias: n for alias, n in (aliases or {}).items() if n in known},
+    }
+    keys: dict[str, str] = {}
+    for key in batch:
+        if key not in names:
+            raise DataError(
+                f"batch key {key!r} is not understood by {user}; use {', '.join(sorted(names))}, or prepare_batch"
+            )
+        if names[key] in keys:
+            raise DataError(
+                f"batch keys {keys[names[key]]!r} and {key!r} mean the same; leave one of them out"
+            )
+        keys[names[key]] = key
+    for name, hint in required.items():
+        if name not in keys:
+            raise DataError(
+                f"batch keys {', '.join(sorted(batch))} have no {name!r}, which {user} needs; add it{hint}"
+            )
+    return {name: batch[key] for name, key in keys.items()}
+
+
+def check_values(name: str, values: Tensor, is_valid: Tensor, rule: str) -> None:
+    """Raise unless all ``values`` are valid.
+
+    Args:
+        name: The batch's key.
+        values: Of any shape.
+        is_valid: Bool, of the same shape.
+        rule: Condition for valid values, for the error.
+
+    Raises:
+        DataError: With the first invalid value, and the rule.
+    """
+    if not is_valid.all():
+        index = (~is_valid).nonzero()[0].tolist()
+        raise DataError(
+            f"{name}{index} is {values[tuple(index)].item()} and must be {rule}; correct the data"
+        )
+
+
+def check_range(
+    name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()
+) -> None:
+    """Raise unless all ``values`` are in 0..limit-1 or in ``ignored``.
+
+    Args:
+        name: The batch's key.
+        values: Integers of any shape.
+        limit: Exclusive upper bound; None for no limit.
+        rule: Name of the limit, e.g. ``vocab_size``.
+        ignored: Labels for "no target here".
+
+    Raises:
+        DataError: With the first value out of range.
+    """
+    is_valid = values >= 0 if limit is None else (values >= 0) & (values < limit)
+    if ignored:
+        is_valid |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
+    allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
+    check_values(
+        name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed
+    )
+
+
+def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` has one of ``shapes``.
+
+    Raises:
+        DataError: With its shape, the expected ones and the rule.
+    """
+    if tuple(tensor.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise DataError(
+            f"{name} has the shape {list(tensor.shape)} and must have {expected} ({rule}); correct it"
+        )
+
+
+def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+    """Raise unless ``tensor`` has an integer dtype and, if given, one of ``shapes``.
+
+    Raises:
+        DataError: With the dtype or the shape, and the rule.
+    """
+    if tensor.is_floating_point() or tensor.dtype is torch.bool:
+        raise DataError(
+            f"{name} is {tensor.dtype} and must be an integer type ({rule}); use {name}.long()"
+        )
+    if shapes:
+        check_shape(name, tensor, rule, *shapes)
+
+
+def check_tokens(
+    name: str,
+    tokens: Tensor,
+    model: ModelConfig,
+    *,
+    shortest: int = 1,
+    ignored: tuple[int, ...] = (),
+) -> None:
+    """Raise unless ``tokens`` are rows of token ids that fit the model's vocabulary and maximum length.
+
+    Args:
+        name: The batch's key.
+        tokens: The batch's tensor.
+        model: The model's config.
+        shortest: Minimum row length; the last ``shortest - 1`` tokens of a row are targets only.
+        ignored: As for ``check_range``.
+
+    Raises:
+        DataError: If the shape, the dtype, a token or the length is wrong.
+    """
+    if tokens.dim() != 2 or tokens.shape[1] < shortest:
+        raise DataError(
+            f"{name}: expected [rows, tokens >= {shortest}], got shape {list(tokens.shape)}; correct it"
+        )
+    check_integers(name, tokens, "token ids")
+    check_range(name, tokens, model.vocab_size, "vocab_size", ignored)
+    length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
+    if model.has_position_table and length > limit:
+        raise DataError(
+            f"{name}: expected at most max_position_embeddings={limit} tokens, got {length}; truncate them"
+        )
+
+
+def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
+    """Check the inputs of GPT and BERT other than tokens: attention mask, positions, token types, and loss weights.
+
+    Raises:
+        DataError: If one has a different shape than the tokens, or a value out of range.
+    """
+    for name in ("attention_mask", "position_ids", "token_type_ids", "loss_mask"):
+        if name in batch:
+            check_shape(name, batch[name], "one value per input token", (rows, length))
+    if "sample_mask" in batch:
+        check_shape("sample_mask", batch["sample_mask"], "one weight per row", (rows,))
+    positions = model.max_position_embeddings if model.has_position_table else None
+    limits = {
+        "position_ids": (positions, "max_position_embeddings"),
+        "token_type_ids": (max(model.num_tokentypes, 1), "type_vocab_size"),
+    }
+    for name, (limit, rule) in limits.items():
+        if name in batch:
+            check_integers(name, batch[name], "they index an embedding table")
+            check_range(name, batch[name], limit, rule)
+    if "attention_mask" in batch:
+        mask = batch["attention_mask"]
+        check_range("attention_mask", mask, None, "")
+        if not torch.equal(mask.long().to(mask.dtype), mask):
+            raise DataError(
+                "attention_mask: expected integers, got fractions; use 0 for padding, else segment numbers"
+            )
