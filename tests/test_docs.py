@@ -36,12 +36,13 @@ from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 from tests.tokenizers import byte_level_tokenizer, make_tokenizer
 
-CHECKPOINTS, EVALUATION, FROM_ACCELERATE, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
+CHECKPOINTS, EVALUATION, FROM_ACCELERATE, FROM_NEMO, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
     f"docs/{name}.md"
     for name in (
         "checkpoints",
         "evaluation",
         "from_accelerate",
+        "from_nemo",
         "generation",
         "options",
         "planner",
@@ -55,6 +56,7 @@ BLOCKS = {
     CHECKPOINTS: ["python", "yaml", "bash"],
     EVALUATION: ["python", "bash", "python"],
     FROM_ACCELERATE: ["bash", "python", "python"],
+    FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python"],
@@ -341,13 +343,17 @@ def test_accelerate_page_migrates_a_run(reader: Path) -> None:
     _run_python(reader, FROM_ACCELERATE, 1, 1, {}, halved)
 
 
+def test_nemo_page_trains(reader: Path) -> None:
+    _run_python(reader, FROM_NEMO, 0, 4, {}, "trainer.global_step == 4")
+
+
 def test_foreign_names_cover_every_accelerate_option() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.utils import MegatronLMPlugin
 
     for kind, tool in ((MegatronLMPlugin, "plugin"), (ClusterConfig, "config")):
         assert {field.name for field in fields(kind)} <= {
-            row.theirs for row in foreign_names() if row.used_by == tool
+            row.theirs for row in foreign_names() if tool in row.used_by.split()
         }
 
 
@@ -390,14 +396,16 @@ def test_generation_page_describes_every_option() -> None:
 
 
 def test_table_of_foreign_names_matches_the_code() -> None:
-    page = (ROOT / FROM_ACCELERATE).read_text()
+    accelerate = (ROOT / FROM_ACCELERATE).read_text()
+    nemo = (ROOT / FROM_NEMO).read_text()
     expected = set()
     for row in foreign_names():
         for tool in row.used_by.replace("removed", "").split():
             theirs = f"--{row.theirs.replace('_', '-')}" if tool == "megatron" else row.theirs
             ours = f"`{row.ours.replace(')', '=)')}`" if row.ours else ""
             expected.add(f"| `{theirs}` | {ours} | {row.note} |")
-    tables = page[page.index("## Accelerate's classes and functions") :]
+    tables = accelerate[accelerate.index("## Accelerate's classes and functions") :]
+    tables += nemo[nemo.index("## Arguments") :]
     assert {line for line in tables.splitlines() if line.startswith("| `")} == expected
 
 
