@@ -36,12 +36,23 @@ from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 from tests.tokenizers import byte_level_tokenizer, make_tokenizer
 
-CHECKPOINTS, EVALUATION, FROM_ACCELERATE, FROM_NEMO, GENERATION, OPTIONS, PLANNER, SEVERAL_HOSTS = (
+(
+    CHECKPOINTS,
+    EVALUATION,
+    FROM_ACCELERATE,
+    FROM_FSDP,
+    FROM_NEMO,
+    GENERATION,
+    OPTIONS,
+    PLANNER,
+    SEVERAL_HOSTS,
+) = (
     f"docs/{name}.md"
     for name in (
         "checkpoints",
         "evaluation",
         "from_accelerate",
+        "from_fsdp",
         "from_nemo",
         "generation",
         "options",
@@ -56,6 +67,7 @@ BLOCKS = {
     CHECKPOINTS: ["python", "yaml", "bash"],
     EVALUATION: ["python", "bash", "python"],
     FROM_ACCELERATE: ["bash", "python", "python"],
+    FROM_FSDP: ["python"],
     FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
@@ -344,7 +356,16 @@ def test_accelerate_page_migrates_a_run(reader: Path) -> None:
 
 
 def test_nemo_page_trains(reader: Path) -> None:
-    _run_python(reader, FROM_NEMO, 0, 4, {}, "trainer.global_step == 4")
+    quiet = {"devices=4, precision": "devices=4, logger=False, precision"}
+    _run_python(reader, FROM_NEMO, 0, 4, quiet, "trainer.global_step == 4")
+
+
+def test_fsdp_page_trains_and_exports(reader: Path) -> None:
+    quiet = {
+        "strategy, max_steps=2)": "strategy, max_steps=2, logger=False, enable_progress_bar=False)"
+    }
+    _run_python(reader, FROM_FSDP, 0, 4, quiet, "trainer.global_step == 2")
+    assert (reader / "tuned/model.safetensors").exists()
 
 
 def test_foreign_names_cover_every_accelerate_option() -> None:
