@@ -165,5 +165,7 @@ def _require_options_object(
     if options is None or (value is None and "None" in names):
         return
     if not isinstance(value, (Mapping, *(kind for kind in kinds if isinstance(kind, type)))):
-        given = f"{name}={value!r}: expected {options_object(options)}, got {type(value).__name__}"  # type: ignore[arg-type]
-        raise ConfigError(given)
+        expected = options_object(options)  # type: ignore[arg-type]
+        if "None" in names:
+            expected += ", or None"
+        raise ConfigError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}")

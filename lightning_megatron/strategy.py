@@ -145,6 +145,7 @@ class MegatronStrategy(DDPStrategy):
             heads), ``all_gather`` (keys and values), or ``auto``: the first of these that the model allows.
         heartbeat: After how many seconds without progress on any rank to end a run of several ranks, with a line that
             names the rank that hangs and where, and with the stacks of all ranks in ``default_root_dir/stacks``.
+            None: the run is not watched, and a collective that waits for longer than ``timeout`` ends it.
         ep: Expert parallel size: ranks over which the experts of each layer are distributed, none of them split; must
             divide the number of experts, and tp x cp x dp. With tp > 1 it needs ``sequence_parallel``.
         max_skips_in_a_row: How many steps in a row ``on_nan="skip"`` may skip; one more ends the run. Skipped steps
@@ -182,7 +183,7 @@ class MegatronStrategy(DDPStrategy):
         optimizer_config_overrides: dict[str, Any] | None = None,
         ddp_config_overrides: dict[str, Any] | None = None,
         cp_comm_type: CPCommType = "auto",
-        heartbeat: Heartbeat = Heartbeat(),  # noqa: B008 (frozen)
+        heartbeat: Heartbeat | None = Heartbeat(),  # noqa: B008 (frozen)
         ep: int = 1,
         max_skips_in_a_row: int = 20,
     ) -> None:
@@ -210,7 +211,10 @@ class MegatronStrategy(DDPStrategy):
         self._overrides = Overrides.of(
             transformer_config_overrides, optimizer_config_overrides, ddp_config_overrides
         )
-        self._watch = Watch(as_options(Heartbeat, heartbeat, "heartbeat"), timeout)
+        limits = None
+        if heartbeat is not None:
+            limits = as_options(Heartbeat, heartbeat, "heartbeat")
+        self._watch = Watch(limits, timeout)
         self._failures: FailureReport | None = None
         self._topology: groups.Topology | None = None
         self._runtime: Runtime | None = None

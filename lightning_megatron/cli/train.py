@@ -76,6 +76,8 @@ _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Negative numbers as argparse recognizes them; it takes any other word with a dash for an option, also -1e-3."""
 _MAX_VALUES, _MAX_DEPTH = 100_000, 100
 _load = get_loader("yaml")
+_NO_OBJECT = re.compile("expected the name of a class, or its import path, got (.*)")
+"""Something else than an object of options, where null is allowed, too."""
 _UNKNOWN_NAME = re.compile(r"(?:[Oo]ption '|arguments: (?:--)?|its import path, got )([\w./-]+)")
 """Unknown option or class in a message of jsonargparse."""
 _NOISE = re.compile(
@@ -444,6 +446,9 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
         message = f"{path}: expected one of {', '.join(get_args(PrecisionName))}, got {got}"
         if meant := PRECISIONS.get(got.strip("'")):
             hint = f"did you mean {meant}?"
+    elif (match := _NO_OBJECT.search(message)) and (keys := _keys_of(path)):
+        hint = f"give it {', '.join(keys)}, e.g. with --{path}.{keys[0]}, or null"
+        message = f"{path}: expected keys and values, got {match[1]}"
     elif "expected keys and values, got" in message and (keys := _keys_of(path)):
         hint = f"give it {', '.join(keys)}, e.g. with --{path}.{keys[0]}"
     elif match := _UNKNOWN_NAME.search(message):

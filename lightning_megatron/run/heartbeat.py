@@ -340,14 +340,14 @@ _runs = itertools.count()
 class Watch:
     """Watches the main thread of a rank from ``start`` to ``stop``; every rank of the world must have one.
 
-    A world of one rank is not watched: no other rank waits for it.
+    A world of one rank is not watched, since no other rank waits for it.
     """
 
-    def __init__(self, options: Heartbeat, timeout: timedelta | float) -> None:
+    def __init__(self, options: Heartbeat | None, timeout: timedelta | float) -> None:
         """Check and store the limits; ``start`` begins to watch.
 
         Args:
-            options: The limits.
+            options: The limits; None to watch nothing.
             timeout: Upper bound of all limits; a number is in seconds.
 
         Raises:
@@ -358,7 +358,8 @@ class Watch:
         self.timeout = timedelta(seconds=seconds)
         self.collective_timeout = self.timeout + MARGIN
         """Timeout for the process groups."""
-        self._options = options
+        self._is_on = options is not None
+        self._options = options or Heartbeat()
         self._folder = Path("stacks")
         self._threads: list[threading.Thread] = []
 
@@ -374,6 +375,8 @@ class Watch:
             device: This rank's device.
         """
         self.stop()
+        if not self._is_on:
+            return
         self._folder = Path("." if "://" in root else root).absolute() / "stacks"
         if device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -385,7 +388,7 @@ class Watch:
     def start(self) -> None:
         """Start watching the calling thread; every rank must call."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        if self._world_size == 1:
+        if self._world_size == 1 or not self._is_on:
             return
         launcher = int(os.environ.get(LAUNCHER, "0"))
         self._launcher = launcher if launcher == os.getppid() else None

@@ -137,7 +137,7 @@ MISTAKES = {
     f"{_FIT} --trainer.gradient_clip_val -1": " must be at least 0; correct gradient_clip_val",
 }
 for _option in (
-    "trainer.strategy.heartbeat",
+    "trainer.strategy.heartbeat",  # its message ends with "or null"
     "model.lr_schedule",
     "model.optimizer",
     "model.generation",

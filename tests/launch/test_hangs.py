@@ -333,3 +333,33 @@ def test_limits_below_one_second_are_refused() -> None:
         Heartbeat(step=0)
     with pytest.raises(ConfigError, match=r"timeout=0\.5 must be at least 1; correct timeout"):
         MegatronStrategy(timeout=0.5)
+
+
+def _watching_threads(strategy: dict[str, Any]) -> set[str]:
+    """Functions of this package that run in threads of a rank in a training step."""
+    running: set[str] = set()
+
+    def look(*_: Any) -> None:
+        running.update(thread.name for thread in threading.enumerate() if "_loop" in thread.name)
+
+    fit(
+        Run(strategy={"tp": 2, **strategy}, trainer={"max_steps": 1}), callback(**{BATCH_END: look})
+    )
+    return {name.partition("(")[2].rstrip(")") for name in running}
+
+
+def test_a_run_without_heartbeat_is_not_watched() -> None:
+    watching = {"_sample_loop", "_report_loop"}
+    assert run_ranks(_watching_threads, 2, {}) == [watching, watching]
+    assert run_ranks(_watching_threads, 2, {"heartbeat": None}) == [set(), set()]
+
+
+@pytest.mark.parametrize("value", [60, "soon", True])
+def test_a_heartbeat_is_an_object_of_limits_or_none(value: Any) -> None:
+    from lightning_megatron import MegatronStrategy
+
+    expected = (
+        rf"heartbeat={value!r}: expected Heartbeat\(\.\.\.\) or a dict, with .*, or None, got"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        MegatronStrategy(heartbeat=value)
