@@ -16,6 +16,8 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -25,6 +27,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -60,6 +63,27 @@ PRELOADED = (
     "tests.families.parity",
 )
 """Modules that most rank functions need, and slow imports of these."""
+
+
+def preload() -> None:
+    """Import what most rank functions need, in a process that others are then forked from.
+
+    A broken module is skipped here: the rank's own import shows the error.
+    """
+    for name in PRELOADED:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        # Imports each family.
+        importlib.import_module("lightning_megatron.convert.registry").known_families()
+    # Otherwise garbage collection visits every imported object in each rank (0.3 s); saving a checkpoint collects.
+    gc.freeze()
+    # Forking is unsafe with other threads, which may hold locks, and with CUDA, which a forked rank could not use.
+    torch = sys.modules.get("torch")
+    if threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
+        raise SystemExit("an import started a thread or initialised CUDA: preload fewer modules")
+
+
 _SERVER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     # One thread a process: the server must have none when it forks, and ranks share few cores.

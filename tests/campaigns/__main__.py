@@ -23,7 +23,7 @@ from statistics import median
 from tests.campaigns import Attempt, Outcome, faults, fuzzed
 from tests.ranks import die_with_parent
 
-_CAMPAIGNS = {**faults.CAMPAIGNS, **fuzzed.CAMPAIGNS}
+_CAMPAIGNS = faults.CAMPAIGNS
 
 
 def _attempt(name: str, attempt: Attempt, number: int, seed: int) -> tuple[str, Outcome]:
@@ -48,9 +48,9 @@ def _initialize_worker(parent: int, folder: str) -> None:
 
 
 def _run(
-    attempts: dict[str, Attempt], jobs: int, minutes: float, max_attempts: float, seed: int
+    attempts: dict[str, Attempt], jobs: int, minutes: float, seed: int
 ) -> Iterator[tuple[str, Outcome]]:
-    """Begin attempts in turn, ``jobs`` at a time, up to ``max_attempts`` or the deadline; yield each result."""
+    """Begin attempts in turn, ``jobs`` at a time, until the deadline; yield each result."""
     deadline, numbers, names = time.monotonic() + 60 * minutes, count(), list(attempts)
     running = set[Future[tuple[str, Outcome]]]()
     with tempfile.TemporaryDirectory(prefix="campaigns_", ignore_cleanup_errors=True) as folder:
@@ -62,11 +62,8 @@ def _run(
         )
         try:
             while True:
-                while (
-                    len(running) < jobs
-                    and time.monotonic() < deadline
-                    and (number := next(numbers)) < max_attempts
-                ):
+                while len(running) < jobs and time.monotonic() < deadline:
+                    number = next(numbers)
                     name = names[number % len(names)]
                     running.add(executor.submit(_attempt, name, attempts[name], number, seed))
                 if not running:
@@ -109,31 +106,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
     names = f"of {', '.join(_CAMPAIGNS)}, or a row of their tables; all if left out"
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=names)
-    parser.add_argument("--minutes", type=float, default=30, help="when the last attempt begins")
     parser.add_argument(
-        "--fuzz", type=int, metavar="N", help="only fuzz, N attempts, however long they take"
+        "--minutes",
+        type=float,
+        help="when the last attempt begins (default: 30; no limit with --fuzz)",
+    )
+    parser.add_argument(
+        "--fuzz",
+        type=int,
+        metavar="N",
+        help="N damaged files for every reader instead of campaigns",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, help="attempts at a time; one with ranks takes two cores"
     )
     parser.add_argument("--seed", type=int, default=0, help="another one makes other attempts")
     options = parser.parse_args()
-    chosen = set(options.campaigns or (_CAMPAIGNS if options.fuzz is None else ["fuzzed"]))
+    signal.signal(signal.SIGTERM, _interrupt)
+    if options.fuzz is not None:
+        if unknown := set(options.campaigns) - set(fuzzed.ROWS):
+            parser.error(f"expected some of {', '.join(fuzzed.ROWS)}, got {', '.join(unknown)}")
+        return fuzzed.run(
+            options.campaigns or list(fuzzed.ROWS),
+            attempts=options.fuzz,
+            minutes=math.inf if options.minutes is None else options.minutes,
+            jobs=options.jobs,
+            seed=options.seed,
+        )
+    chosen = set(options.campaigns or _CAMPAIGNS)
     attempts = {row: attempt for rows in _CAMPAIGNS.values() for row, attempt in rows.items()}
     if unknown := chosen - set(_CAMPAIGNS) - set(attempts):
         parser.error(f"expected some {names}, got {', '.join(unknown)}")
     rows = [row for name, rows in _CAMPAIGNS.items() for row in rows if {name, row} & chosen]
-    minutes, count_limit = (
-        (options.minutes, math.inf) if options.fuzz is None else (math.inf, options.fuzz)
-    )
     chosen_attempts = {row: attempts[row] for row in rows}
+    minutes = 30.0 if options.minutes is None else options.minutes
     outcomes: dict[str, list[Outcome]] = {row: [] for row in rows}
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            for name, outcome in _run(
-                chosen_attempts, options.jobs, minutes, count_limit, options.seed
-            ):
+            for name, outcome in _run(chosen_attempts, options.jobs, minutes, options.seed):
                 outcomes[name].append(outcome)
     finally:
         print(f"\n{_table(outcomes)}", flush=True)

@@ -1,38 +1,34 @@
-"""Damaged and hostile files for every reader, through ``fit``, ``convert``, ``inspect`` and ``generate``.
+"""Damaged and hostile files for every reader: ``python -m tests.campaigns --fuzz 10000 --jobs 14``.
 
-Each attempt changes one file of an intact model, checkpoint, dataset or configuration and runs a command on it. The
-command must end with code 0 or, if it refuses the file, with code 2 and one line; take at most 5 s of CPU time and
-200 MB more than on the intact files; and run no code that a file names.
+Each attempt changes one file of an intact model, checkpoint, dataset or configuration, and runs a command on it in a
+process that was forked from one that has imported everything. The table has a row for each command and format of a
+file, and a column for each way to end (``_COLUMNS``); those of ``_BAD`` are defects.
 """
 
 import functools
+import hashlib
 import io
-import json
+import multiprocessing
 import os
-import pickle
 import random
-import resource
 import shutil
-import struct
+import signal
+import sys
 import tempfile
 import time
-import zipfile
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.campaigns.mutations import ANY, BY_SUFFIX
 
-from tests.campaigns import Attempt, Outcome
-from tests.checkpoint.damage import Evil
-from tests.cli.command import run_here
-from tests.cli.corpus import VOCAB_SIZE, configuration, make_corpus
-from tests.models import GPT2
-from tests.ranks import RankError, run_ranks
-
-_MAX_MEGABYTES, _MAX_SECONDS = 200, 5.0
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_MAX_MEGABYTES, _MAX_SECONDS = 300, 5.0
+"""Beyond what the command takes on intact files; seconds of CPU time."""
 _MAX_MEGABYTES_OF_LARGER_MODELS = 1000
 """For damaged but still valid configurations: without ``n_embd`` a GPT-2 has transformers' default width of 768 and
 takes 290 MB to train."""
@@ -42,14 +38,15 @@ _MAX_CHARACTERS = 3000
 """Maximum output of a refusal: warnings may precede its one line."""
 
 _FIT = "fit --config fit.yaml"
-_CHECKPOINT, _LEGACY = (
-    ("run.ckpt/*", "run.ckpt/.metadata"),
-    ("legacy/*", "legacy/*/*/*", "legacy/*/*"),
-)
-_TOKENIZER = ("hf/tok*", "hf/vocab*")
+_READ = "read"
+_CHECKPOINT = ("run.ckpt/*", "run.ckpt/.metadata")
+_LEGACY = ("legacy/*", "legacy/*/*/*", "legacy/*/*")
+_TOKENIZER = ("hf/tok*", "hf/vocab*", "hf/special*", "hf/merges*")
+_DATASET = ("corpus_text_document.bin", "corpus_text_document.idx")
 
-_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fit, data": (_FIT, ("corpus_text_document.bin", "corpus_text_document.idx", "cache/*/*")),
+ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "IndexedDataModule": (_READ, (*_DATASET, "cache/*/*")),
+    "fit, data": (_FIT, (*_DATASET, "cache/*/*")),
     "fit, configuration": (_FIT, ("fit.yaml", "hf/config.json")),
     "fit, checkpoint": (f"{_FIT} --trainer.max_steps 2 --ckpt_path run.ckpt", _CHECKPOINT),
     "fit, pretrained": (f"{_FIT} --model.pretrained true", ("hf/*",)),
@@ -60,220 +57,44 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inspect, checkpoint": ("inspect run.ckpt", _CHECKPOINT),
     "inspect, legacy": ("inspect legacy", _LEGACY),
     "inspect, dataset": (
-        "inspect corpus_text_document --tokenizer hf",
-        ("corpus*.bin", "corpus*.idx", *_TOKENIZER),
+        "inspect corpus_text_document --documents 3 --tokenizer hf",
+        (*_DATASET, *_TOKENIZER),
     ),
     "generate": (
         "generate --checkpoint run.ckpt --tokenizer hf --prompt w1 --max-new-tokens 4",
-        (*_CHECKPOINT, *_TOKENIZER, "hf/special*", "hf/merges*"),
+        (*_CHECKPOINT, *_TOKENIZER),
     ),
 }
-"""Command, and globs of the files of which one is changed, by row of the table."""
+"""Command, and globs of the files of which one is changed, by the first part of a row's name."""
 
+_REFUSED, _IDENTICAL, _ACCEPTED = "refused in one line", "same result", "accepted"
+_TRACEBACK, _LOST, _HUNG, _COSTLY, _RAN = "traceback", "lost", "hung", "costly", "code ran"
+_BAD = (_TRACEBACK, _LOST, _HUNG, _COSTLY, _RAN)
+_COLUMNS = (_REFUSED, _IDENTICAL, _ACCEPTED, *_BAD)
+"""``accepted`` is another result for a reason that is printed below the table, ``lost`` one without any: damage that
+should have been noticed. ``costly`` is more than 300 MB or 5 s beyond the intact files."""
 
-# ---- ways to damage a file or make it malicious; each returns a description ----------------------------
-
-_Mutation = Callable[[random.Random, Path, Path], str]
-"""Changes a file; injected code, if it runs, makes the directory at the third argument."""
-
-_NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
-_VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1e300,
-        float("nan"),
-        2**31,
-        2**62,
-        "",
-        "\x1b[31m",
-        "../../etc/passwd",
-        "x" * 100_000,
-    ),
-    *([], {}, [[]], {"a": 1}, [2**31] * 3),
+_FORMATS = (
+    (".bin of tokens", lambda name: name.endswith("document.bin")),
+    (".idx", lambda name: name.endswith(".idx")),
+    ("cached indices", lambda name: name.startswith("cache/")),
+    ("YAML", lambda name: name.endswith(".yaml")),
+    ("checksums.json", lambda name: name.endswith("checksums.json")),
+    (".metadata", lambda name: name.endswith(".metadata")),
+    (".distcp", lambda name: name.endswith(".distcp")),
+    (".pt", lambda name: name.endswith(".pt")),
+    ("safetensors", lambda name: name.endswith(".safetensors")),
+    ("config.json", lambda name: name.endswith("config.json") and "tokenizer" not in name),
+    ("tokenizer", lambda name: name.startswith(("hf/tok", "hf/vocab", "hf/special", "hf/merges"))),
 )
-_LARGEST_CHANGED = 1 << 22
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+def _format(name: str) -> str:
+    """Format of the file ``name``, a path relative to the files."""
+    return next((title for title, matches in _FORMATS if matches(name)), "other")
 
 
-def _flip(rng: random.Random, file: Path, marker: Path) -> str:
-    data = bytearray(file.read_bytes())
-    offsets = [rng.randrange(len(data)) for _ in range(rng.choice((1, 1, 8, 64)))] if data else []
-    for offset in offsets:
-        data[offset] ^= 1 << rng.randrange(8)
-    file.write_bytes(data)
-    return f"bits flipped at {offsets}"
-
-
-def _cut(rng: random.Random, file: Path, marker: Path) -> str:
-    length = rng.choice((0, 1, 7, rng.randrange(file.stat().st_size + 1)))
-    os.truncate(file, min(length, file.stat().st_size))
-    return f"cut to {length} bytes"
-
-
-def _number(rng: random.Random, file: Path, marker: Path) -> str:
-    data, value = bytearray(file.read_bytes()), rng.choice(_NUMBERS)
-    offset = rng.randrange(min(len(data), rng.choice((64, 512, len(data)))) or 1) if data else 0
-    data[offset : offset + 8] = struct.pack("<Q", value)
-    file.write_bytes(data)
-    return f"the number {value} at {offset}"
-
-
-def _splice(rng: random.Random, file: Path, marker: Path) -> str:
-    data = file.read_bytes()
-    a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
-    chunk = rng.choice((data[a:b], bytes(b - a), rng.randbytes(min(b - a, 4096)), data[a:b] * 3))
-    offset = rng.randrange(len(data) + 1)
-    file.write_bytes((data[:offset] + chunk + data[offset:])[:_LARGEST_CHANGED])
-    return f"{len(chunk)} bytes inserted at {offset}"
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def _another_kind(rng: random.Random, file: Path, marker: Path) -> str:
-    kinds = ["missing", "folder", "/dev/null", "/etc/passwd", "loop", "nowhere", "parent"]
-    # A configuration is named by the user, and may legitimately be a pipe.
-    target = rng.choice(kinds if file.suffix == ".yaml" else [*kinds, "fifo", "/dev/zero"])
-    file.unlink()
-    if target == "folder":
-        file.mkdir()
-    elif target == "fifo":
-        os.mkfifo(file)
-    elif target != "missing":
-        file.symlink_to(
-            {"loop": file.name, "nowhere": "/nowhere/x", "parent": ".."}.get(target, target)
-        )
-    return f"is now: {target}"
-
-
-# ---- code -----------------------------------------------------------------------------------------------------------
-
-
-def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
-    """Replace the file, or the pickles of an archive, with a malicious pickle."""
-    import torch
-
-    evil, protocol = Evil(marker), rng.choice((0, 2, 4))
-    if zipfile.is_zipfile(file) and rng.random() < 0.7:
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()  # entries of the archive have no checksums
-        content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as archive:
-            for name in names:
-                archive.writestr(
-                    name, pickle.dumps({"a": evil}, 2) if name.endswith("data.pkl") else b"3"
-                )
-        file.write_bytes(content.getvalue())
-        return "data.pkl of the archive would run code"
-    if rng.random() < 0.5:
-        saved = io.BytesIO()
-        torch.save({"model": evil, "args": evil}, saved)
-        file.write_bytes(saved.getvalue())
-        return "torch.save of an object that would run code"
-    data = pickle.dumps(evil, protocol)
-    file.write_bytes(rng.choice((data, data + file.read_bytes(), b"\x93NUMPY\x01\x00v\x00" + data)))
-    return f"pickle of protocol {protocol} that would run code"
-
-
-def _remote_code(rng: random.Random, file: Path, marker: Path) -> str:
-    """Add an ``auto_map``, by which transformers loads a module next to a config."""
-    value = _json(file)
-    (file.parent / "evil.py").write_text(
-        f"import os\nos.mkdir({str(marker)!r})\nclass _Evil: pass\n"
-    )
-    classes = ("AutoConfig", "AutoModelForCausalLM", "AutoModel", "AutoTokenizer")
-    evil = {"auto_map": dict.fromkeys(classes, "evil.Evil"), "trust_remote_code": True}
-    if rng.random() < 0.5:
-        evil |= {
-            "model_type": "evil",
-            "tokenizer_class": "Evil",
-            "custom_pipelines": {"x": {"impl": "evil.Evil"}},
-        }
-    file.write_text(json.dumps({**(value if isinstance(value, dict) else {}), **evil}))
-    return f"names a module with code: {sorted(evil)}"
-
-
-# ---- JSON and YAML --------------------------------------------------------------------------------------------------
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _json_value(rng: random.Random, file: Path, marker: Path) -> str:
-    value, path = _json(file), []
-    node = value
-    while isinstance(node, (dict, list)) and node:
-        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
-        path.append(key)
-        if not isinstance(node[key], (dict, list)) or not node[key] or rng.random() < 0.4:
-            node[key] = rng.choice(_VALUES)
-            break
-        node = node[key]
-    file.write_text(json.dumps(value))
-    return f"another value at {path}"
-
-
-def _nested(rng: random.Random, file: Path, marker: Path) -> str:
-    depth = rng.choice((100, 5_000, 200_000))
-    file.write_text(
-        rng.choice(('{"a":' * depth + "1" + "}" * depth, "[" * depth + "]" * depth, "[" * depth))
-    )
-    return f"{depth} nested brackets"
-
-
-def _malicious_yaml(rng: random.Random, file: Path, marker: Path) -> str:
-    bomb = "a0: &a0 [x, x]\n" + "".join(
-        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-    )
-    mkdir = f"!!python/object/apply:os.mkdir [{marker}]"
-    text = file.read_text()
-    system = f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
-    harm = rng.choice(
-        [
-            *(
-                f"x: {mkdir}\n{text}",
-                f"{bomb}{text}",
-                f"&a [*a]\n{text}",
-                f"trainer: *nowhere\n{text}",
-            ),
-            *(f"{text}\n? {text}", "\0" + text, text.replace("lr: 0.001", "lr: " + "9" * 5000)),
-            text.replace("max_steps: 1", f"max_steps: {mkdir}"),
-            text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"),
-            text.replace("MegatronModule", "os.mkdir"),
-            text.replace("class_path: MegatronModule", system),
-        ]
-    )
-    file.write_text(harm)
-    return f"YAML: {harm[:60]!r}"
-
-
-_ANY: tuple[_Mutation, ...] = (
-    _flip,
-    _flip,
-    _cut,
-    _cut,
-    _number,
-    _number,
-    _splice,
-    _another_kind,
-    _evil_pickle,
-)
-_BY_SUFFIX: dict[str, tuple[_Mutation, ...]] = {
-    ".json": (*_ANY, _json_value, _json_value, _json_value, _nested, _remote_code, _remote_code),
-    ".yaml": (_flip, _cut, _splice, _another_kind, _nested, *[_malicious_yaml] * 6),
-}
-
-
-# ---- attempts -------------------------------------------------------------------------------------------------------
+# ---- one attempt ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,18 +102,298 @@ class _Ended:
     code: int | None
     """None after a timeout."""
     printed: str
-    cpu_seconds: float = 0.0
+    seconds: float = 0.0
     megabytes: float = 0.0
+    result: dict[str, str] = field(default_factory=dict)
+    """Digests of what a successful command printed and wrote."""
 
 
-@functools.cache
-def _intact() -> Path:
-    """Directory with a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration."""
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """How one attempt ended."""
+
+    row: str
+    format: str
+    column: str
+    reason: str = ""
+    """Why another result was accepted."""
+    defect: str = ""
+    """Description of a bad one, from which it can be made again."""
+
+
+class _Files:
+    """The intact files at a path, where cached indices name them, and results of commands on them."""
+
+    def __init__(self, folder: Path, intact: Path) -> None:
+        self._intact = folder / "intact"
+        self._usual: dict[str, _Ended] = {}
+        self.path = folder / "files"
+        self.marker = folder / "code_has_run"
+        shutil.copytree(intact, self._intact)
+        self.restore()
+        # Cached indices are found by the dataset's path and times, which copies keep.
+        for command in (_FIT, _READ):
+            self._run_intact(command)
+        shutil.copytree(self.path / "cache", self._intact / "cache")
+
+    def restore(self) -> None:
+        """Make all files intact again."""
+        for path in (self.path, self.marker):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self._intact, self.path)
+
+    def usual(self, command: str) -> _Ended:
+        """Time, memory and result of a command on the intact files; of the result what two runs have in common."""
+        if command not in self._usual:
+            first = self._run_intact(command)
+            second = self._run_intact(command)
+            common = dict(first.result.items() & second.result.items())
+            if not common:
+                raise SystemExit(f"{command} on intact files has another result each time")
+            self._usual[command] = _Ended(
+                code=0,
+                printed="",
+                seconds=second.seconds,
+                megabytes=second.megabytes,
+                result=common,
+            )
+        return self._usual[command]
+
+    def _run_intact(self, command: str) -> _Ended:
+        self.restore()
+        ended = _run(command, self.path)
+        if ended.code != 0:
+            raise SystemExit(f"{command} on intact files fails: {ended.printed}")
+        return ended
+
+
+def _attempt(row: str, rng: random.Random, files: _Files) -> _Attempt:
+    command, globs = ROWS[row]
+    usual = files.usual(command)
+    files.restore()
+    candidates = {file for pattern in globs for file in files.path.glob(pattern)}
+    # A format with many files is not tried more often than others.
+    by_format: dict[str, list[Path]] = {}
+    for file in sorted(each for each in candidates if each.is_file()):
+        by_format.setdefault(_format(str(file.relative_to(files.path))), []).append(file)
+    title = rng.choice(list(by_format))
+    file = rng.choice(by_format[title])
+    name = str(file.relative_to(files.path))
+    times = file.stat()
+    change = rng.choice(BY_SUFFIX.get(file.suffix, ANY))(rng, file, files.marker)
+    # The cached indices of a dataset are used if its times are unchanged.
+    if title in (".idx", ".bin of tokens") and rng.random() < 0.5 and file.is_file():
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        change += ", with its old times"
+    is_forged = title == "cached indices" and rng.random() < 0.5 and _forge_checksums(file)
+    change += ", with matching checksums" * is_forged
+    ended = _run(command, files.path)
+    column, text = _judge(command, ended, usual, files, name, is_forged)
+    if column not in _BAD:
+        return _Attempt(row=row, format=title, column=column, reason=text)
+    defect = f"{column}: {command}: {name}: {change}: {text}\n{ended.printed[-_MAX_CHARACTERS:]}"
+    return _Attempt(row=row, format=title, column=column, defect=defect)
+
+
+def _forge_checksums(file: Path) -> bool:
+    """Make the checksums of a cached index match its damaged files; returns whether that was possible."""
+    from tests.checkpoint.damage import update_checksums
+
+    if file.name == "checksums.json" or not file.is_file() or file.is_symlink():
+        return False
+    if not (file.parent / "checksums.json").is_file():
+        return False
+    update_checksums(file.parent)
+    return True
+
+
+def _judge(
+    command: str, ended: _Ended, usual: _Ended, files: _Files, name: str, is_forged: bool
+) -> tuple[str, str]:
+    """Column of the table, and why."""
+    may_be_larger = ended.code == 0 and name.endswith(("config.json", "fit.yaml"))
+    max_megabytes = _MAX_MEGABYTES_OF_LARGER_MODELS if may_be_larger else _MAX_MEGABYTES
+    if files.marker.exists():
+        return _RAN, "code of a file has run"
+    if ended.code is None:
+        return _HUNG, f"not ended after {_PATIENCE} s"
+    if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
+        return _TRACEBACK, f"ended with {ended.code}"
+    if ended.seconds > usual.seconds + _MAX_SECONDS:
+        return _COSTLY, f"{ended.seconds:.1f} s of CPU time, intact {usual.seconds:.1f} s"
+    if ended.megabytes > usual.megabytes + max_megabytes:
+        return _COSTLY, f"{ended.megabytes:.0f} MB, intact {usual.megabytes:.0f} MB"
+    if ended.code == 2:
+        is_one_line = ended.printed.count("error: ") == 1 and len(ended.printed) <= _MAX_CHARACTERS
+        return (_REFUSED, "") if is_one_line else (_TRACEBACK, "refused in more than one line")
+    different = [key for key, digest in usual.result.items() if ended.result.get(key) != digest]
+    if not different:
+        return _IDENTICAL, ""
+    if reason := _accepted(files, name, is_forged):
+        return _ACCEPTED, reason
+    return _LOST, f"another result: {', '.join(different)}"
+
+
+_WITHOUT_CHECKSUM = {
+    ".bin of tokens": "tokens are any numbers, without a checksum",
+    "YAML": "another valid configuration, which the user's file may state",
+    "config.json": "another valid configuration, without a checksum",
+    "tokenizer": "another valid tokenizer, without a checksum",
+    "safetensors": "other numbers in weights, without a checksum",
+    ".pt": "other numbers in weights, without a checksum",
+    "other": "plain files of a model, without a checksum",
+}
+
+
+def _accepted(files: _Files, name: str, is_forged: bool) -> str:
+    """Why another result may come of the changed file ``name``; "" if it must not."""
+    title = _format(name)
+    if is_forged:
+        return "cached indices whose checksums were forged with them"
+    if name.startswith("run.ckpt/"):
+        # Described or read without checksums, which the command then says.
+        return "a checkpoint without checksums.json" if title == "checksums.json" else ""
+    if title == ".idx":
+        return _accepted_index(files, name)
+    return _WITHOUT_CHECKSUM.get(title, "")
+
+
+def _accepted_index(files: _Files, name: str) -> str:
+    """Bounds of documents, and the type of tokens, are what an ``.idx`` does not state twice."""
+    from lightning_megatron.data.indexed import open_dataset
+
+    intact = open_dataset(str(files.path.with_name("intact") / name)[:-4], for_training=False)
+    changed = open_dataset(str(files.path / name)[:-4], for_training=False)
+    if (intact.lengths != changed.lengths).any() or (intact.positions != changed.positions).any():
+        return ""
+    if intact.dtype != changed.dtype:
+        return "another type of tokens of the same width, without a checksum"
+    return "other bounds of documents in ascending order, without a checksum"
+
+
+# ---- a command in a process of its own ------------------------------------------------------------------------------
+
+
+def _run(command: str, folder: Path) -> _Ended:
+    """Run a command in a forked process, of which nothing remains."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    log = folder.with_name("log")
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            _be_child(parent, log)
+            sending.send(_measure(command, folder))
+        except BaseException:
+            import traceback
+
+            sending.send(_Ended(code=1, printed=traceback.format_exc()))
+        finally:
+            os._exit(0)
+    sending.close()
+    try:
+        if receiving.poll(_PATIENCE):
+            return receiving.recv()  # type: ignore[no-any-return]
+        return _Ended(code=None, printed=log.read_text(errors="replace"))
+    except EOFError:
+        return _Ended(code=1, printed=f"died: {log.read_text(errors='replace')}")
+    finally:
+        receiving.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _be_child(parent: int, log: Path) -> None:
+    import numpy
+    import torch
+
+    from tests.ranks import die_with_parent
+
+    os.setsid()  # own process group, so that child processes can be killed with it
+    die_with_parent(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _measure(command: str, folder: Path) -> _Ended:
+    from tests.hostile.measure import measure
+
+    if command == _READ:
+        os.chdir(folder)
+    measured = measure(folder, command, _read_batches if command == _READ else None)
+    result: dict[str, str] = {}
+    if measured.code == 0:
+        text = measured.stdout.replace(str(folder), "").encode()
+        result = {"printed": hashlib.sha256(text).hexdigest(), **_written(folder)}
+    return _Ended(
+        code=measured.code,
+        printed=measured.printed,
+        seconds=measured.seconds,
+        megabytes=measured.megabytes,
+        result=result,
+    )
+
+
+def _written(folder: Path) -> dict[str, str]:
+    """Digests of the files of a converted model, and of the losses of a run."""
+    files = [file for file in (folder / "new").rglob("*") if file.is_file()]
+    found = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+    losses = folder / "losses/run/metrics.csv"
+    if losses.is_file():
+        found["losses"] = hashlib.sha256(losses.read_bytes()).hexdigest()
+    return found
+
+
+def _read_batches() -> tuple[int, str, str]:
+    """Read all samples of an ``IndexedDataModule``; returns what a command does: exit code, stdout and stderr."""
+    from lightning_megatron.data.loader import BatchShape
+    from lightning_megatron.datamodules import IndexedDataModule
+    from lightning_megatron.errors import ConfigError
+    from lightning_megatron.megatron_datamodule import Run
+
+    shape = BatchShape(
+        micro_batch_size=2, num_microbatches=2, data_parallel_size=1, data_parallel_rank=0
+    )
+    digest = hashlib.sha256()
+    try:
+        data = IndexedDataModule(
+            "corpus_text_document", split="90,10,0", seq_length=32, index_cache="cache"
+        )
+        data.check(Run(shape=shape, splits=("train", "valid")))
+        for split in ("train", "valid"):
+            samples = data.open(split, 400)  # type: ignore[arg-type]
+            for begin in range(0, len(samples), 4):
+                rows = samples.rows(range(begin, min(begin + 4, len(samples))))
+                for key, values in sorted(rows.items()):
+                    digest.update(f"{key} {values.dtype} {tuple(values.shape)}".encode())
+                    digest.update(values.numpy().tobytes())
+    except ConfigError as error:
+        return 2, "", f"error: {error}"
+    return 0, digest.hexdigest(), ""
+
+
+def _make_intact(folder: Path) -> None:
+    """Write a tiny GPT-2 in every format, its tokenizer, a dataset and a configuration into ``folder``."""
+    import yaml
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    folder = Path(tempfile.mkdtemp(prefix="campaign_sound_"))
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        corpus = make_corpus(folder)
+    from tests.cli.command import run_here
+    from tests.cli.corpus import VOCAB_SIZE, configuration, make_corpus
+    from tests.models import GPT2
+
+    corpus = make_corpus(folder)
     sizes = {
         **GPT2,
         "n_layer": 2,
@@ -304,91 +405,167 @@ def _intact() -> Path:
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "hf")
     shutil.copytree(folder / "tok", folder / "hf", dirs_exist_ok=True)
     config = configuration(Path(corpus.name), folder)
-    config["trainer"] |= {"logger": False, "enable_checkpointing": False, "max_steps": 1}
+    logger = {"save_dir": ".", "name": "losses", "version": "run"}
+    config["trainer"] |= {
+        "logger": {"class_path": "CSVLogger", "init_args": logger},
+        "enable_checkpointing": False,
+        "log_every_n_steps": 1,
+        "max_steps": 1,
+    }
     config["model"]["init_args"] = {"model": "hf", "lr": 0.001}
     config["data"]["init_args"]["index_cache"] = "cache"
     (folder / "fit.yaml").write_text(yaml.safe_dump(config))
     for command in (
-        f"{_FIT} --trainer.max_steps 1",
         f"{_FIT} --trainer.enable_checkpointing true --trainer.callbacks+=ModelCheckpoint"
         " --trainer.callbacks.dirpath . --trainer.callbacks.filename run",
         "convert --load-path hf --save-path legacy --to megatron-legacy",
     ):
-        _run_intact(command, folder)
-    return folder
+        ((code, out, err),) = run_here(str(folder), [command.split()])
+        if code != 0:
+            raise SystemExit(f"{command} fails: {out}{err}")
+    for name in ("cache", "losses"):
+        shutil.rmtree(folder / name)
 
 
-def _run_intact(command: str, folder: Path) -> _Ended:
-    ended = _run(command, folder)
-    if ended.code != 0:
-        raise SystemExit(f"{command} on intact files fails: {ended.printed}")
-    return ended
+# ---- many attempts --------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _usual(command: str) -> _Ended:
-    """Time and memory of a command on the intact files."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(_intact(), Path(folder, "files"))
-        return _run_intact(command, Path(folder, "files"))
-
-
-def _run(command: str, folder: Path) -> _Ended:
-    """Run a ``lightning-megatron`` command in a forked process that has already imported everything."""
-    try:
-        return run_ranks(_measure, 1, str(folder), command, timeout=_PATIENCE)[0]  # type: ignore[no-any-return]
-    except RankError as error:
-        return _Ended(code=None if error.rank is None else 1, printed=str(error))
-
-
-def _measure(folder: str, command: str) -> _Ended:
-    ((code, out, err),) = run_here(folder, [command.split()])
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds, megabytes = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-    return _Ended(code=code, printed=f"{out}{err}", cpu_seconds=seconds, megabytes=megabytes)
-
-
-def _wrong(ended: _Ended, usual: _Ended, marker: Path, file: Path) -> str:
-    """Description of the failure, or ""."""
-    may_be_larger = ended.code == 0 and file.name in ("config.json", "fit.yaml")
-    max_megabytes = _MAX_MEGABYTES_OF_LARGER_MODELS if may_be_larger else _MAX_MEGABYTES
-    if marker.exists():
-        return "code of a file has run"
-    if ended.code is None:
-        return f"not ended after {_PATIENCE} s"
-    if ended.code not in (0, 2) or "Traceback (most recent call last)" in ended.printed:
-        return f"ended with {ended.code}"
-    if ended.cpu_seconds > usual.cpu_seconds + _MAX_SECONDS:
-        return (
-            f"took {ended.cpu_seconds:.1f} s of CPU time, {usual.cpu_seconds:.1f} s on intact files"
-        )
-    if ended.megabytes > usual.megabytes + max_megabytes:
-        return f"took {ended.megabytes:.0f} MB, {usual.megabytes:.0f} MB on intact files"
-    if ended.code == 2 and len(ended.printed) > _MAX_CHARACTERS:
-        return f"a refusal of {len(ended.printed)} characters"
-    return ""
-
-
-def _attempt(command: str, globs: tuple[str, ...], rng: random.Random, folder: Path) -> Outcome:
-    usual = _usual(command)
-    files, marker = folder / "files", folder / "code_has_run"
-    shutil.copytree(_intact(), files)
-    file = rng.choice(
-        sorted({file for pattern in globs for file in files.glob(pattern) if file.is_file()})
-    )
-    change = rng.choice(_BY_SUFFIX.get(file.suffix, _ANY))(rng, file, marker)
+def run(rows: Sequence[str], attempts: float, minutes: float, jobs: int, seed: int) -> int:
+    """Make attempts until either limit is reached, print defects and the table; returns the exit code."""
+    _import_everything()
+    counts = Counter[tuple[str, str, str]]()
+    reasons = Counter[tuple[str, str]]()
     begin = time.monotonic()
-    ended = _run(command, files)
-    wrong = _wrong(ended, usual, marker, file)
-    text = f"{command}: {file.relative_to(files)} {change}: {wrong}\n{ended.printed[-_MAX_CHARACTERS:]}"
-    return Outcome(
-        wrong=text if wrong else "", hung=ended.code is None, noticed=time.monotonic() - begin
-    )
+    num_done = 0
+    try:
+        for number, attempt in _results(rows, attempts, minutes, jobs, seed):
+            num_done += 1
+            counts[attempt.row, attempt.format, attempt.column] += 1
+            if attempt.reason:
+                reasons[attempt.format, attempt.reason] += 1
+            if attempt.defect:
+                print(f"--fuzz, seed {seed}, attempt {number}: {attempt.defect}\n", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    finally:
+        print(_table(counts))
+        for (title, reason), number in sorted(reasons.items()):
+            print(f"accepted, {title}: {reason}: {number}")
+        seconds = time.monotonic() - begin
+        print(f"{num_done} attempts in {seconds:.0f} s, seed {seed}, jobs {jobs}", flush=True)
+    return int(any(counts[key] for key in counts if key[2] in _BAD))
 
 
-CAMPAIGNS: dict[str, dict[str, Attempt]] = {
-    "fuzzed": {
-        f"fuzz: {row}": functools.partial(_attempt, *arguments)
-        for row, arguments in _COMMANDS.items()
-    }
-}
+def _import_everything() -> None:
+    """Import what attempts need into this process, from which all others are forked."""
+    from tests import ranks
+
+    os.environ |= dict.fromkeys(_THREADS, "1")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA stays unused until after the fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    ranks.preload()
+
+
+def _results(
+    rows: Sequence[str], attempts: float, minutes: float, jobs: int, seed: int
+) -> Iterator[tuple[int, _Attempt]]:
+    """Number and outcome of each attempt, from ``jobs`` workers."""
+    deadline = time.monotonic() + 60 * minutes
+    counter = multiprocessing.get_context("fork").Value("q", 0)
+    workers: list[int] = []
+    pipes: list[Connection] = []
+    with ExitStack() as stack:
+        root = Path(tempfile.mkdtemp(prefix="fuzz_"))
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        stack.callback(_end_workers, workers)
+        _fork_and_wait(functools.partial(_make_intact_quietly, root / "intact"))
+        for worker in range(jobs):
+            receiving, sending = multiprocessing.Pipe(duplex=False)
+            folder = root / f"worker_{worker}"
+            work = functools.partial(_work, rows, attempts, deadline, seed, counter, folder)
+            workers.append(_fork(lambda work=work, sending=sending: work(sending)))  # type: ignore[misc]
+            sending.close()
+            pipes.append(receiving)
+        while pipes:
+            for pipe in wait(pipes):
+                try:
+                    yield pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    pipes.remove(pipe)  # type: ignore[arg-type]
+
+
+def _end_workers(workers: Sequence[int]) -> None:
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # its child dies with it
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _work(
+    rows: Sequence[str],
+    attempts: float,
+    deadline: float,
+    seed: int,
+    counter: Any,
+    folder: Path,
+    results: Connection,
+) -> None:
+    """Take the next number and make its attempt, until none is left."""
+    folder.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    files = _Files(folder, folder.parent / "intact")
+    while time.monotonic() < deadline:
+        with counter.get_lock():
+            number = counter.value
+            counter.value += 1
+        if number >= attempts:
+            return
+        rng = random.Random(f"{seed} {number}")
+        results.send((number, _attempt(rows[number % len(rows)], rng, files)))
+
+
+def _make_intact_quietly(folder: Path) -> None:
+    folder.mkdir()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        _make_intact(folder)
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """Do ``work`` in a forked process, which ends with this one; returns its id."""
+    from tests.ranks import die_with_parent
+
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        work()
+        code = 0
+    except BaseException as error:
+        print(f"a worker ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+def _fork_and_wait(work: Callable[[], None]) -> None:
+    """Do ``work``, which may start threads, in a process of its own: forking this one must remain safe."""
+    if os.waitpid(_fork(work), 0)[1] != 0:
+        raise SystemExit("the intact files could not be made")
+
+
+def _table(counts: Counter[tuple[str, str, str]]) -> str:
+    """Markdown table with a row for each command and format, and one for all."""
+    pairs = sorted({key[:2] for key in counts}, key=lambda pair: (list(ROWS).index(pair[0]), pair))
+    lines = [["command", "format", "tried", *_COLUMNS]]
+    for row, title in pairs:
+        numbers = [counts[row, title, column] for column in _COLUMNS]
+        lines.append([row, title, *map(str, [sum(numbers), *numbers])])
+    totals = [sum(counts[*pair, column] for pair in pairs) for column in _COLUMNS]
+    lines.append(["all", "", *map(str, [sum(totals), *totals])])
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
