@@ -44,7 +44,8 @@ def _environment() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail a test that leaks environment variables, patches, a default dtype or process groups, and clean up."""
-    before, torch_state = _environment(), Baseline()
+    before = _environment()
+    torch_state = Baseline()
     # Lightning's seed_everything() exports PL_*: tolerated, but the next test must not inherit it.
     with patch.dict(os.environ):
         yield

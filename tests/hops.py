@@ -70,7 +70,10 @@ def _file_of(frame: FrameType) -> str | None:
 
 def hops() -> dict[str, set[Hop]]:
     """Hops by activity, in one process with a tiny GPT-2; each is traced at its second run, after warm-up."""
-    batch, save, first, token = Trace(), Trace(), Trace(), Trace()
+    batch = Trace()
+    save = Trace()
+    first = Trace()
+    token = Trace()
 
     class Step(GPTTrainStep):
         def loss_func(self, *arguments: Any) -> Any:
@@ -113,7 +116,11 @@ def hops() -> dict[str, set[Hop]]:
         first.hops.clear()
         token.hops.clear()
         first.start()
-        module.generate(torch.arange(4)[None], max_new_tokens=2, on_tokens=on_tokens)
+        module.generate(
+            torch.arange(4)[None],
+            max_new_tokens=2,
+            on_tokens=on_tokens,
+        )
     return {
         "from a batch to its loss": batch.hops,
         "in a save": save.hops,

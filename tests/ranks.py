@@ -230,7 +230,11 @@ class Job:
                 f"---- killed while still running: ranks {', '.join(map(str, self._running()))} ----\n"
             )
         message = "".join([*lines, self.logs()])
-        return RankError(message, rank=first, error_type=self._ended[first].get("error_type"))
+        return RankError(
+            message,
+            rank=first,
+            error_type=self._ended[first].get("error_type"),
+        )
 
     def _timeout(self, seconds: float) -> str:
         for rank in self._running():
@@ -253,7 +257,11 @@ def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Conn
     """
     os.setsid()  # own process group, so that child processes can be killed with it
     die_with_parent(os.getppid())
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    file = os.open(
+        log,
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+        0o600,
+    )
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)

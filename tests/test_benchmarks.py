@@ -61,9 +61,18 @@ def test_loader_benchmark_measures_all_objectives() -> None:
     "name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE)]
 )
 def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> None:
-    case, output = case_named(name), tmp_path / "out.jsonl"
+    case = case_named(name)
+    output = tmp_path / "out.jsonl"
     steps = ("--warmup-steps", "4", "--steps", "6", "--bare-steps", "4")
-    _run_on_ranks(case.num_devices, "train_step", "--case", name, "--output", str(output), *steps)
+    _run_on_ranks(
+        case.num_devices,
+        "train_step",
+        "--case",
+        name,
+        "--output",
+        str(output),
+        *steps,
+    )
     (measured,) = read(output)
     assert (len(measured.steps), len(measured.bare_steps)) == (6, 4)
     assert 0 < min(measured.steps) <= measured.step_seconds <= max(measured.steps)

@@ -16,7 +16,8 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     cli = instantiate(".", "--config", config, *overrides)
-    strategy, model = cli.trainer.strategy, cli.model.model_config
+    strategy = cli.trainer.strategy
+    model = cli.model.model_config
     check_layout(model, strategy.parallel)
     strategy.parallel.check_sequence(cli.datamodule.seq_length, model.max_position_embeddings)
     return {

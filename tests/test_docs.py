@@ -129,7 +129,13 @@ def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "llama"
     )
     tokens |= {"decoder_start_token_id": 256, "pad_token_id": 256}
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
     tiny_model(T5, T5Config(**tokens, **sizes)).save_pretrained(folder / "t5")
     tokenizer = byte_level_tokenizer({number: bytes([number]) for number in range(256)})
     tokenizer.add_special_tokens(dict.fromkeys(("bos_token", "eos_token"), "<|end|>"))
@@ -152,7 +158,12 @@ def _run(folder: Path, words: list[str], *more: str) -> str:
     is_parallel = arguments[0] in ("generate", "test") and {"--tp", "--trainer.devices"} & {
         *arguments
     }
-    code, out, err = run_cli(folder, *arguments, *more, ranks=2 if is_parallel else 1)
+    code, out, err = run_cli(
+        folder,
+        *arguments,
+        *more,
+        ranks=2 if is_parallel else 1,
+    )
     assert code == 0, err
     return out
 
@@ -193,7 +204,13 @@ def _added_loss(folder: str, config: dict[str, Any]) -> tuple[float, float, floa
     changes = {'{"model_type": "gpt2"}': str(config)}
     model = execute(TRAINING, 0, folder, changes)["model"]
     strategy = MegatronStrategy(pp=2, num_microbatches=2)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **QUIET)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=1,
+        **QUIET,
+    )
     losses: list[torch.Tensor] = []
 
     def log_probabilities(*_: Any) -> None:
@@ -252,7 +269,11 @@ def test_readme_python_trains_and_fine_tunes_hugging_face_weights(reader: Path) 
     assert not before.lm_head.weight.equal(after.lm_head.weight)
 
 
-@pytest.mark.parametrize("command", [*commands(README), *commands("CONTRIBUTING.md")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [*commands(README), *commands("CONTRIBUTING.md")],
+    ids=" ".join,
+)
 def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(
     command: list[str],
 ) -> None:
@@ -315,7 +336,14 @@ def test_commands_for_several_hosts_are_valid(reader: Path) -> None:
         lines = block.replace("\\\n", "").splitlines()
         line = shlex.split(next(each for each in lines if " fit " in each).split("||")[0])
         shown = yaml.safe_load(
-            _run(reader, ["lightning-megatron", *line[line.index("fit") :], "--print_config"])
+            _run(
+                reader,
+                [
+                    "lightning-megatron",
+                    *line[line.index("fit") :],
+                    "--print_config",
+                ],
+            )
         )
         assert (shown["trainer"]["num_nodes"], shown["ckpt_path"]) == (2, "last")
 

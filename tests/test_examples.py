@@ -195,6 +195,9 @@ def test_generate_text_decodes_in_four_ways(corpus: Path, tmp_path: Path) -> Non
     )
     sections = out[out.index("---- ") :].split("---- ")[1:]
     assert [section.split("\n")[0] for section in sections] == [
-        *("top-p, decaying", "top-k", "top-k, after the first token of texts", "20 beams")
+        "top-p, decaying",
+        "top-k",
+        "top-k, after the first token of texts",
+        "20 beams",
     ]
     assert all("w1 w2" in section and "w3" in section for section in sections)

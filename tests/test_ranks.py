@@ -14,5 +14,6 @@ def test_preloaded_modules_exist() -> None:
 
 
 def test_processes_reserve_different_ports() -> None:
-    ours, theirs = ports(), ports.__wrapped__()
+    ours = ports()
+    theirs = ports.__wrapped__()
     assert set(ours[0]).isdisjoint(theirs[0])

@@ -59,7 +59,12 @@ def make_tokenizer(
     )
     steps: list[Any] = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if bos:
-        steps.append(processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]))
+        steps.append(
+            processors.TemplateProcessing(
+                single="<s> $A",
+                special_tokens=[("<s>", 0)],
+            )
+        )
     backend.post_processor = processors.Sequence(steps)
     names = {"eos_token": END, "additional_special_tokens": special[2:]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)

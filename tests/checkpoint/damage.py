@@ -61,7 +61,8 @@ def malicious_data(name: str) -> Damage:
     """Point the entry ``name`` (a tensor or an object) to a malicious pickle appended to its file."""
 
     def damage(path: Path) -> None:
-        table, payload = _table(path), io.BytesIO()
+        table = _table(path)
+        payload = io.BytesIO()
         torch.save(Evil(marker_path(path)), payload)
         index = min(
             (index for index in table.storage_data if name in index.fqn),

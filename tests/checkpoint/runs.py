@@ -26,7 +26,11 @@ GPT2: dict[str, Any] = {
     "n_positions": SEQ_LENGTH,
 }
 """Dropout is transformers' default of 0.1."""
-LLAMA: dict[str, Any] = {"model_type": "llama", **models.LLAMA, "vocab_size": VOCAB_SIZE}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    **models.LLAMA,
+    "vocab_size": VOCAB_SIZE,
+}
 LLAMA |= {"max_position_embeddings": SEQ_LENGTH, "intermediate_size": 64}  # fp8 can take half of it
 EXPERT_BIAS: dict[str, Any] = {
     "transformer_config_overrides": {
@@ -106,7 +110,11 @@ def make_module(run: Run, module_class: Any = None) -> Any:
     from lightning_megatron.engine.optimizer import OptimizerOptions
     from lightning_megatron.module import MegatronModule
 
-    options = {"lr": 1e-2, "optimizer": OptimizerOptions(**run.optimizer), **run.module}
+    options = {
+        "lr": 1e-2,
+        "optimizer": OptimizerOptions(**run.optimizer),
+        **run.module,
+    }
     return (module_class or MegatronModule)(
         model=run.model if "model_type" in run.model else {**GPT2, **run.model}, **options
     )
@@ -209,7 +217,8 @@ def callback(**hooks: Callable[..., Any]) -> Any:
 
 def live_state(trainer: Any) -> dict[str, Any]:
     """Weights, optimizer and random states of this rank by flat name."""
-    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+    strategy = trainer.strategy
+    optimizer = trainer.optimizers[0]
     flat: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.lightning_module.model_chunks):
         flat |= {
@@ -246,7 +255,8 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
         name for name in found if name not in expected
     ]
     for name in expected.keys() & found.keys():
-        a, b = expected[name], found[name]
+        a = expected[name]
+        b = found[name]
         same = (
             torch.equal(a, b)
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
@@ -290,7 +300,11 @@ def read_plain_state(path: Path) -> dict[str, Any]:
     import torch
 
     flat: dict[str, Any] = {}
-    _flatten("", torch.load(path / "common.pt", weights_only=True)["optimizer"], flat)
+    _flatten(
+        "",
+        torch.load(path / "common.pt", weights_only=True)["optimizer"],
+        flat,
+    )
     return flat
 
 
@@ -319,7 +333,11 @@ def checkpoints_at(folder: Path, **options: Any) -> Any:
 def engine_run() -> Iterator[Any]:
     """``RunState`` after one step of plain data parallelism over all ranks, inside the engine."""
     trainer, _ = fit(
-        Run(strategy={"num_microbatches": 1}, trainer={"max_steps": 1}, model={"n_layer": 2})
+        Run(
+            strategy={"num_microbatches": 1},
+            trainer={"max_steps": 1},
+            model={"n_layer": 2},
+        )
     )
     with trainer.strategy.engine():
         yield trainer.strategy._run_state()

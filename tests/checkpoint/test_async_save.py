@@ -18,7 +18,8 @@ from tests.checkpoint.runs import (
 )
 from tests.ranks import run_ranks
 
-SAVED_AT, LAST = 2, 4
+SAVED_AT = 2
+LAST = 4
 
 TP2_SP = {"tp": 2, "sequence_parallel": True}
 CASES: list[tuple[str, int, dict[str, Any], str]] = [
@@ -96,7 +97,8 @@ def _abandon(path: Path) -> list[Any]:
         save(state, {"save": "old"}, path)
         slow = lambda *args: time.sleep(0.1) or original(*args)  # type: ignore[func-returns-value]  # noqa: E731
         patch.setattr(module._ChecksummedFile, "write", slow)
-        saving, start = begin_save(state, {"save": "new"}, path), time.monotonic()
+        saving = begin_save(state, {"save": "new"}, path)
+        start = time.monotonic()
         saving.abandon()
         seconds = time.monotonic() - start
         dist.barrier()

@@ -65,24 +65,20 @@ CASES: Mapping[str, tuple[damage.Damage, str]] = {
     ),
 }
 FILES = (
-    *(
-        "__0_0.distcp",
-        "__0_1.distcp",
-        "__0_2.distcp",
-        "__0_3.distcp",
-        "__1_0.distcp",
-        "__1_1.distcp",
-        "__1_2.distcp",
-    ),
-    *(
-        "__1_3.distcp",
-        ".metadata",
-        "common.pt",
-        "metadata.json",
-        "rng_00000.pt",
-        "rng_00001.pt",
-        "meta.pt",
-    ),
+    "__0_0.distcp",
+    "__0_1.distcp",
+    "__0_2.distcp",
+    "__0_3.distcp",
+    "__1_0.distcp",
+    "__1_1.distcp",
+    "__1_2.distcp",
+    "__1_3.distcp",
+    ".metadata",
+    "common.pt",
+    "metadata.json",
+    "rng_00000.pt",
+    "rng_00001.pt",
+    "meta.pt",
     "checksums.json",
 )
 FLIPPED = {
@@ -143,7 +139,10 @@ def outcomes(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
     runs |= {
         name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()
     }
-    runs["intact"] = RUN.but(ckpt_path=str(intact), trainer={"max_steps": 2})
+    runs["intact"] = RUN.but(
+        ckpt_path=str(intact),
+        trainer={"max_steps": 2},
+    )
     return folder, run_ranks(_attempts, 2, runs)
 
 
@@ -152,7 +151,8 @@ def test_damaged_and_foreign_checkpoints_are_refused_on_every_rank(
     outcomes: Outcomes, name: str
 ) -> None:
     folder, by_rank = outcomes
-    path, (_, expected) = folder / f"{name}.ckpt", {**CASES, **FLIPPED, **OTHER_RUNS}[name]
+    path = folder / f"{name}.ckpt"
+    _, expected = {**CASES, **FLIPPED, **OTHER_RUNS}[name]
     for rank, outcome in enumerate(by_rank):
         kind, message = outcome[name]
         assert kind == "CheckpointError", f"rank {rank}: {kind}: {message}"
@@ -242,15 +242,17 @@ def _resume_with_foreign_paths(
     ]
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["next save", "SIGTERM"])
+@pytest.mark.parametrize(
+    "stops",
+    [False, True],
+    ids=["next save", "SIGTERM"],
+)
 def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
     tmp_path: Path, intact: Path, stops: bool
 ) -> None:
-    folder, documents, others = (
-        tmp_path / "checkpoints",
-        tmp_path / "documents",
-        tmp_path / "others.ckpt",
-    )
+    folder = tmp_path / "checkpoints"
+    documents = tmp_path / "documents"
+    others = tmp_path / "others.ckpt"
     for path in (tmp_path / "a.ckpt", others):
         shutil.copytree(intact, path)
     documents.mkdir()
@@ -262,9 +264,20 @@ def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
     }
     if stops:
         paths["last_model_path"] = paths["best_model_path"]
-    run = RUN.but(strategy={"tp": 1}, trainer={"max_steps": 4}, ckpt_path=str(tmp_path / "a.ckpt"))
+    run = RUN.but(
+        strategy={"tp": 1},
+        trainer={"max_steps": 4},
+        ckpt_path=str(tmp_path / "a.ckpt"),
+    )
 
-    ((code, texts),) = run_ranks(_resume_with_foreign_paths, 1, run, folder, paths, stops)
+    ((code, texts),) = run_ranks(
+        _resume_with_foreign_paths,
+        1,
+        run,
+        folder,
+        paths,
+        stops,
+    )
 
     assert {
         path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]

@@ -32,7 +32,10 @@ from tests.ranks import run_ranks
 STEPS_PER_EPOCH = 5
 
 
-TP2_SGD = Run(strategy={"tp": 2, "sequence_parallel": True}, optimizer={"name": "sgd"})
+TP2_SGD = Run(
+    strategy={"tp": 2, "sequence_parallel": True},
+    optimizer={"name": "sgd"},
+)
 VALIDATED = Run(validate=True, trainer={"val_check_interval": 3})
 EP2 = Run(
     model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
@@ -44,11 +47,19 @@ EP2 = Run(
     ("run", "keeps"),
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
-        pytest.param(Run(strategy={"pp": 2, "vpp": 2}), {}, id="pp2 vpp2"),
+        pytest.param(
+            Run(strategy={"pp": 2, "vpp": 2}),
+            {},
+            id="pp2 vpp2",
+        ),
         pytest.param(
             VALIDATED, {"every_n_train_steps": None, "monitor": "val_loss"}, id="dp2, validated"
         ),
-        pytest.param(Run(strategy={"cp": 2}), {}, id="cp2"),
+        pytest.param(
+            Run(strategy={"cp": 2}),
+            {},
+            id="cp2",
+        ),
         pytest.param(EP2, {}, id="ep2, bias"),
     ],
 )
@@ -58,12 +69,19 @@ def test_resume_in_mid_epoch_is_exact(tmp_path: Path, run: Run, keeps: dict[str,
     schedule = LRSchedule(
         style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5
     )
-    run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
+    run = run.but(
+        trainer={"max_steps": 7},
+        module={"lr_schedule": schedule},
+    )
     uninterrupted = run_ranks(
         train_with_checkpoints, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps}
     )
 
-    resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
+    resumed = run_ranks(
+        train,
+        2,
+        run.but(ckpt_path=str(tmp_path / "step=3.ckpt")),
+    )
 
     assert_exact_resume(uninterrupted, resumed, 4)
 
@@ -102,10 +120,19 @@ def _train_with_early_loader(run: Run) -> Trace:
 def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     uninterrupted = run_ranks(train_with_checkpoints, 1, run, tmp_path, {"every_n_train_steps": 3})
-    run_ranks(train, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
+    run_ranks(
+        train,
+        1,
+        run.but(trainer={"max_epochs": 1}),
+        tmp_path / "step=5.ckpt",
+    )
 
     for step, resume in ((STEPS_PER_EPOCH, train), (3, _train_with_early_loader)):
-        resumed = run_ranks(resume, 1, run.but(ckpt_path=str(tmp_path / f"step={step}.ckpt")))
+        resumed = run_ranks(
+            resume,
+            1,
+            run.but(ckpt_path=str(tmp_path / f"step={step}.ckpt")),
+        )
         assert_exact_resume(uninterrupted, resumed, step + 1)
 
 
@@ -113,17 +140,27 @@ DATASET = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModu
 
 
 @pytest.mark.parametrize(
-    "run", [Run(), Run(**DATASET, trainer={"max_epochs": 3})], ids=["loader", "data module"]
+    "run",
+    [
+        Run(),
+        Run(
+            **DATASET,
+            trainer={"max_epochs": 3},
+        ),
+    ],
+    ids=["loader", "data module"],
 )
 def test_resume_from_the_end_of_an_epoch_is_exact(tmp_path: Path, run: Run) -> None:
-    run, ends = (
-        run.but(trainer={"max_steps": 9}),
-        {"every_n_train_steps": None, "save_on_train_epoch_end": True},
-    )
+    run = run.but(trainer={"max_steps": 9})
+    ends = {"every_n_train_steps": None, "save_on_train_epoch_end": True}
     uninterrupted = run_ranks(
         train_with_checkpoints, 1, run, tmp_path, {**ends, "every_n_epochs": 1}
     )
-    resumed = run_ranks(train, 1, run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")))
+    resumed = run_ranks(
+        train,
+        1,
+        run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")),
+    )
     assert_exact_resume(uninterrupted, resumed, STEPS_PER_EPOCH + 1)
 
 
@@ -150,7 +187,12 @@ def _noisy_loader(dp: int) -> Any:
 def _loader_with_worker(dp: int) -> Any:
     from torch.utils.data import DataLoader
 
-    return DataLoader(rows_dataset(), batch_size=GLOBAL_BATCH // dp, shuffle=True, num_workers=1)
+    return DataLoader(
+        rows_dataset(),
+        batch_size=GLOBAL_BATCH // dp,
+        shuffle=True,
+        num_workers=1,
+    )
 
 
 def _loader_of_whole_batches(dp: int) -> Any:
@@ -168,7 +210,11 @@ def _loader_of_whole_batches(dp: int) -> Any:
     [
         (_noisy_loader, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3]),
         (_loader_with_worker, [STEPS_PER_EPOCH + 3]),
-        pytest.param(_loader_of_whole_batches, [STEPS_PER_EPOCH + 3], marks=pytest.mark.exhaustive),
+        pytest.param(
+            _loader_of_whole_batches,
+            [STEPS_PER_EPOCH + 3],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_resume_with_larger_max_steps_is_exact(
@@ -178,7 +224,12 @@ def test_resume_with_larger_max_steps_is_exact(
     uninterrupted = run_ranks(train, 1, run)
     for stop in stops:
         path = tmp_path / f"{stop}.ckpt"
-        run_ranks(train, 1, run.but(trainer={"max_steps": stop}), path)
+        run_ranks(
+            train,
+            1,
+            run.but(trainer={"max_steps": stop}),
+            path,
+        )
         assert_exact_resume(
             uninterrupted, run_ranks(train, 1, run.but(ckpt_path=str(path))), stop + 1
         )
@@ -217,10 +268,8 @@ def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Pat
     paths = {"loader": tmp_path / "loader.ckpt", "module": tmp_path / "module.ckpt"}
     for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
         run_ranks(train, 1, run, path)
-    restart, kind = (
-        "the training data begins anew",
-        "expected Mine, got DatasetDataModule; resume with the same kind",
-    )
+    restart = "the training data begins anew"
+    kind = "expected Mine, got DatasetDataModule; resume with the same kind"
     sizes = "was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1"
     for saved, run, steps, expected in (
         ("loader", LOADER, 3, ""),
@@ -231,7 +280,10 @@ def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Pat
         ("module", MODULE, 3, ""),
         ("module", MODULE, 1, "is of step 2, and max_steps=1: nothing is left to do"),
     ):
-        resumed = run.but(trainer={"max_steps": steps}, ckpt_path=str(paths[saved]))
+        resumed = run.but(
+            trainer={"max_steps": steps},
+            ckpt_path=str(paths[saved]),
+        )
         messages, *of_other_ranks = run_ranks(_resume_messages, run.strategy.get("tp", 1), resumed)
         assert expected in messages
         for notice in (restart, sizes):

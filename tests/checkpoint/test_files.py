@@ -157,8 +157,17 @@ def _save_and_load(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
 
 
 def test_hyper_parameters_are_saved_as_plain_data_or_text() -> None:
-    data = {"lr": np.float32(0.5), "color": _Color.RED, "sizes": (1, [np.int64(2)]), "none": None}
-    ((meta, warned),) = run_ranks(_save_and_load, 1, {**data, "module": [io.StringIO, 3]})
+    data = {
+        "lr": np.float32(0.5),
+        "color": _Color.RED,
+        "sizes": (1, [np.int64(2)]),
+        "none": None,
+    }
+    ((meta, warned),) = run_ranks(
+        _save_and_load,
+        1,
+        {**data, "module": [io.StringIO, 3]},
+    )
     plain = {
         "lr": 0.5,
         "color": "red",

@@ -67,7 +67,9 @@ class _Calls:
 
     def begin(self, last: int | None = None) -> None:
         """Restart the count; kill the process before call number ``last``."""
-        self._counter, self.count, self.last = itertools.count(1), 0, last
+        self._counter = itertools.count(1)
+        self.count = 0
+        self.last = last
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if (
@@ -214,7 +216,8 @@ def _save_interrupted_twice(run: Run, path: Path) -> None:
 
 
 def test_resume_after_two_crashes_finds_the_only_complete_checkpoint(tmp_path: Path) -> None:
-    run, path = Run(trainer={"max_steps": 3}), tmp_path / "last.ckpt"
+    run = Run(trainer={"max_steps": 3})
+    path = tmp_path / "last.ckpt"
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(_save_interrupted_twice, 1, run, path)
 

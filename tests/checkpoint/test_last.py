@@ -25,7 +25,13 @@ def _complete(path: Path, step: int, **more: Any) -> None:
     path.mkdir(parents=True)
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
-    torch.save({"lightning": {"global_step": step}, **more}, path / "meta.pt")
+    torch.save(
+        {
+            "lightning": {"global_step": step},
+            **more,
+        },
+        path / "meta.pt",
+    )
     changed = (
         100 - step if "time" in more else step
     )  # a copied checkpoint has a later file time than its original
@@ -60,7 +66,11 @@ def _find(
 
     from lightning_megatron.run.checkpointing import find_checkpoint
 
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+    }
     callbacks = [pl.callbacks.ModelCheckpoint(folder)]
     trainer = pl.Trainer(default_root_dir=folder.parent, callbacks=callbacks, **options)
     trainer.state.fn = TrainerFn.FITTING
@@ -78,7 +88,14 @@ def _at(
     step: int, start: int, save: int, time: float, line: str = "a"
 ) -> tuple[int, dict[str, Any]]:
     """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
-    return step, {"position": {"line": line, "start": start, "save": save}, "time": time}
+    return step, {
+        "position": {
+            "line": line,
+            "start": start,
+            "save": save,
+        },
+        "time": time,
+    }
 
 
 HOUR = 3600.0
@@ -125,17 +142,38 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "clock ahead, and a link": ({**AHEAD, "last.ckpt": "step=6.ckpt"}, "last", "step=12.ckpt"),
     "went back on purpose": (WENT_BACK, "last", "step=7.ckpt"),
     "rolled back in one start": (
-        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)},
+        {
+            "a.ckpt": _at(8, 1, 4, HOUR),
+            "b.ckpt": _at(8, 1, 5, 0.0),
+        },
         "last",
         "b.ckpt",
     ),
     "another line, later by the clock": (
-        {**WENT_BACK, "other.ckpt": _at(3, 1, 1, 80.0, line="b")},
+        {
+            **WENT_BACK,
+            "other.ckpt": _at(
+                3,
+                1,
+                1,
+                80.0,
+                line="b",
+            ),
+        },
         "last",
         "other.ckpt",
     ),
     "another line, earlier by the clock": (
-        {**WENT_BACK, "other.ckpt": _at(99, 9, 9, 60.0, line="b")},
+        {
+            **WENT_BACK,
+            "other.ckpt": _at(
+                99,
+                9,
+                9,
+                60.0,
+                line="b",
+            ),
+        },
         "last",
         "step=7.ckpt",
     ),
@@ -146,12 +184,18 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
         "step=7.ckpt",
     ),
     "damaged counters": (
-        {"a.ckpt": _at(8, 1, "x", 9.0), "b.ckpt": (8, {"position": 3, "time": 8.0})},
+        {
+            "a.ckpt": _at(8, 1, "x", 9.0),
+            "b.ckpt": (8, {"position": 3, "time": 8.0}),
+        },
         "last",
         "a.ckpt",
     ),  # type: ignore[arg-type]
     "directory: most steps, twice": (
-        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)},
+        {
+            "a.ckpt": _at(8, 1, 4, HOUR),
+            "b.ckpt": _at(8, 2, 1, 0.0),
+        },
         ".",
         "b.ckpt",
     ),
@@ -272,8 +316,17 @@ def test_requeued_job_resumes_from_its_newest_checkpoint(
 
 @pytest.mark.usefixtures("requeued")
 def test_requeued_job_that_went_back_goes_on_from_there(folder: Path, tmp_path: Path) -> None:
-    files = {"hpc_ckpt_1.ckpt": _at(14, 1, 5, HOUR), "hpc_ckpt_2.ckpt": _at(8, 2, 2, 80.0)}
-    _make(tmp_path, {**files, **{f"checkpoints/{name}": each for name, each in WENT_BACK.items()}})
+    files = {
+        "hpc_ckpt_1.ckpt": _at(14, 1, 5, HOUR),
+        "hpc_ckpt_2.ckpt": _at(8, 2, 2, 80.0),
+    }
+    _make(
+        tmp_path,
+        {
+            **files,
+            **{f"checkpoints/{name}": each for name, each in WENT_BACK.items()},
+        },
+    )
     assert _find(folder, "last") == str(tmp_path / "hpc_ckpt_2.ckpt")
     assert _find(folder, None) == str(tmp_path / "hpc_ckpt_2.ckpt")
 
@@ -292,7 +345,13 @@ def _resume_without_shared_disk(folder: Path) -> None:
     """Resume where only rank 0 sees the checkpoint, as on two nodes without a shared disk."""
     is_first = os.environ["RANK"] == "0"
     trainer = {"default_root_dir": str(folder if is_first else folder / "empty"), "max_steps": 1}
-    fit(Run(strategy={"tp": 2}, trainer=trainer, ckpt_path="last"))
+    fit(
+        Run(
+            strategy={"tp": 2},
+            trainer=trainer,
+            ckpt_path="last",
+        )
+    )
 
 
 def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_path: Path) -> None:

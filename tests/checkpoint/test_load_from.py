@@ -64,7 +64,11 @@ def _begin(run: Run) -> dict[str, Any]:
         run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer)))
     )
     loader = _ordered_loader(trainer.strategy.data_parallel_size)
-    (after,) = make_trainer(run).validate(trainer.lightning_module, loader, verbose=False)
+    (after,) = make_trainer(run).validate(
+        trainer.lightning_module,
+        loader,
+        verbose=False,
+    )
     return {
         "state": state,
         "losses": {step: values["loss"] for step, values in trace.steps.items()},
@@ -85,7 +89,8 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
     from lightning_megatron import LoadFrom, LRSchedule
 
     folder, before = trained
-    path, with_moments = str(folder / "step=3.ckpt"), by.endswith("moments")
+    path = str(folder / "step=3.ckpt")
+    with_moments = by.endswith("moments")
     options = LoadFrom(path=str(folder) if with_moments else path, optimizer=with_moments)
     run = RUN.but(
         strategy={"load_weights_only": True}
@@ -95,7 +100,10 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
         # Nothing has been saved yet, so "last" finds nothing.
         ckpt_path=path if by == "load_weights_only" else "last",
         trainer={"max_steps": 3},
-        module={"lr": 1e-3, "lr_schedule": LRSchedule(warmup_steps=2, init_lr=1e-4)},
+        module={
+            "lr": 1e-3,
+            "lr_schedule": LRSchedule(warmup_steps=2, init_lr=1e-4),
+        },
         loader=_ordered_loader,
     )
 
@@ -157,9 +165,16 @@ def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained:
     """Though their shapes match."""
     from lightning_megatron import LoadFrom
 
-    strategy = {"tp": 1, "load_from": LoadFrom(path=str(trained[0]), strict=False)}
+    strategy = {
+        "tp": 1,
+        "load_from": LoadFrom(path=str(trained[0]), strict=False),
+    }
     with pytest.raises(RankError, match="is of another model: num_attention_heads=") as caught:
-        run_ranks(_begin, 1, RUN.but(model={"n_head": 2}, strategy=strategy))
+        run_ranks(
+            _begin,
+            1,
+            RUN.but(model={"n_head": 2}, strategy=strategy),
+        )
     assert caught.value.error_type == "CheckpointError"
 
 
@@ -173,10 +188,19 @@ def test_embeddings_of_new_tokens_keep_their_initial_values(
     from lightning_megatron import LoadFrom
 
     folder, before = trained
-    larger = RUN.but(model={"vocab_size": vocab_size}, trainer={"max_steps": 1}, seed=99)
+    larger = RUN.but(
+        model={"vocab_size": vocab_size},
+        trainer={"max_steps": 1},
+        seed=99,
+    )
     initial = run_ranks(_begin, 2, larger)
     lenient = larger.but(
-        strategy={"load_from": LoadFrom(path=str(folder / "step=3.ckpt"), strict=False)}
+        strategy={
+            "load_from": LoadFrom(
+                path=str(folder / "step=3.ckpt"),
+                strict=False,
+            )
+        }
     )
     loaded = run_ranks(_begin_and_warn, 2, lenient)
 
@@ -197,7 +221,11 @@ def test_missing_and_unused_weights_are_listed_if_not_strict(trained: Trained) -
     from lightning_megatron import LoadFrom
 
     folder, before = trained
-    untied = RUN.but(model={"tie_word_embeddings": False}, trainer={"max_steps": 1}, seed=99)
+    untied = RUN.but(
+        model={"tie_word_embeddings": False},
+        trainer={"max_steps": 1},
+        seed=99,
+    )
     path = str(folder / "step=3.ckpt")
     with pytest.raises(RankError, match="is of another model: share_embeddings_and_output_weights"):
         run_ranks(_begin, 2, untied.but(strategy={"load_from": path}))
@@ -230,14 +258,30 @@ def _save_full_and_weights(run: Run, folder: Path) -> tuple[float, dict[str, Any
     trainer, trace = fit(run)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    (metrics,) = trainer.validate(trainer.lightning_module, _ordered_loader(1), verbose=False)
+    (metrics,) = trainer.validate(
+        trainer.lightning_module,
+        _ordered_loader(1),
+        verbose=False,
+    )
     return metrics["val_loss"], _weights(trace.state)
 
 
 def _evaluate(run: Run, path: Path) -> list[float]:
-    trainer, module, loader = make_trainer(run), make_module(run), _ordered_loader(1)
-    (validated,) = trainer.validate(module, loader, ckpt_path=path, verbose=False)
-    (tested,) = trainer.test(module, loader, ckpt_path=path, verbose=False)
+    trainer = make_trainer(run)
+    module = make_module(run)
+    loader = _ordered_loader(1)
+    (validated,) = trainer.validate(
+        module,
+        loader,
+        ckpt_path=path,
+        verbose=False,
+    )
+    (tested,) = trainer.test(
+        module,
+        loader,
+        ckpt_path=path,
+        verbose=False,
+    )
     return [validated["val_loss"], tested["test_loss"]]
 
 
@@ -255,11 +299,16 @@ def test_weights_only_checkpoints_evaluate_and_start_but_never_resume(tmp_path: 
     saved = run_ranks(_save_full_and_weights, 2, run, tmp_path)
     path = str(tmp_path / "weights.ckpt")
     assert run_ranks(_evaluate, 2, run, tmp_path / "weights.ckpt") == [[saved[0][0]] * 2] * 2
-    weights, full = read_tensors(tmp_path / "weights.ckpt"), read_tensors(tmp_path / "full.ckpt")
+    weights = read_tensors(tmp_path / "weights.ckpt")
+    full = read_tensors(tmp_path / "full.ckpt")
     assert weights.keys() == {name for name in full if not name.startswith("optimizer.")}
     assert all(tensor.equal(full[name]) for name, tensor in weights.items())
 
-    fresh = run.but(strategy={"load_weights_only": True}, seed=99, ckpt_path=path)
+    fresh = run.but(
+        strategy={"load_weights_only": True},
+        seed=99,
+        ckpt_path=path,
+    )
     for (_, trained), states in zip(saved, run_ranks(_step_at_rate_zero, 2, fresh), strict=True):
         assert all(state[name].equal(trained[name]) for name in trained for state in states)
 

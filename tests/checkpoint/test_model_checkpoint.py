@@ -26,7 +26,13 @@ def _monitor_loss(folder: Path, save_last: bool | str) -> Any:
 def _train_unvalidated(folder: Path) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(Run(strategy={}, trainer={"max_steps": 2}), _monitor_loss(folder, True))
+        fit(
+            Run(
+                strategy={},
+                trainer={"max_steps": 2},
+            ),
+            _monitor_loss(folder, True),
+        )
     return [str(warning.message) for warning in caught], [
         path.name for path in folder.glob("*.ckpt")
     ]
@@ -43,7 +49,13 @@ def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
 
 def _train_with_two_callbacks(folder: Path, is_async: bool) -> list[str]:
     callbacks = checkpoints_at(folder, save_top_k=1), checkpoints_at(folder, every_n_train_steps=2)
-    fit(Run(strategy={"async_save": is_async}, trainer={"max_steps": 4}), *callbacks)
+    fit(
+        Run(
+            strategy={"async_save": is_async},
+            trainer={"max_steps": 4},
+        ),
+        *callbacks,
+    )
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -79,8 +91,16 @@ def _train_then_evaluate_best_and_last(
     )
     evaluated = {}
     for name in ("best", "last"):
-        (validated,) = trainer.validate(dataloaders=loader, ckpt_path=name, verbose=False)
-        (tested,) = trainer.test(dataloaders=loader, ckpt_path=name, verbose=False)
+        (validated,) = trainer.validate(
+            dataloaders=loader,
+            ckpt_path=name,
+            verbose=False,
+        )
+        (tested,) = trainer.test(
+            dataloaders=loader,
+            ckpt_path=name,
+            verbose=False,
+        )
         evaluated[name] = (validated["val_loss"], tested["test_loss"])
     return {
         "losses": losses,

@@ -71,7 +71,14 @@ EXPERTS: dict[str, Any] = {
     "strategy": {"num_microbatches": 1, **EXPERT_BIAS},
 }
 EP2: Layout = (2, {"ep": 2})
-TP2_EP2: Layout = (2, {"tp": 2, "ep": 2, "sequence_parallel": True})
+TP2_EP2: Layout = (
+    2,
+    {
+        "tp": 2,
+        "ep": 2,
+        "sequence_parallel": True,
+    },
+)
 EP4: Layout = (4, {"ep": 4})
 PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
 
@@ -80,10 +87,28 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
     ("changes", "layouts"),
     [
         pytest.param(
-            EXPERTS, [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3], id="experts"
+            EXPERTS,
+            [
+                EP2,
+                ONE,
+                EP4,
+                TP2_EP2,
+                _unsharded(EP2),
+                PP2_EP2,
+                DP3,
+            ],
+            id="experts",
         ),
-        pytest.param({}, [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3], id="tied"),
-        pytest.param(FP16, [DP2, _unsharded(TP2), DP3], id="fp16"),
+        pytest.param(
+            {},
+            [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3],
+            id="tied",
+        ),
+        pytest.param(
+            FP16,
+            [DP2, _unsharded(TP2), DP3],
+            id="fp16",
+        ),
     ],
 )
 def test_resume_at_other_layouts_keeps_weights_and_moments(
@@ -98,10 +123,17 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
         # From the second layout on, max_steps is already reached: the loaded state is saved again.
         resumed_from = str(paths[index - 1]) if index else None
         run_ranks(
-            train, world_size, run.but(strategy=strategy, ckpt_path=resumed_from), paths[index]
+            train,
+            world_size,
+            run.but(
+                strategy=strategy,
+                ckpt_path=resumed_from,
+            ),
+            paths[index],
         )
 
-    original, plain = read_tensors(paths[0]), read_plain_state(paths[0])
+    original = read_tensors(paths[0])
+    plain = read_plain_state(paths[0])
     for path, (_, strategy) in zip(paths[1:], layouts[1:], strict=True):
         copy = read_tensors(path)
         assert copy.keys() == original.keys()
@@ -138,7 +170,11 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
 # ---- the optimizer's state equals megatron-core's, and is loaded in another precision -------------------------------
 
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
-LLAMA_RUN = Run(model=LLAMA, module={"make_vocab_size_divisible_by": 4}, trainer={"max_steps": 2})
+LLAMA_RUN = Run(
+    model=LLAMA,
+    module={"make_vocab_size_divisible_by": 4},
+    trainer={"max_steps": 2},
+)
 """Without padding of the vocabulary."""
 
 
@@ -156,10 +192,18 @@ def _has_notice(first: Run, resumed: Run, folder: Path) -> bool:
     ("before", "after", "expected"),
     [
         pytest.param({"model": NO_DROPOUT}, {}, False, id="no dropout"),
-        pytest.param({"model": NO_DROPOUT}, {"model": {"attn_pdrop": 0.1}}, True, id="new dropout"),
+        pytest.param(
+            {"model": NO_DROPOUT},
+            {"model": {"attn_pdrop": 0.1}},
+            True,
+            id="new dropout",
+        ),
         pytest.param({}, {"model": NO_DROPOUT}, False, id="no dropout any more"),
         pytest.param(
-            {"model": NO_DROPOUT, "module": {"lora": {"rank": 2, "dropout": 0.1}}},
+            {
+                "model": NO_DROPOUT,
+                "module": {"lora": {"rank": 2, "dropout": 0.1}},
+            },
             {},
             True,
             id="dropout of adapters",
@@ -169,8 +213,12 @@ def _has_notice(first: Run, resumed: Run, folder: Path) -> bool:
 def test_only_a_model_with_dropout_is_told_that_masks_differ(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], expected: bool
 ) -> None:
-    run = Run(loader=_loader, trainer={"max_steps": 1}).but(**before)
-    first, resumed = run.but(strategy={"tp": 2}), run.but(**after)
+    run = Run(
+        loader=_loader,
+        trainer={"max_steps": 1},
+    ).but(**before)
+    first = run.but(strategy={"tp": 2})
+    resumed = run.but(**after)
     has_notice, _ = run_ranks(_has_notice, 2, first, resumed, tmp_path)
     assert has_notice == expected
 
@@ -199,10 +247,12 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
 
 
 def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path) -> None:
-    now, before = tmp_path / "now.ckpt", tmp_path / "before.ckpt"
+    now = tmp_path / "now.ckpt"
+    before = tmp_path / "before.ckpt"
     run_ranks(_save_and_gather, 3, LLAMA_RUN, now, before)
 
-    ours, theirs = read_tensors(now), read_tensors(before)
+    ours = read_tensors(now)
+    theirs = read_tensors(before)
     assert differences(theirs, ours) == []
     assert differences(read_plain_state(before), read_plain_state(now)) == []
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in ours) == len(ours) // 4
@@ -219,11 +269,23 @@ def test_master_weights_survive_a_change_of_precision(
     in_16_bits, in_32_bits, back = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c"))
     run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16), in_16_bits)
     first, *other_traces = run_ranks(
-        train, 3, LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)), in_32_bits
+        train,
+        3,
+        LLAMA_RUN.but(
+            strategy=optimizer,
+            ckpt_path=str(in_16_bits),
+        ),
+        in_32_bits,
     )
-    run_ranks(train, 2, LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)), back)
+    run_ranks(
+        train,
+        2,
+        LLAMA_RUN.but(trainer=BF16, ckpt_path=str(in_32_bits)),
+        back,
+    )
 
-    source, copy = read_tensors(in_16_bits), read_tensors(in_32_bits)
+    source = read_tensors(in_16_bits)
+    copy = read_tensors(in_32_bits)
     weights = [name for name in source if not name.startswith("optimizer.")]
     assert weights
     for name in weights:

@@ -65,7 +65,14 @@ def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int,
 
 @pytest.mark.parametrize(
     ("victim", "async_save"),
-    [pytest.param(0, False, marks=pytest.mark.exhaustive), (1, True)],
+    [
+        pytest.param(
+            0,
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
+        (1, True),
+    ],
     ids=["rank 0", "rank 1, async"],
 )
 def test_full_disk_warns_and_keeps_the_older_checkpoint(
@@ -88,7 +95,11 @@ def test_full_disk_warns_and_keeps_the_older_checkpoint(
 
 
 def _train_with_unserializable_state(run: Run, folder: Path) -> None:
-    fit(run, callback(state_dict=lambda: {"path": object()}), checkpoints_at(folder))
+    fit(
+        run,
+        callback(state_dict=lambda: {"path": object()}),
+        checkpoints_at(folder),
+    )
 
 
 def _train_below_a_file(run: Run, folder: Path) -> None:
@@ -114,7 +125,13 @@ def test_fatal_save_failures_end_the_run(
     tmp_path: Path, train: Any, arguments: tuple[Any, ...], message: str, left: list[str]
 ) -> None:
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(train, 2, RUN.but(strategy={"async_save": True}), tmp_path, *arguments)
+        run_ranks(
+            train,
+            2,
+            RUN.but(strategy={"async_save": True}),
+            tmp_path,
+            *arguments,
+        )
     assert caught.value.error_type == "CheckpointError"
     assert [path.name for path in tmp_path.iterdir()] == left
 
@@ -149,7 +166,10 @@ def _fail_on_one_rank(run: Run, folder: Path) -> None:
 
 
 def test_a_rank_that_fails_alone_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
-    run = RUN.but(strategy={"tp": 1, "async_save": True}, trainer={"enable_checkpointing": True})
+    run = RUN.but(
+        strategy={"tp": 1, "async_save": True},
+        trainer={"enable_checkpointing": True},
+    )
     with pytest.raises(RankError, match="a bad sample") as caught:
         run_ranks(_fail_on_one_rank, 2, run, tmp_path, timeout=60)
     assert (caught.value.rank, caught.value.error_type) == (1, "DataError")
@@ -168,7 +188,10 @@ def _fail_on_all_ranks(run: Run, folder: Path) -> None:
 
 
 def test_on_exception_checkpoint_saves_if_all_ranks_fail(tmp_path: Path) -> None:
-    run = RUN.but(strategy={"async_save": True}, trainer={"enable_checkpointing": True})
+    run = RUN.but(
+        strategy={"async_save": True},
+        trainer={"enable_checkpointing": True},
+    )
     with pytest.raises(RankError, match="everywhere"):
         run_ranks(_fail_on_all_ranks, 2, run, tmp_path)
     assert _names(tmp_path) == ["rescue.ckpt"]

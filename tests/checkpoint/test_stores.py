@@ -63,7 +63,11 @@ class SharedFileSystem(LocalFileSystem):
             if SharedFileSystem.copies_left == 0:
                 raise OSError("the store is gone")
             SharedFileSystem.copies_left -= 1
-        super().cp_file(self._strip_protocol(path1), self._strip_protocol(path2), **options)
+        super().cp_file(
+            self._strip_protocol(path1),
+            self._strip_protocol(path2),
+            **options,
+        )
 
 
 class RefusedError(Exception):
@@ -206,7 +210,18 @@ def _save_while_the_store_refuses(
 ) -> tuple[list[int], list[str], list[str]]:
     """Refuse another operation in each step, on one rank; return the steps, the warnings and the checkpoints."""
     register()
-    operations = ("exists", "info", "ls", "isdir", "open", "write", "close", None, "rm", None)
+    operations = (
+        "exists",
+        "info",
+        "ls",
+        "isdir",
+        "open",
+        "write",
+        "close",
+        None,
+        "rm",
+        None,
+    )
 
     def refuse(trainer: Any, *_: Any) -> None:
         trainer.strategy.barrier()
@@ -251,7 +266,13 @@ def _start_beside_unfinished_checkpoints(address: str) -> tuple[Trace, list[str]
     saver = checkpoints_at(address, save_last=True)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, trace = fit(RUN.but(trainer={"max_steps": 2}, ckpt_path="last"), saver)
+        _, trace = fit(
+            RUN.but(
+                trainer={"max_steps": 2},
+                ckpt_path="last",
+            ),
+            saver,
+        )
     return trace, [str(each.message) for each in caught]
 
 
@@ -285,7 +306,12 @@ def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: P
 
     register()
     strategy, saver = MegatronStrategy(), checkpoints_at(f"shared://{tmp_path}/run")  # type: ignore[arg-type]
-    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[saver], strategy=strategy)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=[saver],
+        strategy=strategy,
+    )
     SharedFileSystem.written.clear()
     assert strategy.checkpointing.resolve_ckpt_path(trainer, "last") == "last"
     assert SharedFileSystem.written == []
@@ -301,7 +327,12 @@ def test_inspect_and_convert_read_from_a_store(
     from lightning_megatron.storage.hub import local_folder
 
     register()
-    run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
+    run_ranks(
+        train,
+        1,
+        Run(trainer={"max_steps": 1}),
+        tmp_path / "one.ckpt",
+    )
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     from_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")
@@ -352,4 +383,8 @@ def test_missing_bucket_and_server_are_refused(s3_bucket: str) -> None:
 
 
 def _refuse_address(address: str) -> str:
-    return refusal(fit, Run(trainer={"max_steps": 1}), checkpoints_at(address))  # type: ignore[arg-type]
+    return refusal(
+        fit,
+        Run(trainer={"max_steps": 1}),
+        checkpoints_at(address),
+    )  # type: ignore[arg-type]

@@ -45,7 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """GPT families and variants by name: the family, and config fields that differ from its tiny model."""
 
-ENCODER_DECODERS: dict[str, Callable[[], Any]] = {"t5": t5, "t5_1_1": t5_1_1, "mt5": mt5}
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "t5": t5,
+    "t5_1_1": t5_1_1,
+    "mt5": mt5,
+}
 """Tied and scaled embeddings; untied; six layers."""
 BERTS = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering")
 NO_END: dict[str, Any] = {"eos_token_id": ()}
@@ -119,13 +123,16 @@ def prompts(
 ) -> tuple[torch.Tensor, ...]:
     """Token ids and attention mask [b, width], padded on ``side``; the real tokens do not depend on ``side``."""
     generator = torch.Generator().manual_seed(4)
-    tokens, mask = (
-        torch.full((len(lengths), width), 2),
-        torch.zeros(len(lengths), width, dtype=torch.long),
-    )
+    tokens = torch.full((len(lengths), width), 2)
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
         positions = slice(width - length, None) if side == "left" else slice(length)
-        tokens[row, positions] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+        tokens[row, positions] = torch.randint(
+            3,
+            VOCAB_SIZE,
+            (length,),
+            generator=generator,
+        )
         mask[row, positions] = 1
     return tokens, mask
 
@@ -147,7 +154,11 @@ def make_call(model: str, rows: tuple[torch.Tensor, ...] | None = None, **option
 @functools.cache
 def hf_output(call: Call) -> torch.Tensor:
     """Output of transformers; without a cache for T5s, since 5.23 makes one with the encoder's number of layers."""
-    options = {"do_sample": False, "use_cache": call.model not in ENCODER_DECODERS, **call.options}
+    options = {
+        "do_sample": False,
+        "use_cache": call.model not in ENCODER_DECODERS,
+        **call.options,
+    }
     options.pop("static_cache", None)
     eos = options.pop("eos_token_id", None)
     if eos is not None:
@@ -189,7 +200,14 @@ def run_with_models(
         for name in {call if isinstance(call, str) else call.model for call in calls}:
             hf_model(name).save_pretrained(directory / name)
         settings = Case(layout=layout, steps=1, **case)
-        return run_ranks(function, layout.world_size, str(directory), settings, list(calls), *more)
+        return run_ranks(
+            function,
+            layout.world_size,
+            str(directory),
+            settings,
+            list(calls),
+            *more,
+        )
     finally:
         shutil.rmtree(directory)
 
@@ -200,7 +218,10 @@ def run_with_models(
 def set_up(directory: str, case: Case, name: str) -> Any:
     """A module with model chunks built and weights loaded."""
     module = pretrained_module(f"{directory}/{name}")
-    row = {"input_ids": torch.arange(4), "labels": torch.arange(4)}
+    row = {
+        "input_ids": torch.arange(4),
+        "labels": torch.arange(4),
+    }
     rows = [row] * (case.layout.dp * case.layout.num_microbatches)
     loader: DataLoader[Any] = DataLoader(rows, batch_size=case.layout.num_microbatches)  # type: ignore[arg-type]
     trainer_of(case).validate(module, loader, verbose=False)
@@ -208,11 +229,16 @@ def set_up(directory: str, case: Case, name: str) -> Any:
 
 
 def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
-    modules, sequences = {}, []
+    modules = {}
+    sequences = []
     for call in calls:
         if call.model not in modules:
             modules[call.model] = set_up(directory, case, call.model)
         sequences.append(
-            modules[call.model].generate(call.input_ids, call.attention_mask, **call.options)
+            modules[call.model].generate(
+                call.input_ids,
+                call.attention_mask,
+                **call.options,
+            )
         )
     return sequences

@@ -33,7 +33,8 @@ def _split(*layers: int, vpp: int | None = None) -> Layout:
     return Layout(pp=2, vpp=vpp, num_microbatches=2, transformer_config_overrides=parts)
 
 
-ONE, EVERY = ("t5_1_1",), tuple(ENCODER_DECODERS)
+ONE = ("t5_1_1",)
+EVERY = tuple(ENCODER_DECODERS)
 CASES = (
     (Layout(tp=2, sequence_parallel=True), EVERY),
     (_split(2, 5), ONE),
@@ -41,7 +42,15 @@ CASES = (
 )
 RARER_CASES = (
     (Layout(pp=2, num_microbatches=2, recompute="full"), EVERY),
-    (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), EVERY),
+    (
+        Layout(
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+            num_microbatches=2,
+        ),
+        EVERY,
+    ),
     (_split(7, 0), ONE),
 )
 
@@ -57,15 +66,33 @@ def calls_of_every_t5() -> list[Call]:
         early = make_call(
             name, rows, max_new_tokens=12, min_new_tokens=3, pad_token_id=1, eos_token_id=ends
         )
-        calls += [endless, early, *(_option_calls(name, rows, ends[:1]) if name in ONE else ())]
+        calls += [
+            endless,
+            early,
+            *(_option_calls(name, rows, ends[:1]) if name in ONE else ()),
+        ]
     return calls
 
 
 def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...]) -> list[Call]:
     # Decoder prompts: rows without the start token, and rows with padding.
     ragged: dict[str, Any] = {
-        "decoder_input_ids": torch.tensor([[2, 5, 9], [2, 2, 7], [2, 2, 2], [2, 6, 6]]),
-        "decoder_attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [1, 1, 1]]),
+        "decoder_input_ids": torch.tensor(
+            [
+                [2, 5, 9],
+                [2, 2, 7],
+                [2, 2, 2],
+                [2, 6, 6],
+            ]
+        ),
+        "decoder_attention_mask": torch.tensor(
+            [
+                [1, 1, 1],
+                [0, 1, 1],
+                [0, 0, 1],
+                [1, 1, 1],
+            ]
+        ),
         **{"max_new_tokens": 6, "num_beams": 2, "min_length": 6, "pad_token_id": 1},
     }
     several: dict[str, Any] = {
@@ -74,7 +101,11 @@ def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...
         "max_new_tokens": 8,
         "pad_token_id": 1,
     }
-    begun = {"decoder_input_ids": rows[0][:, :2] + 1, "max_length": 9, "no_repeat_ngram_size": 2}
+    begun = {
+        "decoder_input_ids": rows[0][:, :2] + 1,
+        "max_length": 9,
+        "no_repeat_ngram_size": 2,
+    }
     return [
         make_call(name, rows, **several, eos_token_id=end),
         make_call(name, rows, repetition_penalty=1.7, max_new_tokens=8, **NO_END),
@@ -105,7 +136,11 @@ def test_sampling_from_hugging_face_logits_draws_the_same_tokens() -> None:
 @torch.no_grad()
 def _sample_by_hand(call: Call) -> torch.Tensor:
     tokens = torch.full((len(call.input_ids), 1), START)
-    request = build_request({"input_ids": call.input_ids}, call.options, model_of(call.model))
+    request = build_request(
+        {"input_ids": call.input_ids},
+        call.options,
+        model_of(call.model),
+    )
     for uniform in uniform_numbers(request.options.seed, request.max_new_tokens, len(tokens)):
         model = hf_model(call.model)
         logits = model(
@@ -131,7 +166,12 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def test_encoder_runs_once_and_wrong_inputs_are_refused() -> None:
-    call = make_call("t5", prompts(lengths=(7, 3)), max_new_tokens=4, **NO_END)
+    call = make_call(
+        "t5",
+        prompts(lengths=(7, 3)),
+        max_new_tokens=4,
+        **NO_END,
+    )
     ((lengths, refusals),) = run_with_models(_lengths_and_refusals, Layout(), [call])
     assert lengths == {"encoder": [7], "cross": [7, 0, 0, 0], "decoder": [1, 1, 1, 1]}
     for error, (_, _, message) in zip(refusals, REFUSED, strict=True):
@@ -141,7 +181,8 @@ def test_encoder_runs_once_and_wrong_inputs_are_refused() -> None:
 def _lengths_and_refusals(
     directory: str, case: Case, calls: list[Call]
 ) -> tuple[dict[str, list[int]], list[str]]:
-    module, call = set_up(directory, case, "t5"), calls[0]
+    module = set_up(directory, case, "t5")
+    call = calls[0]
     (chunk,) = (unwrap(chunk) for chunk in module.model_chunks)
     cross = chunk.decoder.layers[0].cross_attention.linear_kv
     parts = {"encoder": chunk.encoder, "cross": cross, "decoder": chunk.decoder}

@@ -31,7 +31,13 @@ from tests.tokenizers import byte_level_tokenizer
 LAYOUTS = (
     Layout(tp=2, sequence_parallel=True),
     Layout(pp=2, recompute="full"),
-    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective"),
+    Layout(
+        tp=2,
+        pp=2,
+        sequence_parallel=True,
+        num_microbatches=2,
+        recompute="selective",
+    ),
 )
 FEW = ("gpt2", "llama_dynamic", "mistral", "bloom")
 """One model for each kind of positional encoding."""
@@ -41,7 +47,11 @@ CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
     # How sequences end does not depend on the family, so a few models suffice.
     (LAYOUTS[0], EVERY, False),
     (LAYOUTS[0], FEW, True),
-    (Layout(pp=2, vpp=2, num_microbatches=2), FEW, True),
+    (
+        Layout(pp=2, vpp=2, num_microbatches=2),
+        FEW,
+        True,
+    ),
     (Layout(dp=3), FEW, True),
     (Layout(dp=2, ep=2), MIXTURES, True),
     (Layout(tp=4), ("gpt_bigcode", "falcon_40b"), False),  # more ranks than key-value heads
@@ -50,7 +60,11 @@ CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
 RARER_CASES = (
     *((layout, EVERY, True) for layout in LAYOUTS),
     (Layout(cp=2, tp=2), FEW, True),
-    (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), MIXTURES, True),
+    (
+        Layout(tp=2, pp=2, ep=2, sequence_parallel=True),
+        MIXTURES,
+        True,
+    ),
     (
         Layout(tp=2, dp=2, ep=4, sequence_parallel=True),
         MIXTURES[:1],
@@ -95,7 +109,14 @@ def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...], e
     compare(calls_of(models, ends=ends), layout)
 
 
-@pytest.mark.parametrize("layout", on_gpus(Layout(), *LAYOUTS[:2], Layout(dp=2)))
+@pytest.mark.parametrize(
+    "layout",
+    on_gpus(
+        Layout(),
+        *LAYOUTS[:2],
+        Layout(dp=2),
+    ),
+)
 def test_sequences_on_gpus_equal_hugging_face_on_cpu(layout: Layout) -> None:
     compare(calls_of(EVERY) + calls_of_every_t5(), layout, accelerator="gpu")
 
@@ -125,7 +146,13 @@ def test_padding_side_is_irrelevant_and_missing_bos_is_prepended() -> None:
             prompt = row[mask == 1]
             if "bos_token_id" in call.options and prompt[0] != first:
                 prompt = torch.cat((torch.tensor([first]), prompt))
-            expected = hf_output(Call(model=call.model, input_ids=prompt[None], options=alone))
+            expected = hf_output(
+                Call(
+                    model=call.model,
+                    input_ids=prompt[None],
+                    options=alone,
+                )
+            )
             assert sequence[-8:].tolist() == expected[0, -8:].tolist(), call.options
 
 
@@ -152,9 +179,18 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
     stop = tuple(new[3:5])
     end = next(n for n in range(2, 13) if tuple(new[n - 2 : n]) == stop)
     stopping = replace(
-        plain, options={**plain.options, "stop_sequences": (stop,), "pad_token_id": 1}
+        plain,
+        options={
+            **plain.options,
+            "stop_sequences": (stop,),
+            "pad_token_id": 1,
+        },
     )
-    one = replace(stopping, input_ids=rows[0][:1], attention_mask=None)
+    one = replace(
+        stopping,
+        input_ids=rows[0][:1],
+        attention_mask=None,
+    )
     sequences = generate([stopping, one], Layout(tp=2))
     assert sequences[0].tolist() == [
         complete[0, : 7 + end].tolist() + [1] * (12 - end),
@@ -165,17 +201,38 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
 
 def test_fewer_prompts_than_replicas_or_stages() -> None:
     call = make_call(
-        "qwen2", prompts(lengths=(5,), width=5), max_new_tokens=5, num_beams=2, **NO_END
+        "qwen2",
+        prompts(
+            lengths=(5,),
+            width=5,
+        ),
+        max_new_tokens=5,
+        num_beams=2,
+        **NO_END,
     )
     for layout in (Layout(dp=3), Layout(pp=4)):
         compare([call], layout)
 
 
 def test_bf16_sequences_equal_hugging_face() -> None:
-    call = make_call("llama", prompts(lengths=(7,)), max_new_tokens=6, **NO_END)
+    call = make_call(
+        "llama",
+        prompts(lengths=(7,)),
+        max_new_tokens=6,
+        **NO_END,
+    )
     model = copy.deepcopy(hf_model("llama")).to(torch.bfloat16)
-    expected = model.generate(call.input_ids, do_sample=False, max_new_tokens=6, eos_token_id=-1)
-    (actual,) = generate([call], Layout(pp=2), precision="bf16-mixed")
+    expected = model.generate(
+        call.input_ids,
+        do_sample=False,
+        max_new_tokens=6,
+        eos_token_id=-1,
+    )
+    (actual,) = generate(
+        [call],
+        Layout(pp=2),
+        precision="bf16-mixed",
+    )
     assert actual.tolist() == expected.tolist()
 
 
@@ -194,13 +251,22 @@ def test_on_tokens_streams_each_token_once_until_rows_end() -> None:
 def _stream(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
     from lightning_megatron.errors import ConfigError
 
-    module, steps = set_up(directory, case, "gpt2"), list[torch.Tensor]()
-    arguments: dict[str, Any] = {"attention_mask": calls[0].attention_mask, **calls[0].options}
+    module = set_up(directory, case, "gpt2")
+    steps = list[torch.Tensor]()
+    arguments: dict[str, Any] = {
+        "attention_mask": calls[0].attention_mask,
+        **calls[0].options,
+    }
     module.generate(calls[0].input_ids, on_tokens=steps.append, **arguments)
     # Passed on one rank, refused on all.
     on_tokens = steps.append if module.trainer.is_global_zero else None
     with pytest.raises(ConfigError, match="on_tokens streams tokens, num_beams=2 finds them"):
-        module.generate(calls[0].input_ids, on_tokens=on_tokens, num_beams=2, **arguments)
+        module.generate(
+            calls[0].input_ids,
+            on_tokens=on_tokens,
+            num_beams=2,
+            **arguments,
+        )
     return module.megatron.topology.dp_rank, torch.stack(steps, dim=1).tolist()
 
 
@@ -223,7 +289,11 @@ def test_beam_searches_equal_hugging_face() -> None:
     rows = prompts(lengths=(7, 3, 5))
     # End tokens that are likely at some positions, so that some beams end and some do not.
     likely = hf_output(make_call("llama", rows, max_new_tokens=12, **NO_END))
-    ends = (int(likely[0, 9]), int(likely[1, 12]), int(likely[2, 10]))
+    ends = (
+        int(likely[0, 9]),
+        int(likely[1, 12]),
+        int(likely[2, 10]),
+    )
     common = {"max_new_tokens": 11, "pad_token_id": 1}
     calls = [
         make_call("llama", rows, **o, **common, eos_token_id=eos)
@@ -240,10 +310,19 @@ def test_scores_equal_hugging_face() -> None:
     rows = prompts(lengths=(7, 4, 6))
     common: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 1}
     end = int(hf_output(make_call("llama", rows, **common, **NO_END))[0, 9])
-    options, beams = {**common, "eos_token_id": (end,)}, {"num_beams": 3, "num_return_sequences": 2}
+    options = {**common, "eos_token_id": (end,)}
+    beams = {"num_beams": 3, "num_return_sequences": 2}
     outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     one: Any = hf_output(make_call("llama", rows, **options, **outputs))
-    several: Any = hf_output(make_call("llama", rows, **options, **beams, **outputs))
+    several: Any = hf_output(
+        make_call(
+            "llama",
+            rows,
+            **options,
+            **beams,
+            **outputs,
+        )
+    )
     beam_scores = hf_model("llama").compute_transition_scores(
         several.sequences, several.scores, several.beam_indices
     )
@@ -260,7 +339,15 @@ def test_scores_equal_hugging_face() -> None:
         (one.sequences, scores, scores.sum(-1)),
         (several.sequences, beam_scores, several.sequences_scores),
     )
-    calls = [make_call("llama", rows, **options), make_call("llama", rows, **options, **beams)]
+    calls = [
+        make_call("llama", rows, **options),
+        make_call(
+            "llama",
+            rows,
+            **options,
+            **beams,
+        ),
+    ]
     for outputs_of_rank in run_with_models(_generate_with_scores, Layout(tp=2, dp=2), calls):
         for actual, (sequences, log_probabilities, scores) in zip(
             outputs_of_rank, expected, strict=True
@@ -299,9 +386,16 @@ def test_stop_strings_end_sequences_like_hugging_face() -> None:
         int(ids[2, -1]): b"st",
         new[2][0]: b"opera",
     }
-    pieces |= {new[3][1]: b" 0.", new[3][2]: b"1.", new[3][3]: b"2.3"}
+    pieces |= {
+        new[3][1]: b" 0.",
+        new[3][2]: b"1.",
+        new[3][3]: b"2.3",
+    }
     assert len(pieces) == 8
-    plain |= {"stop_strings": ("é", "bc", "stop", "0.1.2"), "tokenizer": _tokenizer(pieces)}
+    plain |= {
+        "stop_strings": ("é", "bc", "stop", "0.1.2"),
+        "tokenizer": _tokenizer(pieces),
+    }
     ending = {**plain, "eos_token_id": (new[0][2],)}
     beams = {**plain, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
     # Also with an end-of-sequence token, and with a minimum length, which only delays the latter.
@@ -325,7 +419,13 @@ def _stopped_t5() -> Call:
         "pad_token_id": 3,
     } | NO_END
     plain = hf_output(make_call("t5_1_1", rows, **begun)).tolist()
-    tokenizer = _tokenizer({5: b"sto", plain[0][2]: b"p", plain[1][4]: b"stop"})
+    tokenizer = _tokenizer(
+        {
+            5: b"sto",
+            plain[0][2]: b"p",
+            plain[1][4]: b"stop",
+        }
+    )
     call = make_call("t5_1_1", rows, **begun, stop_strings="stop", tokenizer=tokenizer)
     assert hf_output(call)[:, 3:].tolist() == [[3, 3], plain[1][3:5]]
     return call

@@ -40,7 +40,11 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "precision"),
     [
-        ("gpt2", Layout(tp=2, sequence_parallel=True, recompute="full"), "bf16-mixed"),
+        (
+            "gpt2",
+            Layout(tp=2, sequence_parallel=True, recompute="full"),
+            "bf16-mixed",
+        ),
         pytest.param(
             "gpt2",
             Layout(pp=2, vpp=2, num_microbatches=2),
@@ -51,7 +55,13 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
         ("gpt2", Layout(cp=2), "bf16-mixed"),
         pytest.param(
             "t5",
-            Layout(tp=2, pp=2, num_microbatches=2, sequence_parallel=True, recompute="full"),
+            Layout(
+                tp=2,
+                pp=2,
+                num_microbatches=2,
+                sequence_parallel=True,
+                recompute="full",
+            ),
             "32-true",
             marks=pytest.mark.exhaustive,
         ),
@@ -63,7 +73,13 @@ def test_generation_does_not_disturb_training(model: str, layout: Layout, precis
     dropout = (
         (("dropout_rate", 0.1),) if model == "t5" else (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
     )
-    case = Case(model=model, layout=layout, steps=3, model_fields=dropout, precision=precision)
+    case = Case(
+        model=model,
+        layout=layout,
+        steps=3,
+        model_fields=dropout,
+        precision=precision,
+    )
     undisturbed = run_ranks(_train, layout.world_size, case, False)
     disturbed = run_ranks(_train, layout.world_size, case, True)
     for (expected, _), (actual, sequences) in zip(undisturbed, disturbed, strict=True):
@@ -99,13 +115,22 @@ def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
         def _generate(self) -> None:
             if not generates:
                 return
-            settings, gradients = (
-                _settings(self),
-                [p.requires_grad for p in self.model_chunks.parameters()],
+            settings = _settings(self)
+            gradients = [p.requires_grad for p in self.model_chunks.parameters()]
+            prompts = torch.tensor(
+                [
+                    [1, 2],
+                    [3, 4],
+                    [5, 6],
+                ]
             )
-            prompts = torch.tensor([[1, 2], [3, 4], [5, 6]])
             sequences.append(
-                self.generate(prompts, max_new_tokens=6, temperature=1.3, eos_token_id=()).tolist()
+                self.generate(
+                    prompts,
+                    max_new_tokens=6,
+                    temperature=1.3,
+                    eos_token_id=(),
+                ).tolist()
             )
             assert _settings(self) == settings
             assert [p.requires_grad for p in self.model_chunks.parameters()] == gradients
@@ -159,7 +184,9 @@ def test_wrong_input_is_refused_on_every_rank_without_side_effects() -> None:
 
 
 def _refusals(case: Case) -> list[str]:
-    module, trainer, errors = module_of(case), trainer_of(case), []
+    module = module_of(case)
+    trainer = trainer_of(case)
+    errors = []
     assert "there is no model before" in refusal(module.generate, torch.tensor([[1]]))
     trainer.validate(module, loader_of(case), verbose=False)
     module.model_chunks.train()

@@ -43,8 +43,20 @@ def _loader(batch: Batch) -> DataLoader[Any]:
     ("model", "layout"),
     [
         ("llama", Layout(pp=2, dp=2)),
-        ("mt5", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
-        pytest.param("mt5", Layout(cp=2, dp=2), marks=pytest.mark.exhaustive),
+        (
+            "mt5",
+            Layout(
+                tp=2,
+                pp=2,
+                sequence_parallel=True,
+                num_microbatches=2,
+            ),
+        ),
+        pytest.param(
+            "mt5",
+            Layout(cp=2, dp=2),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -66,7 +78,8 @@ def _predict_sequences(
     (call,) = calls
     module = pretrained_module(f"{directory}/{call.model}")
     module.generation = GenerationOptions(**call.options)
-    ids, mask = call.input_ids, call.attention_mask
+    ids = call.input_ids
+    mask = call.attention_mask
     assert mask is not None
     rows = {"input_ids": ids, "attention_mask": mask}
     if call.model == "mt5":  # a batch of Megatron-Core's T5 dataset; the targets must not be used
@@ -116,7 +129,8 @@ def _predict_logits(
     from lightning_megatron import gather_predictions
 
     results = []
-    dp, last_stage_only = case.layout.dp, case.layout.dp > 1 < case.layout.pp
+    dp = case.layout.dp
+    last_stage_only = case.layout.dp > 1 < case.layout.pp
     for name in names:
         rows = rows_of(name)
         module = pretrained_module(
@@ -124,7 +138,11 @@ def _predict_logits(
         )
         trainer = trainer_of(case)
         # A batch of Megatron-Core's GPT dataset, whose last token is only a label.
-        text = torch.nn.functional.pad(rows["input_ids"], (0, 1), value=-1)
+        text = torch.nn.functional.pad(
+            rows["input_ids"],
+            (0, 1),
+            value=-1,
+        )
         predictions = trainer.predict(module, _loader({"text": text} if last_stage_only else rows))
         if predictions[0] is not None:  # on the last stage; a short last batch is not padded
             assert sum(len(batch) for batch in predictions) in (
@@ -145,11 +163,31 @@ def _predict_logits(
             Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
             ("t5", "t5_1_1", "bloom", *BERTS[:3]),
         ),
-        (Layout(pp=2, vpp=2, num_microbatches=2), ("qwen3",)),
-        (Layout(pp=2, dp=2, num_microbatches=2), ("gpt2",)),
+        (
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+            ),
+            ("qwen3",),
+        ),
+        (
+            Layout(
+                pp=2,
+                dp=2,
+                num_microbatches=2,
+            ),
+            ("gpt2",),
+        ),
         (Layout(dp=3), ("llama",)),
         pytest.param(
-            Layout(cp=2, tp=2, dp=2), ("gpt2", "t5", *BERTS), marks=pytest.mark.exhaustive
+            Layout(
+                cp=2,
+                tp=2,
+                dp=2,
+            ),
+            ("gpt2", "t5", *BERTS),
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -158,11 +196,27 @@ def test_logits_equal_hugging_face_in_dataset_order(layout: Layout, names: tuple
     _compare(layout, names, atol=ATOL)
 
 
-@pytest.mark.parametrize("layout", on_gpus(Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)))
+@pytest.mark.parametrize(
+    "layout",
+    on_gpus(
+        Layout(),
+        Layout(tp=2),
+        Layout(pp=2),
+        Layout(dp=2),
+    ),
+)
 def test_logits_on_gpus_equal_hugging_face(layout: Layout) -> None:
     _compare(
         layout,
-        ("gpt2", "qwen3", "bloom", "mistral", "t5", "t5_1_1", *BERTS[:3]),
+        (
+            "gpt2",
+            "qwen3",
+            "bloom",
+            "mistral",
+            "t5",
+            "t5_1_1",
+            *BERTS[:3],
+        ),
         atol=5e-5,
         accelerator="gpu",
     )
@@ -179,7 +233,8 @@ def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -
                 assert (actual.shape, actual.dtype) == (expected.shape, torch.float32)
                 if name in MODELS:
                     real = rows_of(name)["attention_mask"] == 1
-                    actual, expected = actual[real], expected[real]
+                    actual = actual[real]
+                    expected = expected[real]
                 torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol)
 
 
@@ -256,12 +311,11 @@ REFUSED = (
 def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
     from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
 
-    module, rows = (
-        pretrained_module(f"{directory}/{names[0]}", return_logits=True),
-        _loader(rows_of(names[0])),
-    )
+    module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
+    rows = _loader(rows_of(names[0]))
     two_rows: Any = [{"input_ids": torch.arange(3)}] * 2
-    trainer, streaming = trainer_of(case), trainer_of(case)
+    trainer = trainer_of(case)
+    streaming = trainer_of(case)
     calls = (
         lambda: trainer_of(case).predict(module, DataLoader(two_rows, batch_size=2)),
         lambda: trainer_of(case).predict(

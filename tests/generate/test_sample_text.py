@@ -54,17 +54,23 @@ def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
     class TextLogger(Logger):
         """Like TensorBoard's logger; only rank 0 writes."""
 
-        name, version = "text", 0
+        name = "text"
+        version = 0
         experiment = SimpleNamespace(add_text=lambda *arguments: logged.append(arguments))
 
         def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
 
         def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None: ...
 
-    module, options = module_of(case), GenerationOptions(max_new_tokens=6, eos_token_id=())
+    module = module_of(case)
+    options = GenerationOptions(max_new_tokens=6, eos_token_id=())
     sample = SampleText(tokenizer, PROMPTS, every_n_steps=2, generation=options)
     loggers = [TextLogger(), CSVLogger(folder, name="", version="csv")]
-    trainer_of(case, callbacks=[sample], logger=loggers).fit(module, loader_of(case))
+    trainer_of(
+        case,
+        callbacks=[sample],
+        logger=loggers,
+    ).fit(module, loader_of(case))
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     rows = module.generate(
         torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=()
@@ -92,7 +98,8 @@ def _train_without_logger(case: Case, tokenizer: Path) -> tuple[str, dict[str, A
 
     from lightning_megatron import ConfigError, GenerationOptions, SampleText, ThroughputMonitor
 
-    module, out = module_of(case, generation=GenerationOptions(max_new_tokens=3)), io.StringIO()
+    module = module_of(case, generation=GenerationOptions(max_new_tokens=3))
+    out = io.StringIO()
     loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer is accepted like its directory
     if case.model != "t5":
         trainer = trainer_of(case, callbacks=[SampleText(loaded, ["w1", " ".join(["w1"] * 17)])])

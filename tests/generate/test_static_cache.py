@@ -23,7 +23,13 @@ from tests.generate.models import (
 from tests.generate.tape import TapeRecorder
 from tests.parity.training import Case, Layout, refusal
 
-TWO_BY_TWO = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, recompute="selective")
+TWO_BY_TWO = Layout(
+    tp=2,
+    pp=2,
+    sequence_parallel=True,
+    num_microbatches=2,
+    recompute="selective",
+)
 EVERY = (
     "gpt2",
     "gpt_bigcode",
@@ -48,9 +54,19 @@ OPTIONS: tuple[dict[str, Any], ...] = (
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
         pytest.param(
-            Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.exhaustive
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+            ),
+            ("llama",),
+            marks=pytest.mark.exhaustive,
         ),
-        pytest.param(Layout(tp=4), ("gpt_bigcode",), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(tp=4),
+            ("gpt_bigcode",),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -71,7 +87,12 @@ def test_attention_window_grows_with_the_sequences() -> None:
         for o in OPTIONS
     ]
     static = [replace(call, options={**call.options, "static_cache": True}) for call in plain]
-    ((sequences, counts),) = run_with_models(_record, Layout(), plain + static, 8)
+    ((sequences, counts),) = run_with_models(
+        _record,
+        Layout(),
+        plain + static,
+        8,
+    )
     for call, growing, fixed in zip(
         plain, sequences[: len(plain)], sequences[len(plain) :], strict=True
     ):
@@ -81,13 +102,19 @@ def test_attention_window_grows_with_the_sequences() -> None:
 
 
 def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    gpu = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
     # Frequencies depend on the length; the host counts tokens per expert.
     dynamic = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
     assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
         dynamic
     )
-    cases = ((None, 7, gpu), (None, 8, cpu), (True, 8, gpu), (False, 8, gpu))
+    cases = (
+        (None, 7, gpu),
+        (None, 8, cpu),
+        (True, 8, gpu),
+        (False, 8, gpu),
+    )
     defaults = [
         uses_static_cache(option, new, model_of("llama"), device) for option, new, device in cases
     ]
@@ -104,13 +131,29 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
 @pytest.mark.parametrize(
     ("layout", "models"),
     [
-        pytest.param(Layout(), (*EVERY, "olmo2"), marks=pytest.mark.gpu(1)),
+        pytest.param(
+            Layout(),
+            (*EVERY, "olmo2"),
+            marks=pytest.mark.gpu(1),
+        ),
         pytest.param(
             Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2"), marks=pytest.mark.gpu(2)
         ),
-        pytest.param(Layout(pp=2), ("gpt2", "llama", "bloom"), marks=pytest.mark.gpu(2)),
-        pytest.param(Layout(pp=2, vpp=2, num_microbatches=2), ("llama",), marks=pytest.mark.gpu(2)),
-        pytest.param(Layout(tp=2, pp=2), ("llama", "bloom"), marks=pytest.mark.gpu(4)),
+        pytest.param(
+            Layout(pp=2),
+            ("gpt2", "llama", "bloom"),
+            marks=pytest.mark.gpu(2),
+        ),
+        pytest.param(
+            Layout(pp=2, vpp=2, num_microbatches=2),
+            ("llama",),
+            marks=pytest.mark.gpu(2),
+        ),
+        pytest.param(
+            Layout(tp=2, pp=2),
+            ("llama", "bloom"),
+            marks=pytest.mark.gpu(4),
+        ),
     ],
     ids=str,
 )
@@ -186,7 +229,8 @@ def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
     from lightning_megatron.engine.ops.key_value_cache import TokenStep
 
     generate = _generator(set_up(directory, case, calls[0].model), calls[0])
-    before, original = generate(False), TokenStep.additive_mask
+    before = generate(False)
+    original = TokenStep.additive_mask
 
     def synchronize(self: TokenStep, *args: Any) -> torch.Tensor:
         self.slot.item()

@@ -51,7 +51,12 @@ _ABSENT = "no default"
 
 def interface() -> Interface:
     """The current interface; needs no imports in the calling process."""
-    return {**_names(), **_commands(), **_trainer_commands(), **_strategies()}
+    return {
+        **_names(),
+        **_commands(),
+        **_trainer_commands(),
+        **_strategies(),
+    }
 
 
 def incompatibilities(old: Interface, new: Interface) -> dict[str, str]:
@@ -174,7 +179,8 @@ def _format(default: Any) -> str:
 
 def _alternatives(hint: Any) -> Iterator[str]:
     """Members of a union and values of a ``Literal``."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, types.UnionType):
         for argument in arguments:
             yield from _alternatives(argument)
@@ -230,9 +236,19 @@ def _trainer_commands() -> Interface:
         flags = re.findall(r"--[a-z]\w*(?:\.[a-z]\w*)*", _run(command, "--help"))
         options |= {f"{command} {flag}": "option" for flag in flags}
     callbacks = [f"--trainer.callbacks+={name}" for name in _CALLBACKS]
-    config = yaml.safe_load(_run("fit", "--model.model=config.json", *callbacks, *_FIT.split()))
+    config = yaml.safe_load(
+        _run(
+            "fit",
+            "--model.model=config.json",
+            *callbacks,
+            *_FIT.split(),
+        )
+    )
     config["trainer"] = {name: config["trainer"][name] for name in ("strategy", "callbacks")}
-    return {**options, **{f"fit YAML {path}": value for path, value in _leaves(config)}}
+    return {
+        **options,
+        **{f"fit YAML {path}": value for path, value in _leaves(config)},
+    }
 
 
 def _run(*arguments: str) -> str:

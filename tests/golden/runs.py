@@ -84,7 +84,11 @@ BLEND = Run(
     strategy={"tp": 2, "pp": 2},
     trainer={"max_steps": 6, "precision": "bf16-mixed"},
 )
-WITHOUT_DROPOUT = replace(BLEND, strategy={}, model={**MODELS["gpt2"], **NO_DROPOUT})
+WITHOUT_DROPOUT = replace(
+    BLEND,
+    strategy={},
+    model={**MODELS["gpt2"], **NO_DROPOUT},
+)
 """For comparisons at other layouts, whose ranks draw other random numbers."""
 SHUFFLED = Run(model=MODELS["llama"], trainer={"max_epochs": 3})
 """Five steps per epoch, on two replicas."""
@@ -161,7 +165,12 @@ def train(run: Run, files: Path, work: Path) -> Steps:
             for key in ("data_path", "tokenizer")
             if key in run.indexed
         }
-        run = run.but(indexed={"index_cache": str(work / "cache"), **paths})
+        run = run.but(
+            indexed={
+                "index_cache": str(work / "cache"),
+                **paths,
+            }
+        )
     rows: Steps = {}
     """Row hashes of each step, and of the validation after it."""
 
@@ -191,7 +200,8 @@ def train(run: Run, files: Path, work: Path) -> Steps:
 
 def merge_ranks(run: Run, ranks: list[Steps]) -> dict[str, dict[str, Any]]:
     """Steps in the form of the JSON records, with the rows of each replica; all ranks must agree on other values."""
-    tp, pp = run.strategy.get("tp", 1), run.strategy.get("pp", 1)
+    tp = run.strategy.get("tp", 1)
+    pp = run.strategy.get("pp", 1)
     replicas = ranks[: len(ranks) // pp : tp]  # first rank of the first stage of each
     steps: dict[str, dict[str, Any]] = {}
     for step, values in ranks[0].items():
@@ -266,7 +276,8 @@ def command(line: str, *values: object) -> str:
 def make_datasets(files: Path, work: Path) -> None:
     """Write indexed datasets of the corpora in ``files``, and two of them merged."""
     for name, options in DATASETS.items():
-        corpus, tokenizer = name.split("_")[0], "pieces" if name == "books_pieces" else "words"
+        corpus = name.split("_")[0]
+        tokenizer = "pieces" if name == "books_pieces" else "words"
         line = f"preprocess --input {{}} --output-prefix {{}} {options}"
         command(line, files / f"{corpus}.jsonl", work / name, files / tokenizer)
     parts = (work / f"{name}_text_document" for name in ("books", "web"))

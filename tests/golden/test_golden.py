@@ -62,13 +62,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(BLEND, 4, "blend", "blend", _BF16, id="blend, tp2 pp2 as before"),
         pytest.param(
-            *(
-                replace(WITHOUT_DROPOUT, strategy={"pp": 2}),
-                4,
-                "blend without dropout",
-                "blend",
-                _BF16,
-            ),
+            replace(WITHOUT_DROPOUT, strategy={"pp": 2}),
+            4,
+            "blend without dropout",
+            "blend",
+            _BF16,
             id="blend, pp2 dp2",
         ),
         pytest.param(
@@ -84,9 +82,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             id="shuffled, tp2",
         ),
         pytest.param(BERT, 2, "bert", "bert", _FP32, id="bert, tp2 as before"),
-        pytest.param(replace(BERT, strategy={}), 1, "bert", "bert", _FP32, id="bert, one rank"),
+        pytest.param(
+            replace(BERT, strategy={}),
+            1,
+            "bert",
+            "bert",
+            _FP32,
+            id="bert, one rank",
+        ),
         pytest.param(T5, 2, "t5", "t5", _FP32, id="t5, pp2 as before"),
-        pytest.param(replace(T5, strategy={}), 1, "t5", "t5", _FP32, id="t5, one rank"),
+        pytest.param(
+            replace(T5, strategy={}),
+            1,
+            "t5",
+            "t5",
+            _FP32,
+            id="t5, one rank",
+        ),
     ],
 )
 def test_resume_equals_the_recorded_run(
@@ -102,12 +114,22 @@ def test_resume_equals_the_recorded_run(
     expected = _record("steps")[record]
 
     resumed = run.but(ckpt_path=str(checkpoints / f"{checkpoint}.ckpt"))
-    steps = runs.merge_ranks(resumed, run_ranks(runs.train, world_size, resumed, FILES, tmp_path))
+    steps = runs.merge_ranks(
+        resumed,
+        run_ranks(
+            runs.train,
+            world_size,
+            resumed,
+            FILES,
+            tmp_path,
+        ),
+    )
 
     assert list(steps) == list(expected)
     is_same_layout = (run, world_size) == RUNS[checkpoint]
     for step, values in steps.items():
-        rows, recorded = values["rows"], expected[step]["rows"]
+        rows = values["rows"]
+        recorded = expected[step]["rows"]
         assert rows == recorded if is_same_layout else _sorted(rows) == _sorted(recorded), (
             f"step {step}: other samples"
         )

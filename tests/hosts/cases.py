@@ -47,7 +47,12 @@ class Cluster:
     def start(self, host: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
         log = self._files.enter_context((self.folder / f"{host}.log").open("a"))
         script = [str(ROOT / "tests" / "hosts" / "train.py"), json.dumps(self.options)]
-        return self.network.run(host, [*command, *script], log, **environment)
+        return self.network.run(
+            host,
+            [*command, *script],
+            log,
+            **environment,
+        )
 
     def torchrun(self, host: str) -> subprocess.Popen[bytes]:
         """Start an agent with the two lines of docs/several_hosts.md, other sizes and our script."""
@@ -56,7 +61,11 @@ class Cluster:
         words = shlex.split(line)
         options = [sizes.get(word, word) for word in words[1 : words.index("-m")]]
         name, value = export.removeprefix("export ").split("=")
-        return self.start(host, python("-m", "torch.distributed.run", *options), **{name: value})
+        return self.start(
+            host,
+            python("-m", "torch.distributed.run", *options),
+            **{name: value},
+        )
 
     def task(self, host: str, **more: str) -> subprocess.Popen[bytes]:
         """Start the task of one of two hosts with the variables of SLURM."""
@@ -121,7 +130,12 @@ def _losses_of_one_process(max_steps: int) -> dict[int, float]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "STEP_SECONDS": "0"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "STEP_SECONDS": "0",
+    }
 
 
 @pytest.fixture
@@ -138,13 +152,15 @@ def print_time(text: str) -> None:
 def test_torchrun_continues_without_a_host_and_readmits_it(
     network: Network, tmp_path: Path
 ) -> None:
-    hosts, lost = network.hosts, network.hosts[-1]
+    hosts = network.hosts
+    lost = network.hosts[-1]
     cluster = Cluster(network, tmp_path, devices=1, max_steps=100)
     agents = {host: cluster.torchrun(host) for host in hosts}
     cluster.wait_for_step(3, world_size=len(hosts))
 
     network.unplug(lost)
-    begin, done = time.monotonic(), len(cluster.lines("steps"))
+    begin = time.monotonic()
+    done = len(cluster.lines("steps"))
     time.sleep(10)
     network.plug(lost)
     cluster.wait_for(lambda: len(cluster.lines("steps")) > done + 2)
@@ -155,7 +171,8 @@ def test_torchrun_continues_without_a_host_and_readmits_it(
 
     network.unplug(lost)
     network.kill(lost)
-    begin, done = time.monotonic(), len(cluster.lines("steps"))
+    begin = time.monotonic()
+    done = len(cluster.lines("steps"))
     noticed = cluster.wait_for(lambda: "failed (exitcode" in cluster.logs())
     cluster.wait_for(
         lambda: (

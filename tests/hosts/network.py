@@ -90,8 +90,16 @@ class Network:
         for host in self.hosts:
             self.kill(host)
             for arguments in (("netns", "del", _space(host)), ("link", "del", _cable(host))):
-                subprocess.run(["ip", *arguments], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["ip", "link", "del", _SWITCH], stderr=subprocess.DEVNULL, check=False)
+                subprocess.run(
+                    ["ip", *arguments],
+                    stderr=subprocess.DEVNULL,
+                    check=False,
+                )
+        subprocess.run(
+            ["ip", "link", "del", _SWITCH],
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
 
     def run(
         self, host: str, command: Sequence[str], log: IO[str], **environment: str
@@ -116,8 +124,16 @@ class Network:
         ]
         return subprocess.Popen(
             ["ip", "netns", "exec", _space(host), *boot],
-            **{"cwd": log.name.rpartition("/")[0], "stdout": log, "stderr": subprocess.STDOUT},
-            env={**inherited, "HOME": os.environ.get("HOME", "/root"), **environment},
+            **{
+                "cwd": log.name.rpartition("/")[0],
+                "stdout": log,
+                "stderr": subprocess.STDOUT,
+            },
+            env={
+                **inherited,
+                "HOME": os.environ.get("HOME", "/root"),
+                **environment,
+            },
         )
 
     def unplug(self, host: str) -> None:
@@ -131,7 +147,15 @@ class Network:
     def kill(self, host: str) -> None:
         """Kill every process of a host; if it is unplugged, no connection is closed, as in a loss of power."""
         listed = subprocess.run(
-            ["ip", "netns", "pids", _space(host)], capture_output=True, text=True, check=False
+            [
+                "ip",
+                "netns",
+                "pids",
+                _space(host),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
@@ -155,4 +179,9 @@ def _cable(host: str) -> str:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+    subprocess.run(
+        ["ip", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )

@@ -48,7 +48,13 @@ class Slurm(Cluster):
     """A SLURM job with one task on each host of a network."""
 
     def __init__(self, network: Network, folder: Path) -> None:
-        super().__init__(network, folder, devices=1, max_steps=60, cache="cache of HOST")
+        super().__init__(
+            network,
+            folder,
+            devices=1,
+            max_steps=60,
+            cache="cache of HOST",
+        )
         self._conf = str(folder / "slurm.conf")
         Path(self._conf).write_text(_CONF.format(folder))
         (folder / "cgroup.conf").write_text(
@@ -89,7 +95,8 @@ class Slurm(Cluster):
 
     def check_restart(self, fault: str, cause: Callable[[], object]) -> None:
         """Cause a fault, and wait until the job has been restarted and takes steps."""
-        starts, begin = len(self.lines("begins")), time.monotonic()
+        starts = len(self.lines("begins"))
+        begin = time.monotonic()
         cause()
         self.wait_for(lambda: self.ask("squeue -h -o", "%T %r").split() == ["PENDING", "BeginTime"])
         queued = time.monotonic() - begin
@@ -122,7 +129,8 @@ def test_restarted_slurm_job_resumes_exactly(network: Network, tmp_path: Path) -
     )
     job.check_restart("a cable is pulled for ever", lambda: network.unplug("host2"))
     job.wait_for(lambda: not job.ask("squeue -h"))
-    begins, steps = job.lines("begins"), job.lines("steps")
+    begins = job.lines("begins")
+    steps = job.lines("steps")
     assert [world_size for _, world_size, *_ in begins] == [2] * 8 + [1], job.log_tails()
     assert "Restarts=4" in job.ask("scontrol show job 1")
     assert steps[-1][0] == 60

@@ -43,7 +43,12 @@ class Recorder(Callback):
         if trainer.global_rank == 0:
             _write(
                 "steps",
-                [trainer.global_step, float(outputs["loss"]), trainer.world_size, time.time()],
+                [
+                    trainer.global_step,
+                    float(outputs["loss"]),
+                    trainer.world_size,
+                    time.time(),
+                ],
             )
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.5")))
 
@@ -89,7 +94,12 @@ def main() -> None:
         },
     )
     trainer.fit(
-        MegatronModule(model={**model, **dropout}, lr=1e-2), datamodule=data, ckpt_path="last"
+        MegatronModule(
+            model={**model, **dropout},
+            lr=1e-2,
+        ),
+        datamodule=data,
+        ckpt_path="last",
     )
     print("interface", os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
 

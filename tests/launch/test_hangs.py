@@ -34,7 +34,10 @@ def _callback(hook: str, act: Callable[[Any], None], rank: int) -> Any:
 
 
 def _train(strategy: dict[str, Any], act: Callable[[Any], None], rank: int, folder: Path) -> None:
-    run = Run(strategy=strategy, trainer={"max_steps": 4, "default_root_dir": str(folder)})
+    run = Run(
+        strategy=strategy,
+        trainer={"max_steps": 4, "default_root_dir": str(folder)},
+    )
     fit(run, _callback(BATCH_END, act, rank), checkpoints_at(folder))
 
 
@@ -55,7 +58,13 @@ BATCH_END = "on_train_batch_end"
         pytest.param(
             {"pp": 2}, _sleep, 1, r"is in Hooks\.on_train_batch_end \(.* in _sleep\)", id="sleeps"
         ),
-        pytest.param({"tp": 2}, _stop, 0, "whose store has not answered", id="rank 0 is stopped"),
+        pytest.param(
+            {"tp": 2},
+            _stop,
+            0,
+            "whose store has not answered",
+            id="rank 0 is stopped",
+        ),
     ],
 )
 def test_hanging_run_names_the_rank_and_its_location(
@@ -63,7 +72,14 @@ def test_hanging_run_names_the_rank_and_its_location(
 ) -> None:
     """More ways to hang: tests/campaigns/faults.py."""
     with pytest.raises(RankError) as caught:
-        run_ranks(_train, 2, {**strategy, "heartbeat": Heartbeat(**LIMITS)}, act, rank, tmp_path)
+        run_ranks(
+            _train,
+            2,
+            {**strategy, "heartbeat": Heartbeat(**LIMITS)},
+            act,
+            rank,
+            tmp_path,
+        )
     lines = _error_lines(caught.value)
     expected = rf"error: rank {rank} hangs.*{message}.*stacks of all ranks: {tmp_path}/stacks"
     assert [line for line in lines if not re.match(expected, line)] == []
@@ -111,7 +127,13 @@ def _hang_in_a_worker(folder: Path) -> None:
         )  # type: ignore[arg-type]
 
     trainer = {"max_steps": 4, "default_root_dir": str(folder)}
-    fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer, loader=loader))
+    fit(
+        Run(
+            strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)},
+            trainer=trainer,
+            loader=loader,
+        )
+    )
 
 
 def _stop_before_the_first_sample(folder: Path) -> None:
@@ -126,7 +148,12 @@ def _stop_before_the_first_sample(folder: Path) -> None:
 
     Watch.start = start_and_stop  # type: ignore[method-assign]
     trainer = {"max_steps": 4, "default_root_dir": str(folder)}
-    fit(Run(strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)}, trainer=trainer))
+    fit(
+        Run(
+            strategy={"tp": 2, "heartbeat": Heartbeat(**LIMITS)},
+            trainer=trainer,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,8 +204,12 @@ def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: 
         "default_root_dir": str(folder),
     }
     fit(
-        Run(strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)}, trainer=trainer),
-        *(slow, _callback(BATCH_END, act, 1)),
+        Run(
+            strategy={**strategy, "heartbeat": Heartbeat(setup=60, step=5)},
+            trainer=trainer,
+        ),
+        slow,
+        _callback(BATCH_END, act, 1),
     )
 
 
@@ -205,14 +236,22 @@ def test_hanging_rank_is_named_while_nccl_waits(
 
 
 def _send_sigterm(trainer: Any) -> None:
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(
+        0.5,
+        os.kill,
+        (os.getpid(), signal.SIGTERM),
+    ).start()
 
 
 def _hang_and_terminate(accelerator: str, folder: Path) -> None:
     limits = Heartbeat(setup=100, step=100, grace=2)
     trainer = {"accelerator": accelerator, "max_steps": 4, "default_root_dir": str(folder)}
     callbacks = [_callback(BATCH_END, _send_sigterm, 0), _callback(BATCH_END, _sleep, 1)]
-    fit(Run(strategy={"heartbeat": limits}, trainer=trainer), *callbacks, checkpoints_at(folder))
+    fit(
+        Run(strategy={"heartbeat": limits}, trainer=trainer),
+        *callbacks,
+        checkpoints_at(folder),
+    )
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
@@ -254,7 +293,12 @@ def _take_long(folder: Path) -> tuple[int, list[str]]:
         _callback("on_train_batch_start", _stop_and_continue, 1),
     ]
     run = Run(
-        strategy={"heartbeat": Heartbeat(setup=LIMITS["setup"], step=LIMITS["step"] + 3)},
+        strategy={
+            "heartbeat": Heartbeat(
+                setup=LIMITS["setup"],
+                step=LIMITS["step"] + 3,
+            )
+        },
         trainer={"max_steps": 4, "default_root_dir": str(folder)},
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -284,11 +328,9 @@ def test_run_hangs_only_if_no_rank_makes_progress() -> None:
         hang = find_hang(beats, [], beats[0], cap)
         return "" if hang is None else hang.text
 
-    waits, hangs, works = (
-        _beat(70),
-        _beat(70, "in C.setup (b.py:2 in setup)"),
-        _beat(10, "at (c.py:3 in g)"),
-    )
+    waits = _beat(70)
+    hangs = _beat(70, "in C.setup (b.py:2 in setup)")
+    works = _beat(10, "at (c.py:3 in g)")
     assert report(waits, works) == ""
     assert report(waits, works, cap=5) != ""
     message = "rank 2 hangs: expected progress within 60 s, got none for 70 s: rank 2 is in C.setup"
@@ -343,7 +385,11 @@ def _watching_threads(strategy: dict[str, Any]) -> set[str]:
         running.update(thread.name for thread in threading.enumerate() if "_loop" in thread.name)
 
     fit(
-        Run(strategy={"tp": 2, **strategy}, trainer={"max_steps": 1}), callback(**{BATCH_END: look})
+        Run(
+            strategy={"tp": 2, **strategy},
+            trainer={"max_steps": 1},
+        ),
+        callback(**{BATCH_END: look}),
     )
     return {name.partition("(")[2].rstrip(")") for name in running}
 

@@ -47,7 +47,11 @@ def _preempt(
     """Exit code and checkpoints of a run that gets SIGTERM."""
     code = None
     try:
-        fit(run, checkpoints_at(folder, **keep), _send_signal(signal.SIGTERM, **sent))
+        fit(
+            run,
+            checkpoints_at(folder, **keep),
+            _send_signal(signal.SIGTERM, **sent),
+        )
     except SystemExit as ended:
         code = ended.code
     return code, sorted(path.name for path in folder.glob("*.ckpt"))
@@ -73,18 +77,19 @@ _WITH_VALIDATION = SIX_STEPS.but(
             id="without save_last",
         ),
         pytest.param(
-            *(SIX_STEPS, {"ranks": (0, 1), "times": 2, "step": 1}, _LINKED),
-            *(["last.ckpt", "preempted.ckpt", "step=2.ckpt"], (4,)),
+            SIX_STEPS,
+            {"ranks": (0, 1), "times": 2, "step": 1},
+            _LINKED,
+            ["last.ckpt", "preempted.ckpt", "step=2.ckpt"],
+            (4,),
             id="both ranks, twice, link",
         ),
         pytest.param(
-            *(
-                _WITH_VALIDATION,
-                {"ranks": (1,), "step": -1},
-                {"save_last": True, **_NEVER},
-                ["last.ckpt"],
-                (5, 6),
-            ),
+            _WITH_VALIDATION,
+            {"ranks": (1,), "step": -1},
+            {"save_last": True, **_NEVER},
+            ["last.ckpt"],
+            (5, 6),
             id="while validating",
         ),
     ],
@@ -99,10 +104,23 @@ def test_sigterm_saves_and_the_resumed_run_is_exact(
 ) -> None:
     expected = run_ranks(train, 2, run)
 
-    preempted = run_ranks(_preempt, 2, run.but(strategy={"async_save": True}), tmp_path, keep, sent)
+    preempted = run_ranks(
+        _preempt,
+        2,
+        run.but(strategy={"async_save": True}),
+        tmp_path,
+        keep,
+        sent,
+    )
 
     assert preempted == [(143, left)] * 2
-    resumed = run_ranks(train_with_checkpoints, 2, run.but(ckpt_path="last"), tmp_path, keep)
+    resumed = run_ranks(
+        train_with_checkpoints,
+        2,
+        run.but(ckpt_path="last"),
+        tmp_path,
+        keep,
+    )
     assert_exact_resume(expected, resumed, *first_steps)
 
 
@@ -117,19 +135,28 @@ def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
         "PATH": f"{root}:{os.environ['PATH']}",
     }
     run = run.but(
-        trainer={"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": str(root)}
+        trainer={
+            "plugins": [SLURMEnvironment(auto_requeue=True)],
+            "default_root_dir": str(root),
+        }
     )
     return fit(run, *([_send_signal(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
 
 
 def test_slurm_requeue_signal_saves_and_the_resumed_run_is_exact(tmp_path: Path) -> None:
     """The requeued run does not start again from its pretrained weights."""
-    pretrained, root = tmp_path / "pretrained.ckpt", tmp_path / "job"
+    pretrained = tmp_path / "pretrained.ckpt"
+    root = tmp_path / "job"
     root.mkdir()
     (root / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {root}/called.txt\n')
     (root / "scontrol").chmod(0o700)
     run = SIX_STEPS.but(indexed=make_corpus(tmp_path))
-    run_ranks(train, 2, run.but(trainer={"max_steps": 2}), pretrained)
+    run_ranks(
+        train,
+        2,
+        run.but(trainer={"max_steps": 2}),
+        pretrained,
+    )
     run = run.but(
         strategy={"async_save": True, "load_weights_only": True}, ckpt_path=str(pretrained)
     )
@@ -141,7 +168,11 @@ def test_slurm_requeue_signal_saves_and_the_resumed_run_is_exact(tmp_path: Path)
     (
         root / "hpc_ckpt_2.ckpt.partial"
     ).mkdir()  # a killed save, which Lightning takes for the newest checkpoint
-    assert_exact_resume(expected, run_ranks(_in_slurm, 2, run, root, False, 1), 4)
+    assert_exact_resume(
+        expected,
+        run_ranks(_in_slurm, 2, run, root, False, 1),
+        4,
+    )
 
 
 def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(

@@ -35,7 +35,13 @@ def _sum_of_ranks(port: int, last: int) -> float:
     environment = TorchElasticEnvironment()
     rank = environment.global_rank()
     time.sleep(1 if rank == last else 0)
-    connect_ranks(environment, 1, torch.device("cpu"), timedelta(seconds=60), timedelta(seconds=60))
+    connect_ranks(
+        environment,
+        1,
+        torch.device("cpu"),
+        timedelta(seconds=60),
+        timedelta(seconds=60),
+    )
     total = torch.tensor(float(rank))
     dist.all_reduce(total)
     return float(total)
@@ -68,7 +74,13 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 
 @pytest.mark.parametrize(
     ("code", "max_restarts", "exit_code", "starts"),
-    [(-9, 3, 0, 3), (1, 1, 1, 2), (-9, 1, 137, 2), (2, 3, 2, 1), (143, 3, 143, 1)],
+    [
+        (-9, 3, 0, 3),
+        (1, 1, 1, 2),
+        (-9, 1, 137, 2),
+        (2, 3, 2, 1),
+        (143, 3, 143, 1),
+    ],
 )
 def test_killed_and_failed_processes_are_restarted(
     code: int, max_restarts: int, exit_code: int, starts: int, tmp_path: Path
@@ -187,7 +199,8 @@ def test_fit_resumes_after_a_failed_or_hung_rank(
     assert message in ran.stderr
     assert "; restart 1 of 2\n" in ran.stderr
     steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
-    first, again = steps[:-2], steps[-2:]
+    first = steps[:-2]
+    again = steps[-2:]
     assert [step for step, *_ in again] == [
         5,
         6,

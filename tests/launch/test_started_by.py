@@ -89,7 +89,11 @@ def script_environment(**more: str) -> dict[str, str]:
 
 def slurm_variables(rank: int, num_nodes: int = 1, nodes: str = "localhost") -> dict[str, str]:
     """Variables that SLURM sets for one of two tasks."""
-    task = {"NODEID": rank // (2 // num_nodes), "LOCALID": rank % (2 // num_nodes), "PROCID": rank}
+    task = {
+        "NODEID": rank // (2 // num_nodes),
+        "LOCALID": rank % (2 // num_nodes),
+        "PROCID": rank,
+    }
     job = {
         "JOB_ID": 7070,
         "JOB_NAME": "train",

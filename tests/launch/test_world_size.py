@@ -31,7 +31,11 @@ def test_wrong_number_of_processes_is_refused(started: int, devices: int) -> Non
 
 
 def _start(devices: int) -> str:
-    return refusal(trainer_of, Case(layout=Layout(tp=2)), devices=devices)
+    return refusal(
+        trainer_of,
+        Case(layout=Layout(tp=2)),
+        devices=devices,
+    )
 
 
 def _wait_alone() -> tuple[str, float]:
@@ -49,7 +53,11 @@ def _wait_alone() -> tuple[str, float]:
     }
     trainer = trainer_of(Case(), **options)
     begin = time.monotonic()
-    message = refusal(trainer.fit, module_of(Case()), loader_of(Case()))
+    message = refusal(
+        trainer.fit,
+        module_of(Case()),
+        loader_of(Case()),
+    )
     return "\n".join([*lines, message]), time.monotonic() - begin
 
 
@@ -80,7 +88,11 @@ def test_interactive_session_trains_on_one_device_only() -> None:
 
 # ---- fewer nodes ----------------------------------------------------------------------------------------------------
 
-CASE = Case(layout=Layout(dp=2, num_microbatches=2), steps=5, labels="uneven")
+CASE = Case(
+    layout=Layout(dp=2, num_microbatches=2),
+    steps=5,
+    labels="uneven",
+)
 """Run on two nodes with one process each."""
 
 Kind = Literal["loader", "datamodule", "stream"]

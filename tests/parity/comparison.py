@@ -30,7 +30,12 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
 def assert_same_run(actual: Outcome, expected: Outcome) -> None:
     """Assert that two fp32 runs agree up to summation order."""
     assert_same_tensors(actual.initial_weights, expected.initial_weights, atol=0.0)
-    torch.testing.assert_close(actual.losses, expected.losses, rtol=_LOSS_RTOL, atol=0.0)
+    torch.testing.assert_close(
+        actual.losses,
+        expected.losses,
+        rtol=_LOSS_RTOL,
+        atol=0.0,
+    )
     torch.testing.assert_close(
         actual.grad_norms, expected.grad_norms, rtol=_LATER_NORM_RTOL, atol=0.0
     )

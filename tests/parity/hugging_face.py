@@ -63,10 +63,24 @@ def train_hugging_face(
     optimizer = _torch_optimizer(list(parameters.values()), case)
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     # Lightning shuffles the training data of every distributed strategy with this sampler.
-    order = torch.tensor(list(DistributedSampler(rows, num_replicas=1, rank=0, seed=SEED)))
-    losses, grad_norms, gradients = [], [], {}
+    order = torch.tensor(
+        list(
+            DistributedSampler(
+                rows,
+                num_replicas=1,
+                rank=0,
+                seed=SEED,
+            )
+        )
+    )
+    losses = []
+    grad_norms = []
+    gradients = {}
     for step, batch in enumerate(order.split(case.global_batch_size)):
-        loss = model(input_ids=rows.tokens[batch], labels=rows.labels[batch]).loss
+        loss = model(
+            input_ids=rows.tokens[batch],
+            labels=rows.labels[batch],
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -87,11 +101,21 @@ def train_hugging_face(
 def _torch_optimizer(parameters: list[torch.nn.Parameter], case: Case) -> torch.optim.Optimizer:
     options = dict(case.optimizer)
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options["weight_decay"]},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        {
+            "params": [p for p in parameters if p.dim() > 1],
+            "weight_decay": options["weight_decay"],
+        },
+        {
+            "params": [p for p in parameters if p.dim() == 1],
+            "weight_decay": 0.0,
+        },
     ]
     if options.get("name") == "sgd":
-        return torch.optim.SGD(groups, lr=case.lr, momentum=options["momentum"])
+        return torch.optim.SGD(
+            groups,
+            lr=case.lr,
+            momentum=options["momentum"],
+        )
     optimizer_class = torch.optim.Adam if options.get("name") == "adam" else torch.optim.AdamW
     return optimizer_class(
         groups, lr=case.lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"]

@@ -55,7 +55,8 @@ def are_independent(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def dropout_masks(case: Case, function: str = "fit") -> Masks:
     """Return the masks of this rank in one training step (``fit``) or one validation (``validate``)."""
-    masks, module = Masks(), module_of(case)
+    masks = Masks()
+    module = module_of(case)
     with recording(masks):
         getattr(trainer_of(case, max_steps=1), function)(module, loader_of(case))
     return masks
@@ -64,7 +65,8 @@ def dropout_masks(case: Case, function: str = "fit") -> Masks:
 @contextmanager
 def recording(masks: Masks) -> Iterator[None]:
     """While active, record the dropout masks of this process in ``masks``."""
-    real_dropout, real_attention = F.dropout, F.scaled_dot_product_attention
+    real_dropout = F.dropout
+    real_attention = F.scaled_dot_product_attention
     is_inside = False
 
     def dropout(
@@ -114,7 +116,10 @@ CASE = Case(
     )
 )
 # Not ReLU, whose zeros would look like dropped values.
-T5 = Case(model="t5", model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")))
+T5 = Case(
+    model="t5",
+    model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")),
+)
 NUM_LAYERS = 4
 FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
@@ -198,7 +203,17 @@ def _recomputing(layout: Layout, mode: str) -> Layout:
     [
         (CASE, FOUR_RANKS, "selective"),
         (CASE, FOUR_RANKS, "uniform"),
-        (T5, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute_num_layers=2), "uniform"),
+        (
+            T5,
+            Layout(
+                tp=2,
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+                recompute_num_layers=2,
+            ),
+            "uniform",
+        ),
     ],
 )
 def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: str) -> None:
@@ -208,7 +223,11 @@ def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: s
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2), Layout(tp=2, sequence_parallel=True)],
+    ids=str,
+)
 def test_recomputation_repeats_dropout_masks_on_gpus(layout: Layout) -> None:
     # All four layers are recomputed, or only the first. Without recomputation other kernels draw other random numbers.
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")
@@ -247,12 +266,11 @@ def _probabilities(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
     from lightning_megatron import MegatronModule
     from lightning_megatron.convert.registry import config_object
 
-    rows, auto = (
-        padded_sentences(),
-        AutoModelForSeq2SeqLM if fields["model_type"] == "t5" else AutoModelForCausalLM,
-    )
+    rows = padded_sentences()
+    auto = AutoModelForSeq2SeqLM if fields["model_type"] == "t5" else AutoModelForCausalLM
     model = auto.from_config(config_object(fields)).train()
-    ours, theirs = Masks(), Masks()
+    ours = Masks()
+    theirs = Masks()
     with recording(theirs):
         model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
     module = MegatronModule(model=fields, make_vocab_size_divisible_by=8)

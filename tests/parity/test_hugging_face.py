@@ -9,8 +9,18 @@ from tests.parity.hugging_face import train_hugging_face, train_in_hugging_face_
 from tests.parity.training import Case, Layout
 from tests.ranks import run_ranks
 
-ADAM = (("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
-GPT2 = Case(model="gpt2", labels="uneven", steps=3, optimizer=(("name", "adamw"), *ADAM))
+ADAM = (
+    ("beta1", 0.8),
+    ("beta2", 0.95),
+    ("eps", 1e-3),
+    ("weight_decay", 0.3),
+)
+GPT2 = Case(
+    model="gpt2",
+    labels="uneven",
+    steps=3,
+    optimizer=(("name", "adamw"), *ADAM),
+)
 LLAMA = replace(GPT2, model="llama")
 
 CASES = {
@@ -20,13 +30,28 @@ CASES = {
     ),
     "adam": replace(GPT2, optimizer=(("name", "adam"), *ADAM)),
     "sgd": replace(
-        GPT2, lr=0.05, optimizer=(("name", "sgd"), ("momentum", 0.7), ("weight_decay", 0.3))
+        GPT2,
+        lr=0.05,
+        optimizer=(
+            ("name", "sgd"),
+            ("momentum", 0.7),
+            ("weight_decay", 0.3),
+        ),
     ),
     "sgd_clipped": replace(
         LLAMA,
-        layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+        layout=Layout(
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+            num_microbatches=2,
+        ),
         clip=0.5,
-        optimizer=(("name", "sgd"), ("momentum", 0.7), ("weight_decay", 0.3)),
+        optimizer=(
+            ("name", "sgd"),
+            ("momentum", 0.7),
+            ("weight_decay", 0.3),
+        ),
     ),
 }
 

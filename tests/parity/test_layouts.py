@@ -46,8 +46,26 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
         False,
     ),
     (Layout(cp=4, overlap_communication=True), False),
-    (Layout(cp=2, pp=2, vpp=2, num_microbatches=2), False),
-    (_uneven(Layout(pp=2, vpp=2, num_microbatches=2), 2), True),
+    (
+        Layout(
+            cp=2,
+            pp=2,
+            vpp=2,
+            num_microbatches=2,
+        ),
+        False,
+    ),
+    (
+        _uneven(
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+            ),
+            2,
+        ),
+        True,
+    ),
 )
 """Layout, and whether it is in every test run: those together cover all ways of splitting and communicating."""
 WITH_RECOMPUTE = (
@@ -55,18 +73,68 @@ WITH_RECOMPUTE = (
     (Layout(recompute="full"), False),
     (Layout(recompute="full", recompute_method="block"), False),
     (Layout(tp=2, sequence_parallel=True, recompute="selective"), True),
-    (Layout(pp=2, vpp=2, num_microbatches=2, recompute="full"), True),
+    (
+        Layout(
+            pp=2,
+            vpp=2,
+            num_microbatches=2,
+            recompute="full",
+        ),
+        True,
+    ),
 )
 _ALLGATHER_DISPATCH: dict[str, Any] = {
     "transformer_config_overrides": (("moe_token_dispatcher_type", "allgather"),)
 }
 WITH_EXPERTS = (
-    (Layout(ep=2, dp=2, num_microbatches=3, overlap_communication=True), True),
+    (
+        Layout(
+            ep=2,
+            dp=2,
+            num_microbatches=3,
+            overlap_communication=True,
+        ),
+        True,
+    ),
     (Layout(ep=2, dp=2, distributed_optimizer=False), False),
-    (Layout(ep=2, tp=2, sequence_parallel=True, distributed_optimizer=False), True),
-    (Layout(ep=2, tp=2, dp=2, sequence_parallel=True, recompute="full"), True),
-    (Layout(ep=4, tp=2, dp=2, sequence_parallel=True), False),
-    (Layout(ep=2, pp=2, dp=2, vpp=2, num_microbatches=2), False),
+    (
+        Layout(
+            ep=2,
+            tp=2,
+            sequence_parallel=True,
+            distributed_optimizer=False,
+        ),
+        True,
+    ),
+    (
+        Layout(
+            ep=2,
+            tp=2,
+            dp=2,
+            sequence_parallel=True,
+            recompute="full",
+        ),
+        True,
+    ),
+    (
+        Layout(
+            ep=4,
+            tp=2,
+            dp=2,
+            sequence_parallel=True,
+        ),
+        False,
+    ),
+    (
+        Layout(
+            ep=2,
+            pp=2,
+            dp=2,
+            vpp=2,
+            num_microbatches=2,
+        ),
+        False,
+    ),
 )
 WITH_GATHERED_EXPERTS = (
     Layout(ep=2, dp=2, num_microbatches=3),
@@ -81,7 +149,14 @@ def _pipeline_layout(*layers: int) -> tuple[tuple[str, Any], ...]:
 
 T5_LAYOUTS = (
     (Layout(tp=2, sequence_parallel=True, num_microbatches=3), True),
-    (Layout(pp=2, num_microbatches=3, transformer_config_overrides=_pipeline_layout(0, 7)), False),
+    (
+        Layout(
+            pp=2,
+            num_microbatches=3,
+            transformer_config_overrides=_pipeline_layout(0, 7),
+        ),
+        False,
+    ),
     (
         Layout(
             pp=2,
@@ -91,9 +166,33 @@ T5_LAYOUTS = (
         ),
         True,
     ),
-    (Layout(pp=2, dp=2, transformer_config_overrides=_pipeline_layout(2, 5)), False),
-    (Layout(pp=2, vpp=2, dp=2, num_microbatches=2, overlap_communication=True), True),
-    (Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), False),
+    (
+        Layout(
+            pp=2,
+            dp=2,
+            transformer_config_overrides=_pipeline_layout(2, 5),
+        ),
+        False,
+    ),
+    (
+        Layout(
+            pp=2,
+            vpp=2,
+            dp=2,
+            num_microbatches=2,
+            overlap_communication=True,
+        ),
+        True,
+    ),
+    (
+        Layout(
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+            num_microbatches=2,
+        ),
+        False,
+    ),
 )
 
 # Two families and two kinds of labels, which the layouts take in turn.
@@ -107,13 +206,28 @@ T5 = Case(model="t5", labels="uneven", steps=4)
 
 def _clipped(case: Case) -> Case:
     """SGD with clipping: unlike Adam it shows a wrong gradient scale, and a wrong norm as every step is clipped."""
-    return replace(case, clip=0.5, lr=0.1, optimizer=(("name", "sgd"), ("weight_decay", 0.0)))
+    return replace(
+        case,
+        clip=0.5,
+        lr=0.1,
+        optimizer=(("name", "sgd"), ("weight_decay", 0.0)),
+    )
 
 
 EXPERTS = _clipped(Case(model="experts", labels="uneven"))
 CASES = (
     *(((GPT2, LLAMA)[i // 2 % 2], *each) for i, each in enumerate(LAYOUTS)),
-    (GPT2, Layout(tp=2, pp=2, dp=2, sequence_parallel=True, num_microbatches=2), True),
+    (
+        GPT2,
+        Layout(
+            tp=2,
+            pp=2,
+            dp=2,
+            sequence_parallel=True,
+            num_microbatches=2,
+        ),
+        True,
+    ),
     *((GPT2, *each) for each in WITH_RECOMPUTE),
     (FEW_KEY_VALUE_HEADS, Layout(tp=4, sequence_parallel=True), True),
     (
@@ -126,7 +240,11 @@ CASES = (
         (replace(EXPERTS, labels="short"), replace(each, **_ALLGATHER_DISPATCH), True)
         for each in WITH_GATHERED_EXPERTS
     ),
-    (_clipped(GPT2), Layout(tp=2, pp=2, num_microbatches=2), True),
+    (
+        _clipped(GPT2),
+        Layout(tp=2, pp=2, num_microbatches=2),
+        True,
+    ),
     *((T5, *each) for each in T5_LAYOUTS),
     (
         replace(LLAMA, labels="short"),

@@ -30,7 +30,13 @@ OPTIMIZER = (
     ("eps", 1e-3),
     ("weight_decay", 0.3),
 )
-LLAMA = Case(model="llama", labels="uneven", steps=5, optimizer=OPTIMIZER, clip=0.5)
+LLAMA = Case(
+    model="llama",
+    labels="uneven",
+    steps=5,
+    optimizer=OPTIMIZER,
+    clip=0.5,
+)
 GPT2 = replace(LLAMA, model="gpt2")
 SPLIT = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -98,22 +104,26 @@ CASES: dict[str, tuple[Case, Layout, list[str]]] = {
     "llama_tp2_pp2_sp": (LLAMA, SPLIT, ALL),
     "gpt2_tp2": (GPT2, Layout(tp=2), ["c_attn", "mlp.c_proj"]),
     # Norms after linears; gate and up projections in one matrix.
-    "glm4": (replace(LLAMA, model="glm4"), Layout(tp=2), ["o_proj", "gate_up_proj", "down_proj"]),
+    "glm4": (
+        replace(LLAMA, model="glm4"),
+        Layout(tp=2),
+        ["o_proj", "gate_up_proj", "down_proj"],
+    ),
 }
 RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
     "some_vpp_recompute": (
-        LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full"), ["q_proj", "v_proj", "up_proj"]
+        LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full",), ["q_proj", "v_proj", "up_proj"]
     ),
     "some_dp_recompute": (
-        LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True), ["k_proj", "down_proj"]
+        LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True,), ["k_proj", "down_proj"]
     ),
     "mqa_tp2_sp": (
         replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(SPLIT, pp=1), ["q_proj", "v_proj"]
     ),
-    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL),
+    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL,),
 }  # fmt: skip
 ON_GPUS = (
-    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True), ALL
+    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True,), ALL
 )  # fmt: skip
 
 
@@ -125,24 +135,39 @@ ON_GPUS = (
             pytest.param(*each, id=name, marks=pytest.mark.exhaustive)
             for name, each in RARER_CASES.items()
         ),
-        pytest.param(*ON_GPUS, id="llama_on_gpus", marks=pytest.mark.gpu(2)),
+        pytest.param(
+            *ON_GPUS,
+            id="llama_on_gpus",
+            marks=pytest.mark.gpu(2),
+        ),
     ],
 )
 def test_lora_training_equals_peft(
     case: Case, layout: Layout, targets: list[str], tmp_path: Path
 ) -> None:
-    folder, case = str(tmp_path), replace(case, layout=layout)
+    folder = str(tmp_path)
+    case = replace(case, layout=layout)
     run_ranks(_save_random_adapter, 1, case, targets, f"{folder}/initial")
     ranks = run_ranks(_train, case.layout.world_size, case, folder)
     ours, logits = ranks[0]
     base = {name: tensor for name, tensor in ours.initial_weights.items() if ".lora_" not in name}
-    ((theirs, loaded, merged),) = run_ranks(_train_with_peft, 1, case, base, folder)
+    ((theirs, loaded, merged),) = run_ranks(
+        _train_with_peft,
+        1,
+        case,
+        base,
+        folder,
+    )
     # The tolerances of tests/parity/comparison.py, for the same reasons.
     assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=5e-5)
     assert_same_gradients(_adapters(ours.gradients), _adapters(theirs.gradients))
     assert_same_tensors(_adapters(ours.weights), _adapters(theirs.weights))
-    assert_same_tensors({name: ours.weights[name] for name in base}, base, atol=0.0)
+    assert_same_tensors(
+        {name: ours.weights[name] for name in base},
+        base,
+        atol=0.0,
+    )
     for theirs_logits in (
         loaded,
         merged,
@@ -154,13 +179,31 @@ def _train_with_dropout(case: Case, dropout: float) -> Outcome:
     from lightning_megatron import LoRA
 
     return train_module(
-        module_of(case, lora=LoRA(rank=3, alpha=30, dropout=dropout)), case, loader_of(case)
+        module_of(
+            case,
+            lora=LoRA(
+                rank=3,
+                alpha=30,
+                dropout=dropout,
+            ),
+        ),
+        case,
+        loader_of(case),
     )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True, recompute="full")], ids=str
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute="full",
+        ),
+    ],
+    ids=str,
 )
 def test_lora_dropout_is_equal_where_inputs_are_equal(layout: Layout) -> None:
     case = replace(LLAMA, layout=layout, steps=3)

@@ -30,14 +30,30 @@ Rows = list[dict[str, torch.Tensor]]
 
 EOD = 3
 SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-ENDS = ((4, 9), (15,), (0, 1, 7, 15), ())
-LENGTHS = (5, 16, 3, 8, 2, 7, 4, 9, 6)
+ENDS = (
+    (4, 9),
+    (15,),
+    (0, 1, 7, 15),
+    (),
+)
+LENGTHS = (
+    5,
+    16,
+    3,
+    8,
+    2,
+    7,
+    4,
+    9,
+    6,
+)
 FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 
 def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
     """Packed rows, the texts in them, and options of ``GPTTrainStep``."""
-    rows, texts = [], []
+    rows = []
+    texts = []
     for row, ends in zip(Sentences(len(ENDS)), ENDS, strict=True):
         tokens = row["input_ids"].masked_fill(row["input_ids"] == EOD, EOD + 1)
         tokens[list(ends)] = EOD
@@ -55,7 +71,8 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     generator = np.random.default_rng(5)
     starts = np.cumsum([0, *LENGTHS])
     is_answer = generator.random(starts[-1]) < 0.5
-    is_answer[starts[1:] - 1], is_answer[starts[:-1]] = True, False
+    is_answer[starts[1:] - 1] = True
+    is_answer[starts[:-1]] = False
     tokens = generator.integers(0, VOCAB_SIZE, starts[-1]).astype(np.int32)
     instructions = Instructions(
         tokens=tokens, is_answer=is_answer, starts=starts, padding_token=np.array(0)
@@ -80,7 +97,8 @@ def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> Outcome:
 
 def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[float, Tensors]:
     """Mean loss over all targets, and its gradients."""
-    model, losses = hugging_face_model(case, weights), []
+    model = hugging_face_model(case, weights)
+    losses = []
     for tokens, is_target in texts:
         logits = model(input_ids=tokens[None].long()).logits[0, :-1]
         losses.append(F.cross_entropy(logits, tokens[1:].long(), reduction="none")[is_target[1:]])
@@ -93,8 +111,17 @@ def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tup
     ("kind", "model", "layout"),
     [
         ("documents", "gpt2", FOUR_RANKS),
-        ("documents", "llama", Layout(pp=2, vpp=2, num_microbatches=2)),
-        pytest.param("documents", "gpt2", Layout(cp=2), marks=pytest.mark.exhaustive),
+        (
+            "documents",
+            "llama",
+            Layout(pp=2, vpp=2, num_microbatches=2),
+        ),
+        pytest.param(
+            "documents",
+            "gpt2",
+            Layout(cp=2),
+            marks=pytest.mark.exhaustive,
+        ),
         ("documents", "llama", Layout(cp=4)),
         ("instructions", "llama", FOUR_RANKS),
     ],

@@ -43,9 +43,21 @@ class _FakeWindow:
         self.got = {rank: torch.empty_like(sent) for rank, sent in self.sent.items()}
         operations = []
         for rank, sent in self.sent.items():
-            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=rank))
             operations.append(
-                dist.P2POp(dist.irecv, self.got[rank], group=self.group, group_peer=rank)
+                dist.P2POp(
+                    dist.isend,
+                    sent,
+                    group=self.group,
+                    group_peer=rank,
+                )
+            )
+            operations.append(
+                dist.P2POp(
+                    dist.irecv,
+                    self.got[rank],
+                    group=self.group,
+                    group_peer=rank,
+                )
             )
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -83,8 +95,16 @@ _FORCED = (("tp_comm_overlap", True),)
             Layout(tp=2, dp=2, num_microbatches=3, overlap_communication=True),
             2 * (4 * 4 + 1),
         ),
-        ("gpt2", Layout(tp=4, num_microbatches=3), 2 * (4 * 4 + 1)),
-        ("t5", Layout(tp=2, recompute="selective", num_microbatches=3), None),
+        (
+            "gpt2",
+            Layout(tp=4, num_microbatches=3),
+            2 * (4 * 4 + 1),
+        ),
+        (
+            "t5",
+            Layout(tp=2, recompute="selective", num_microbatches=3),
+            None,
+        ),
         # Heads, exchanged before and after attention in each of four layers.
         (
             "llama",
@@ -103,7 +123,13 @@ _FORCED = (("tp_comm_overlap", True),)
 def test_peer_copies_equal_collectives(model: str, layout: Layout, exchanges: int | None) -> None:
     if layout.tp > 1:
         layout = replace(layout, sequence_parallel=True, transformer_config_overrides=_FORCED)
-    case = Case(model=model, layout=layout, steps=3, labels="uneven", clip=0.5)
+    case = Case(
+        model=model,
+        layout=layout,
+        steps=3,
+        labels="uneven",
+        clip=0.5,
+    )
     ranks = run_ranks(_train_with_fake_windows, layout.world_size, case)
     barriers = [count for *_, count in ranks]
     assert min(barriers) == max(barriers) > 0

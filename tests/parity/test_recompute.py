@@ -16,7 +16,8 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
     from lightning_megatron.engine.ops.attention import SDPAttention
     from lightning_megatron.engine.ops.norms import Norm
 
-    case, calls = Case(layout=layout, steps=1), {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
+    case = Case(layout=layout, steps=1)
+    calls = {TransformerLayer: 0, SDPAttention: 0, Norm: 0}
     module = module_of(case)
 
     def count(part: Any, arguments: Any) -> None:
@@ -51,7 +52,12 @@ def _count_calls(layout: Layout) -> tuple[int, int, int]:
             8,
             16,
         ),  # in groups of three and of one
-        (Layout(recompute="full", recompute_method="block", recompute_num_layers=3), 7, 7, 14),
+        (
+            Layout(recompute="full", recompute_method="block", recompute_num_layers=3),
+            7,
+            7,
+            14,
+        ),
     ],
     ids=str,
 )

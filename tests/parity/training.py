@@ -36,7 +36,13 @@ _EXPERTS = {
     "mlp_only_layers": [1],
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", **GPT2, **NO_DROPOUT, **_COMMON, "n_positions": SEQ_LENGTH},
+    "gpt2": {
+        "model_type": "gpt2",
+        **GPT2,
+        **NO_DROPOUT,
+        **_COMMON,
+        "n_positions": SEQ_LENGTH,
+    },
     "llama": _LLAMA,
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 8, "pad_token_id": None},
     # No load-balancing loss: it depends on which rows share a microbatch. tests/families compares it with transformers.
@@ -132,7 +138,15 @@ def outcome(case: Case) -> Outcome:
     """Run ``case`` on the ranks of its layout; cached for the session."""
     # The summation order of some bf16 CUDA kernels varies from run to run.
     copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
-    return join_outcomes(run_ranks(train, case.layout.world_size, case, timeout=240), copies_rtol)
+    return join_outcomes(
+        run_ranks(
+            train,
+            case.layout.world_size,
+            case,
+            timeout=240,
+        ),
+        copies_rtol,
+    )
 
 
 def join_outcomes(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
@@ -152,7 +166,13 @@ def join_outcomes(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
 
 def common_result(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
     """Run ``fn(case, *args)`` on the ranks of the layout, assert that all return the same, and return it."""
-    first, *others = run_ranks(fn, case.layout.world_size, case, *args, timeout=240)
+    first, *others = run_ranks(
+        fn,
+        case.layout.world_size,
+        case,
+        *args,
+        timeout=240,
+    )
     assert all(other == first for other in others)
     return first
 
@@ -177,7 +197,12 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, num_rows: int, labels: Labels = "all") -> None:
         generator = torch.Generator().manual_seed(5)
-        self.tokens = torch.randint(0, VOCAB_SIZE, (num_rows, SEQ_LENGTH), generator=generator)
+        self.tokens = torch.randint(
+            0,
+            VOCAB_SIZE,
+            (num_rows, SEQ_LENGTH),
+            generator=generator,
+        )
         self.labels = self.tokens.clone()
         if labels == "uneven":
             for row in range(num_rows):
@@ -207,7 +232,11 @@ def train_module(
     **options: Any,
 ) -> Outcome:
     """Train ``module`` on ``loader``; ``collect`` returns its tensors, ``options`` are arguments of the Trainer."""
-    recorded: dict[str, Any] = {"losses": [], "grad_norms": [], "gradients": []}
+    recorded: dict[str, Any] = {
+        "losses": [],
+        "grad_norms": [],
+        "gradients": [],
+    }
 
     def begin(trainer: Any, pl_module: Any) -> None:
         recorded["initial_weights"] = collect(pl_module)
@@ -266,7 +295,11 @@ def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
     """DataLoader with one epoch of ``case.steps`` global batches, the same for every layout."""
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     collate = _collate_short if case.labels == "short" else None
-    return DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp, collate_fn=collate)
+    return DataLoader(
+        rows,
+        batch_size=case.global_batch_size // case.layout.dp,
+        collate_fn=collate,
+    )
 
 
 def _collate_short(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -62,10 +62,8 @@ def main() -> int:
 def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
     work.mkdir()
     # The script does not compute a default for n_inner.
-    gpt2, bert = (
-        gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
-        bert_model("PreTraining"),
-    )
+    gpt2 = gpt_model("gpt2", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0})
+    bert = bert_model("PreTraining")
     save_as(gpt2, work / "gpt2", "bin")
     save_as(bert, work / "bert", "bin")
     if peer.version == WRITES_HUGGING_FACE:
@@ -82,7 +80,8 @@ def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _compare_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str) -> tuple[str, list[str]]:
-    ours, theirs = work / f"ours-{dtype}", work / f"read-{dtype}"
+    ours = work / f"ours-{dtype}"
+    theirs = work / f"read-{dtype}"
     _write(work / "gpt2", ours, dtype)
     peer.to_hugging_face(ours / "release", theirs)
     return f"reads our gpt2 in {dtype} at tp=2, pp=2", _differences(
@@ -133,8 +132,14 @@ def _read_tree(
     kind = f"{dtype}{', distributed optimizer' * is_distributed}"
     theirs = work / f"theirs-{dtype}-{is_distributed:d}"
     options = [
-        *("--target_tensor_model_parallel_size", "2", "--target_pipeline_model_parallel_size", "2"),
-        *("--target_params_dtype", dtype, "--make_vocab_size_divisible_by", str(_MULTIPLE)),
+        "--target_tensor_model_parallel_size",
+        "2",
+        "--target_pipeline_model_parallel_size",
+        "2",
+        "--target_params_dtype",
+        dtype,
+        "--make_vocab_size_divisible_by",
+        str(_MULTIPLE),
         *(
             ("--use_distributed_optimizer", "--target_data_parallel_size", "2")
             if is_distributed
@@ -177,7 +182,8 @@ def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
                 else []
             )
             continue
-        state, expected = _load(theirs / name), _load(ours / name)
+        state = _load(theirs / name)
+        expected = _load(ours / name)
         more = set(state) - set(expected) - {"optimizer"}  # empty and never read
         problems += [f"{name} also has {sorted(more)}"] if more else []
         problems += [
@@ -190,10 +196,12 @@ def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
 
 
 def _differences_of_ranks(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    tensors, ours = flat(state.get("model", {})), flat(expected.get("model", {}))
+    tensors = flat(state.get("model", {}))
+    ours = flat(expected.get("model", {}))
     yield from (f"{name} is in only one of both" for name in set(tensors) ^ set(ours))
     for name in set(tensors) & set(ours):
-        theirs, mine = tensors[name], ours[name]
+        theirs = tensors[name]
+        mine = ours[name]
         if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
             yield f"{name} is {theirs.dtype} {tuple(theirs.shape)} there, and {mine.dtype} {tuple(mine.shape)} here"
         # transformers pads with copies of the last row, we with zeros.
@@ -222,7 +230,15 @@ def _options(load: Path, save: Path, **fields: Any) -> ConvertOptions:
 
 
 def _write(load: Path, save: Path, dtype: str) -> None:
-    convert(_options(load, save, tp=2, pp=2, dtype=dtype))
+    convert(
+        _options(
+            load,
+            save,
+            tp=2,
+            pp=2,
+            dtype=dtype,
+        )
+    )
 
 
 def _in(dtype: str, model: Any) -> Tensors:

@@ -45,7 +45,14 @@ class Peer:
         Raises:
             RuntimeError: If it fails, with the end of its stderr.
         """
-        command = [str(self.python), "-W", "ignore", "-m", module, *map(str, arguments)]
+        command = [
+            str(self.python),
+            "-W",
+            "ignore",
+            "-m",
+            module,
+            *map(str, arguments),
+        ]
         variables = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             command, cwd=self.environment, env=variables, capture_output=True, text=True
@@ -60,15 +67,14 @@ class Peer:
         save.mkdir(parents=True)
         tokenizer = self.environment / _TOKENIZERS[0]
         self.run(
-            *(
-                RESHAPE,
-                "--convert_checkpoint_from_megatron_to_transformers",
-                "--load_path",
-                load,
-                "--save_path",
-                save,
-            ),
-            *("--tokenizer_name", tokenizer),
+            RESHAPE,
+            "--convert_checkpoint_from_megatron_to_transformers",
+            "--load_path",
+            load,
+            "--save_path",
+            save,
+            "--tokenizer_name",
+            tokenizer,
         )
 
     def to_megatron(self, load: Path, save: Path, options: Sequence[str]) -> None:

@@ -30,7 +30,8 @@ def _fit_and_read_logs(run: Run) -> tuple[str, tuple[dict[str, float], list[list
     """Lightning's model summary; logged metrics and the expert counts that callbacks see."""
     from lightning.pytorch.callbacks import ModelSummary
 
-    summary, log = io.StringIO(), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    summary = io.StringIO()
+    log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
     log.addHandler(logging.StreamHandler(summary))
     trainer, _ = fit(run, ModelSummary())
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -38,7 +39,10 @@ def _fit_and_read_logs(run: Run) -> tuple[str, tuple[dict[str, float], list[list
 
 
 def test_expert_load_is_logged_and_summary_counts_all_experts() -> None:
-    run = RUN.but(strategy={"ep": 2, "pp": 2}, trainer={"enable_model_summary": True})
+    run = RUN.but(
+        strategy={"ep": 2, "pp": 2},
+        trainer={"enable_model_summary": True},
+    )
     (summary, first), *others = run_ranks(_fit_and_read_logs, 4, run)
     total = get_human_readable_count(total_parameters(model_config(MIXTRAL)))
     assert re.search(rf"{total} +Total params", summary)
@@ -99,9 +103,15 @@ def test_sigmoid_routing_equals_megatron() -> None:
 
     from lightning_megatron.engine.ops.router import Router
 
-    logits, bias = torch.randn(50, 8), torch.randn(8)
+    logits = torch.randn(50, 8)
+    bias = torch.randn(8)
     config = SimpleNamespace(moe_router_pre_softmax=False)
-    router: Any = SimpleNamespace(topk=3, expert_bias=bias, training=False, config=config)
+    router: Any = SimpleNamespace(
+        topk=3,
+        expert_bias=bias,
+        training=False,
+        config=config,
+    )
     probs, chosen = Router.routing(router, logits)
     dense, _ = topk_routing_with_score_function(
         logits, 3, score_function="sigmoid", expert_bias=bias
@@ -116,7 +126,9 @@ def _export(run: Run) -> None:
 def test_expert_biases_are_never_dropped_silently(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
-    biased, path, plain = RUN.but(strategy=EXPERT_BIAS), tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    biased = RUN.but(strategy=EXPERT_BIAS)
+    path = tmp_path / "a.ckpt"
+    plain = tmp_path / "b.ckpt"
     run_ranks(train, 1, biased, path)
     run_ranks(train, 1, RUN, plain)
     for message, call, *arguments in (

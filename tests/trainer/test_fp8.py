@@ -51,16 +51,18 @@ def _assert_close_losses(actual: Outcome, bf16: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("model", "fields"),
-    [("gpt2", ()), ("llama", WIDE_MLP), ("t5", ())],
+    [
+        ("gpt2", ()),
+        ("llama", WIDE_MLP),
+        ("t5", ()),
+    ],
     ids=["gpt2", "llama", "t5"],
 )
 def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -> None:
     case = replace(BF16, model=model, model_fields=fields)
-    exact, bf16, fp8 = (
-        outcome(replace(case, precision="32-true")),
-        outcome(case),
-        _fp8_outcome(case),
-    )
+    exact = outcome(replace(case, precision="32-true"))
+    bf16 = outcome(case)
+    fp8 = _fp8_outcome(case)
     assert fp8.losses[0] != bf16.losses[0]
     _assert_close_losses(fp8, bf16)
     for key, gradient in exact.gradients.items():
@@ -74,7 +76,11 @@ def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -
         (Layout(pp=2, num_microbatches=2), Layout(num_microbatches=2)),
         (Layout(recompute="full"), Layout()),
         (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
-        pytest.param(Layout(recompute="selective"), Layout(), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(recompute="selective"),
+            Layout(),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive
         ),
@@ -86,13 +92,19 @@ def test_layouts_without_tensor_sharding_equal_one_process(layout: Layout, same_
     actual, expected = (
         outcome(replace(BF16, layout=replace(x, fp8="tensorwise"))) for x in (layout, same_as)
     )
-    torch.testing.assert_close(actual.losses, expected.losses, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(
+        actual.losses,
+        expected.losses,
+        rtol=1e-4,
+        atol=0.0,
+    )
     for key, gradient in expected.gradients.items():
         assert relative_error(actual.gradients[key], gradient) < 1e-3, key
 
 
 def test_sequence_parallel_quantizes_like_full_sequence() -> None:
-    full, sharded = _fp8_outcome(BF16, tp=2), _fp8_outcome(BF16, tp=2, sequence_parallel=True)
+    full = _fp8_outcome(BF16, tp=2)
+    sharded = _fp8_outcome(BF16, tp=2, sequence_parallel=True)
     # Before the first update only norms' sums over ranks, in bf16, differ.
     assert sharded.losses[0] == pytest.approx(full.losses[0], rel=1e-6)
     for key, gradient in full.gradients.items():
@@ -133,9 +145,14 @@ def _logits_and_losses(case: Case, folder: str) -> dict[str, Any]:
 
 
 def test_validation_uses_fp8_and_logits_use_bf16(tmp_path: Path) -> None:
-    case = replace(BF16, layout=Layout(tp=2, sequence_parallel=True, fp8="tensorwise"), steps=1)
+    case = replace(
+        BF16,
+        layout=Layout(tp=2, sequence_parallel=True, fp8="tensorwise"),
+        steps=1,
+    )
     results = run_ranks(_logits_and_losses, 2, case, str(tmp_path / "model"))[0]
-    (fp8_loss, logits), (bf16_loss, expected) = results["fp8"], results["bf16"]
+    fp8_loss, logits = results["fp8"]
+    bf16_loss, expected = results["bf16"]
     assert fp8_loss != bf16_loss
     assert fp8_loss == pytest.approx(bf16_loss, abs=LOSS_ATOL)
     assert torch.equal(logits, expected)
@@ -144,12 +161,21 @@ def test_validation_uses_fp8_and_logits_use_bf16(tmp_path: Path) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 EVERY_TWO = {"every_n_train_steps": 2}
-FP8 = Run(strategy={"fp8": "tensorwise"}, trainer={"precision": "bf16-mixed", "max_steps": 4})
+FP8 = Run(
+    strategy={"fp8": "tensorwise"},
+    trainer={"precision": "bf16-mixed", "max_steps": 4},
+)
 
 
 def test_resume_is_exact_and_checkpoints_equal_bf16(tmp_path: Path) -> None:
-    fp8 = FP8.but(strategy={"tp": 2, "sequence_parallel": True}, model=LLAMA)
-    runs = {"fp8": fp8, "bf16": fp8.but(strategy={"fp8": None})}
+    fp8 = FP8.but(
+        strategy={"tp": 2, "sequence_parallel": True},
+        model=LLAMA,
+    )
+    runs = {
+        "fp8": fp8,
+        "bf16": fp8.but(strategy={"fp8": None}),
+    }
     full = {
         name: run_ranks(train_with_checkpoints, 2, run, tmp_path / name, EVERY_TWO)
         for name, run in runs.items()

@@ -25,7 +25,12 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 
 What = Literal["embeddings", "lower half", "all but the last layer"]
-OPTIMIZER = (("beta1", 0.8), ("beta2", 0.95), ("eps", 1e-3), ("weight_decay", 0.3))
+OPTIMIZER = (
+    ("beta1", 0.8),
+    ("beta2", 0.95),
+    ("eps", 1e-3),
+    ("weight_decay", 0.3),
+)
 CASE = Case(steps=3, optimizer=OPTIMIZER, clip=0.5, labels="uneven")
 
 
@@ -71,10 +76,34 @@ def _freeze(model: Any, what: What) -> None:
     ("what", "layout"),
     [
         # The embedding is tied: if one pipeline stage freezes its copy, the other stage's is frozen as well.
-        ("embeddings", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
+        (
+            "embeddings",
+            Layout(
+                tp=2,
+                pp=2,
+                sequence_parallel=True,
+                num_microbatches=2,
+            ),
+        ),
         # The first stage has no trainable weight.
-        ("lower half", Layout(pp=2, dp=2, recompute="full", overlap_communication=True)),
-        ("lower half", Layout(pp=2, vpp=2, num_microbatches=2, distributed_optimizer=False)),
+        (
+            "lower half",
+            Layout(
+                pp=2,
+                dp=2,
+                recompute="full",
+                overlap_communication=True,
+            ),
+        ),
+        (
+            "lower half",
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+                distributed_optimizer=False,
+            ),
+        ),
         ("all but the last layer", Layout(tp=2, dp=2, distributed_optimizer=False)),
     ],
     ids=str,
@@ -83,7 +112,13 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
     case = replace(CASE, layout=layout)
     ranks = run_ranks(train_frozen, layout.world_size, case, what)
     initial = ranks[0][0].initial_weights
-    (theirs,) = run_ranks(train_hugging_face, 1, case, initial, partial(_freeze, what=what))
+    (theirs,) = run_ranks(
+        train_hugging_face,
+        1,
+        case,
+        initial,
+        partial(_freeze, what=what),
+    )
     for ours, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
         assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
@@ -95,10 +130,8 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
 def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saving, path = (
-        ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1),
-        folder / "step=1.ckpt",
-    )
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    path = folder / "step=1.ckpt"
     uninterrupted, *_ = train_frozen(
         case, "lower half", callbacks=[saving], enable_checkpointing=True
     )
@@ -106,14 +139,21 @@ def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, li
     return (
         uninterrupted,
         resumed,
-        refusal(train_module, module_of(case), case, loader_of(case), ckpt_path=path),
+        refusal(
+            train_module,
+            module_of(case),
+            case,
+            loader_of(case),
+            ckpt_path=path,
+        ),
     )
 
 
 def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
     from lightning_megatron.convert.convert import ConvertOptions, convert
 
-    same, other = Layout(pp=2, dp=2), Layout(tp=2, dp=2, distributed_optimizer=False)
+    same = Layout(pp=2, dp=2)
+    other = Layout(tp=2, dp=2, distributed_optimizer=False)
     cases = (replace(CASE, layout=layout) for layout in (same, other))
     uninterrupted, resumed, not_frozen = run_ranks(_save_and_resume, 4, *cases, tmp_path / "run")[0]
     assert "frozen" in not_frozen
@@ -141,7 +181,11 @@ def _refusals(case: Case) -> list[str]:
 
     frozen = module_of(case)
     frozen.freeze()
-    runs = ((module_of(case, OnFitStart), []), (module_of(case), [late]), (frozen, []))
+    runs = (
+        (module_of(case, OnFitStart), []),
+        (module_of(case), [late]),
+        (frozen, []),
+    )
     return [
         refusal(trainer_of(case, callbacks=hooks).fit, module, loader_of(case))
         for module, hooks in runs
@@ -150,7 +194,8 @@ def _refusals(case: Case) -> list[str]:
 
 def _frozen_between_fits(case: Case) -> list[bool]:
     """Whether the embedding changed in each of three fits of one module: trained, frozen, trained again."""
-    module, changed = module_of(case), []
+    module = module_of(case)
+    changed = []
     for is_trained in (True, False, True):
         if module.model_chunks is not None:
             module.model_chunks[0].module.embedding.requires_grad_(is_trained)

@@ -22,7 +22,8 @@ from tests.checkpoint.runs import (
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
-STEPS, SPIKE = 12, 6
+STEPS = 12
+SPIKE = 6
 LEFT_OUT = (5, 6, 7)
 """Steps that are skipped: the newest checkpoint is of step 4, and the spike is noticed when step 7 is queued."""
 
@@ -90,7 +91,12 @@ def _guarded(
         guards[1],
         checkpoints_at(folder / "b", **often),
     )[1]
-    message = refusal(fit, run, guards[2], checkpoints_at(folder / "c", **often))
+    message = refusal(
+        fit,
+        run,
+        guards[2],
+        checkpoints_at(folder / "c", **often),
+    )
     warned = [str(warning.message) for warning in caught if "SpikeGuard" in str(warning.message)]
     return (
         (guarded, reference, resumed),
@@ -165,11 +171,13 @@ def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
         for name, weight in module.model_chunks[0].named_parameters()
         if name.endswith(flip.suffix)
     )
-    tensor, start = parameter.data, 0
+    tensor = parameter.data
+    start = 0
     if flip.tensor != "weight":
         for held in trainer.strategy.megatron_optimizer._param_states():
             if held.parameter is parameter:
-                tensor, start = held.tensors[flip.tensor], held.start
+                tensor = held.tensors[flip.tensor]
+                start = held.start
                 break
         else:
             return False
@@ -206,18 +214,20 @@ def _flip_bits(
 
         message = ""
         try:
-            fit(run, callback(**{flip.hook: hook}), ReplicaCheck(every_n_steps=2))
+            fit(
+                run,
+                callback(**{flip.hook: hook}),
+                ReplicaCheck(every_n_steps=2),
+            )
         except NumericsError as error:
             message = str(error)
         outcomes.append((message, any(flipped)))
     return outcomes
 
 
-SPLIT, NORM, BIAS = (
-    "layers.1.mlp.linear_fc1.weight",
-    "final_layernorm.weight",
-    "layers.0.mlp.linear_fc2.bias",
-)
+SPLIT = "layers.1.mlp.linear_fc1.weight"
+NORM = "final_layernorm.weight"
+BIAS = "layers.0.mlp.linear_fc2.bias"
 WEIGHTS = [
     Flip(rank=rank, suffix=suffix, element=element, bit=bit)
     for rank, (suffix, element, bit) in enumerate(
@@ -234,14 +244,22 @@ STATE = [
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        pytest.param({"tp": 2}, "32-true", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"tp": 2},
+            "32-true",
+            marks=pytest.mark.exhaustive,
+        ),
         ({"cp": 2}, "bf16-mixed"),
         pytest.param(
             {"cp": 2, "distributed_optimizer": False}, "32-true", marks=pytest.mark.exhaustive
         ),
         ({"distributed_optimizer": False}, "bf16-mixed"),
         pytest.param({}, "bf16-mixed", marks=pytest.mark.exhaustive),
-        pytest.param({"overlap_communication": True}, "bf16-mixed", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"overlap_communication": True},
+            "bf16-mixed",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"tp": 2, "sequence_parallel": True}, "bf16-mixed", marks=pytest.mark.exhaustive
         ),
@@ -280,7 +298,11 @@ def _check_each_step(cases: list[Case]) -> None:
 
 def test_replica_check_passes_a_run_without_faults() -> None:
     layouts = [
-        ("gpt2", Layout(pp=2, dp=2, overlap_communication=True), "bf16-mixed"),
+        (
+            "gpt2",
+            Layout(pp=2, dp=2, overlap_communication=True),
+            "bf16-mixed",
+        ),
         ("gpt2", Layout(tp=2, pp=2), "32-true"),
         ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
         ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
@@ -297,7 +319,13 @@ def test_replica_check_finds_what_flipped_before_the_step() -> None:
     flips = [
         Flip(rank=2, suffix=NORM, **before),  # type: ignore[arg-type]
         Flip(rank=3, suffix=SPLIT, **before),  # type: ignore[arg-type]
-        Flip(rank=1, suffix=BIAS, tensor="exp_avg", element=9, **before),  # type: ignore[arg-type]
+        Flip(
+            rank=1,
+            suffix=BIAS,
+            tensor="exp_avg",
+            element=9,
+            **before,
+        ),  # type: ignore[arg-type]
     ]
     strategy = {"tp": 2, "distributed_optimizer": False}
     for norm, split, moment in run_ranks(_flip_bits, 4, strategy, "32-true", flips):

@@ -19,7 +19,9 @@ CASE = Case(layout=FOUR_RANKS, steps=3)
 
 def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
     """Run the phases; return the loss of each evaluation and the last training loss of each fit."""
-    module, trainer, losses = module_of(case), trainer_of(case), []
+    module = module_of(case)
+    trainer = trainer_of(case)
+    losses = []
     for phase in phases:
         val_loader = loader_of(replace(case, steps=2))
         if phase == "fit":
@@ -36,7 +38,12 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
     [
         (FOUR_RANKS, "32-true", "cpu"),
         (Layout(dp=2, overlap_communication=True), "bf16-mixed", "cpu"),
-        pytest.param(Layout(dp=2), "bf16-mixed", "gpu", marks=pytest.mark.gpu(2)),
+        pytest.param(
+            Layout(dp=2),
+            "bf16-mixed",
+            "gpu",
+            marks=pytest.mark.gpu(2),
+        ),
     ],
 )
 def test_fit_validate_and_test_run_in_any_order(
@@ -87,7 +94,11 @@ def _fit_each(cases: list[Case]) -> list[float]:
 
 
 def test_trainers_with_different_layouts_run_in_one_process() -> None:
-    layouts = [FOUR_RANKS, Layout(tp=2, dp=2, sequence_parallel=True), FOUR_RANKS]
+    layouts = [
+        FOUR_RANKS,
+        Layout(tp=2, dp=2, sequence_parallel=True),
+        FOUR_RANKS,
+    ]
     for first, other, again in run_ranks(
         _fit_each, 4, [replace(CASE, layout=layout) for layout in layouts]
     ):
@@ -158,13 +169,18 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
             x for x in before.leaks() if x.startswith("torch")
         )
     )
-    module, trainer = module_of(case, Ending), trainer_of(case, callbacks=[check])
+    module = module_of(case, Ending)
+    trainer = trainer_of(case, callbacks=[check])
     before, environment = (
         Baseline(),
         dict(os.environ),
     )  # after seed_everything has set its variables
     with pytest.raises(RuntimeError, match="in the middle") if fails else contextlib.nullcontext():
-        trainer.fit(module, loader_of(case), loader_of(replace(case, steps=2)))
+        trainer.fit(
+            module,
+            loader_of(case),
+            loader_of(replace(case, steps=2)),
+        )
     variables = os.environ.keys() | environment.keys()
     # Torch sets the paths of its caches when it loads.
     leaks += [

@@ -20,7 +20,14 @@ from tests.parity.training import (
 )
 from tests.ranks import run_ranks
 
-CASE = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=2)
+CASE = Case(
+    layout=Layout(
+        tp=2,
+        pp=2,
+        num_microbatches=2,
+    ),
+    steps=2,
+)
 TOKENS = torch.arange(24).reshape(2, 12) % 80
 
 
@@ -55,14 +62,23 @@ def _train_and_save(folder: str) -> dict[str, Any]:
     from lightning.pytorch.loggers import CSVLogger
 
     module = _module()
-    module.save_hyperparameters({"size": Size.SMALL, "kinds": {Kind.FIRST: [Kind.FIRST]}})
+    module.save_hyperparameters(
+        {
+            "size": Size.SMALL,
+            "kinds": {Kind.FIRST: [Kind.FIRST]},
+        }
+    )
     trainer = trainer_of(CASE, logger=CSVLogger(folder, version=0))
     trainer.fit(module, loader_of(CASE))
     trainer.save_checkpoint(f"{folder}/run.ckpt")
     (metrics,) = trainer.validate(module, loader_of(CASE), verbose=False)
     logits = module.logits(TOKENS)
     assert torch.equal(module({"input_ids": TOKENS, "labels": TOKENS}), logits)
-    return {"logits": logits, "val_loss": metrics["val_loss"], "hparams": dict(module.hparams)}
+    return {
+        "logits": logits,
+        "val_loss": metrics["val_loss"],
+        "hparams": dict(module.hparams),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +102,8 @@ def _load_without_trainer(folder: str) -> dict[str, Any]:
     assert "expected 2 ranks for the run, got 1" in refusal(
         check_world_size, LightningEnvironment(), 2, 1
     )
-    hparams, options = dict(module.hparams), module.generation
+    hparams = dict(module.hparams)
+    options = module.generation
     return {
         "logits": module(TOKENS),
         "sequences": sequences,
@@ -100,7 +117,12 @@ def test_loaded_module_infers_without_trainer_like_saved_one(
 ) -> None:
     (loaded,) = run_ranks(_load_without_trainer, 1, str(folder))
     # fp32 rounding: the summation order differs between four ranks and one process.
-    torch.testing.assert_close(loaded["logits"], saved["logits"], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        loaded["logits"],
+        saved["logits"],
+        rtol=0,
+        atol=2e-5,
+    )
     assert loaded["sequences"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
     assert loaded["options"].eos_token_id == (7, 8)
     expected = {
@@ -136,17 +158,16 @@ def _load_and_train(
 ) -> tuple[float, float, float]:
     from lightning_megatron import MegatronModule
 
-    module, trainer = (
-        MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides),
-        trainer_of(case),
-    )
+    module = MegatronModule.load_from_checkpoint(f"{folder}/run.ckpt", **overrides)
+    trainer = trainer_of(case)
     (metrics,) = trainer.validate(module, loader_of(case), verbose=False)
     trainer.fit(module, loader_of(case))
     return metrics["val_loss"], module.hparams["lr"], trainer.callback_metrics["lr"].item()
 
 
 def test_loaded_module_trains_at_another_layout(folder: Path, saved: dict[str, Any]) -> None:
-    case, overrides = Case(layout=Layout(tp=2), steps=2), {"lr": 5e-3, "lr_schedule": {}}
+    case = Case(layout=Layout(tp=2), steps=2)
+    overrides = {"lr": 5e-3, "lr_schedule": {}}
     val_loss, lr, last_lr = common_result(_load_and_train, case, str(folder), overrides)
     assert val_loss == pytest.approx(saved["val_loss"], rel=1.5e-6)
     assert (lr, last_lr) == (5e-3, pytest.approx(5e-3))

@@ -58,7 +58,12 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
             batch["input_ids"][:, 0].tolist()
         ),
     )
-    trainer = trainer_of(Case(layout=layout), max_steps=-1, max_epochs=2, callbacks=[watch])
+    trainer = trainer_of(
+        Case(layout=layout),
+        max_steps=-1,
+        max_epochs=2,
+        callbacks=[watch],
+    )
     loader = None if in_order else DataLoader(NUMBERED, batch_size=4)
     trainer.fit(module_of(Case(layout=layout), InOrder if in_order else None), loader)
     return trainer.strategy.data_parallel_rank, seen
@@ -76,7 +81,8 @@ def test_replicas_share_an_epoch_and_ranks_of_a_replica_see_equal_rows() -> None
 
 
 def test_custom_distributed_sampler_is_kept() -> None:
-    even, odd = (0, [list(range(0, 24, 2))] * 2), (1, [list(range(1, 24, 2))] * 2)
+    even = (0, [list(range(0, 24, 2))] * 2)
+    odd = (1, [list(range(1, 24, 2))] * 2)
     assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), True) == [even, even, odd, odd]
 
 
@@ -87,7 +93,8 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Rows on data sources; elsewhere noise of a different length, which must not be used."""
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.is_data_source = num_rows, True
+        self.num_rows = num_rows
+        self.is_data_source = True
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         noise = [{"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}] * self.num_rows
@@ -121,8 +128,20 @@ def _on_a_ragged_last_batch(case: Case) -> Outcome:
             _on_a_stream,
             Case(layout=FOUR_RANKS, steps=4),
         ),  # only the batches of a replica's first rank are used
-        (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
-        (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
+        (
+            _on_a_ragged_last_batch,
+            Case(
+                layout=Layout(dp=2, num_microbatches=3),
+                steps=3,
+            ),
+        ),
+        (
+            _on_a_ragged_last_batch,
+            Case(
+                layout=Layout(pp=2, num_microbatches=4),
+                steps=3,
+            ),
+        ),
     ],
 )
 def test_training_on_loader_equals_one_process(train: Any, case: Case) -> None:
@@ -133,7 +152,10 @@ def test_training_on_loader_equals_one_process(train: Any, case: Case) -> None:
 
 
 def _train_without_targets(case: Case) -> Outcome:
-    row = {"input_ids": torch.arange(SEQ_LENGTH), "labels": torch.full((SEQ_LENGTH,), -100)}
+    row = {
+        "input_ids": torch.arange(SEQ_LENGTH),
+        "labels": torch.full((SEQ_LENGTH,), -100),
+    }
     loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,7 +169,11 @@ def _train_without_targets(case: Case) -> Outcome:
 
 def test_step_without_targets_warns_and_keeps_weights() -> None:
     layout = Layout(pp=2, dp=2, num_microbatches=2)
-    case = Case(layout=layout, steps=1, optimizer=(("weight_decay", 0.0),))
+    case = Case(
+        layout=layout,
+        steps=1,
+        optimizer=(("weight_decay", 0.0),),
+    )
     run = join_outcomes(run_ranks(_train_without_targets, 4, case))
     assert (run.losses, run.grad_norms) == ([0.0], [0.0])
     assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
@@ -158,7 +184,11 @@ def test_step_without_targets_warns_and_keeps_weights() -> None:
 
 def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
     loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
-    (metrics,) = trainer_of(case).validate(module_of(case), loader, verbose=False)
+    (metrics,) = trainer_of(case).validate(
+        module_of(case),
+        loader,
+        verbose=False,
+    )
     return metrics["val_loss"]
 
 
@@ -184,7 +214,11 @@ _RAGGED = list(Sentences(11, "uneven"))
     ("layout", "batch_size", "rows"),
     [
         (Layout(num_microbatches=3), 3, (_RAGGED, _RAGGED)),
-        (Layout(pp=2, dp=2, num_microbatches=2), 4, (_RAGGED, _RAGGED)),
+        (
+            Layout(pp=2, dp=2, num_microbatches=2),
+            4,
+            (_RAGGED, _RAGGED),
+        ),
         (Layout(tp=2), 4, _masked()),
     ],
     ids=["ragged", "ragged on 4 ranks", "masked"],
@@ -212,7 +246,10 @@ def _validate_on_two(case: Case) -> dict[str, float]:
 
 
 def test_each_validation_loader_has_its_own_metrics() -> None:
-    case = Case(layout=Layout(pp=2, num_microbatches=2), steps=1)
+    case = Case(
+        layout=Layout(pp=2, num_microbatches=2),
+        steps=1,
+    )
     expected = common_result(_validate_on_two, case.on_one_process)
     assert len(expected) == 4
     for index in (0, 1):

@@ -20,7 +20,14 @@ from tests.ranks import run_ranks
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 TOKENS = torch.arange(24).reshape(2, 12) % 80
 SPLIT = Case(
-    model="llama", layout=Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2), steps=4
+    model="llama",
+    layout=Layout(
+        tp=2,
+        pp=2,
+        sequence_parallel=True,
+        num_microbatches=2,
+    ),
+    steps=4,
 )
 
 
@@ -32,7 +39,13 @@ def _module(folder: Path, **options: Any) -> Any:
     seed_everything(11, verbose=False)
     lora = LoRA(rank=3, alpha=5, targets=TARGETS)
     return MegatronModule(
-        **{"model": str(folder / "base"), "pretrained": True, "lr": 5e-2, "lora": lora, **options}
+        **{
+            "model": str(folder / "base"),
+            "pretrained": True,
+            "lr": 5e-2,
+            "lora": lora,
+            **options,
+        }
     )
 
 
@@ -50,7 +63,8 @@ def _train(
         on_train_start=lambda trainer, module: initial.extend(shards(module)),
         on_train_batch_end=save,
     )
-    module, trainer = _module(folder, **options), trainer_of(case, callbacks=[saver])
+    module = _module(folder, **options)
+    trainer = trainer_of(case, callbacks=[saver])
     trainer.fit(module, loader_of(case), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
@@ -69,7 +83,11 @@ def _train(
 
 
 def _infer(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return module.logits(TOKENS), module.generate(TOKENS, max_new_tokens=4, eos_token_id=())
+    return module.logits(TOKENS), module.generate(
+        TOKENS,
+        max_new_tokens=4,
+        eos_token_id=(),
+    )
 
 
 def _load_and_infer(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +125,18 @@ def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
         pairs = zip(rank["initial"], rank["final"], strict=True)
         assert {"_lora." in a.key for a, b in pairs if not a.data.equal(b.data)} == {True}
     (tmp_path / "base").symlink_to(folder / "base")
-    (one_process,) = run_ranks(_train, 1, tmp_path, Case(model="llama", steps=1))
+    (one_process,) = run_ranks(
+        _train,
+        1,
+        tmp_path,
+        Case(model="llama", steps=1),
+    )
     adapters = [
         [shard for shard in rank["initial"] if "_lora." in shard.key]
         for rank in (one_process, *ranks)
     ]
-    expected, actual = full_tensors(adapters[:1]), full_tensors(adapters[1:])
+    expected = full_tensors(adapters[:1])
+    actual = full_tensors(adapters[1:])
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         assert tensor.equal(expected[name])
@@ -181,7 +205,12 @@ def test_checkpoints_and_converted_exports_give_equal_results(
     exports = map(tmp_path.joinpath, ("full", "merged_adapters", "again", "merged"))
     for path in (folder / "full.ckpt", folder / "adapters.ckpt", *exports):
         ((logits, sequences),) = run_ranks(_load_and_infer, 1, path)
-        torch.testing.assert_close(logits, ranks[0]["results"][0], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            logits,
+            ranks[0]["results"][0],
+            rtol=1e-5,
+            atol=2e-5,
+        )
         assert sequences.equal(ranks[0]["results"][1])
 
 
@@ -193,12 +222,11 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
     shutil.copytree(adapter, changed)
     config = json.loads((changed / "adapter_config.json").read_text())
     (changed / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    module, validate, other = (
-        partial(_module, folder),
-        partial(_validate, folder),
-        LoRA(rank=2, targets=TARGETS),
-    )
-    full, adapters = folder / "full.ckpt", folder / "adapters.ckpt"
+    module = partial(_module, folder)
+    validate = partial(_validate, folder)
+    other = LoRA(rank=2, targets=TARGETS)
+    full = folder / "full.ckpt"
+    adapters = folder / "adapters.ckpt"
     mistakes: tuple[tuple[str, Any, dict[str, Any]], ...] = (
         (
             "one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_pr",
@@ -219,7 +247,11 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
             module(lora=None).save_pretrained,
             {"save_directory": "merged", "merge": True},
         ),
-        ("has the shape", validate, {"lora": str(adapter), "model": str(folder / "narrow")}),
+        (
+            "has the shape",
+            validate,
+            {"lora": str(adapter), "model": str(folder / "narrow")},
+        ),
         ("is of another model: lora=", validate, {"ckpt_path": full, "lora": other}),
         ("is of another model: lora=", validate, {"ckpt_path": full, "lora": None}),
         (
@@ -233,7 +265,11 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
 
 def _validate(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
     case = Case(model="llama", steps=1)
-    trainer_of(case).validate(_module(folder, **options), loader_of(case), ckpt_path=ckpt_path)
+    trainer_of(case).validate(
+        _module(folder, **options),
+        loader_of(case),
+        ckpt_path=ckpt_path,
+    )
 
 
 def test_mistakes_are_refused_in_one_line(

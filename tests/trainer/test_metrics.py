@@ -58,10 +58,8 @@ def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
     watch = callback(
         on_validation_epoch_end=lambda *_: modes.add(torch.is_inference_mode_enabled())
     )
-    module, trainer = (
-        module_of(case, train_step=_counting_step()),
-        trainer_of(case, callbacks=[watch]),
-    )
+    module = module_of(case, train_step=_counting_step())
+    trainer = trainer_of(case, callbacks=[watch])
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
     keep_on = patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
     with keep_on if inference else contextlib.nullcontext():
@@ -76,7 +74,15 @@ def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
 def test_metrics_are_equal_on_every_layout_rank_and_epoch() -> None:
     reference = common_result(_validate_twice, Case(), True)
     sharded = common_result(
-        _validate_twice, Case(layout=Layout(pp=2, dp=2, num_microbatches=2)), False
+        _validate_twice,
+        Case(
+            layout=Layout(
+                pp=2,
+                dp=2,
+                num_microbatches=2,
+            )
+        ),
+        False,
     )
     expected, again, tested = reference
     assert expected["val_rows"] == tested["test_rows"] == ROWS
@@ -112,7 +118,11 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
             return super().validation_step(batch, batch_idx)
 
     module = module_of(case, Gathering)
-    trainer_of(case).validate(module, DataLoader(Sentences(8), batch_size=4), verbose=False)
+    trainer_of(case).validate(
+        module,
+        DataLoader(Sentences(8), batch_size=4),
+        verbose=False,
+    )
     return module.gathered
 
 
@@ -120,7 +130,16 @@ def test_rows_and_losses_are_gathered_across_replicas() -> None:
     rows = Sentences(8).tokens
     for gathered in run_ranks(_gather_in_validation, 4, Case(layout=Layout(tp=2, dp=2))):
         # Evaluation assigns rows round-robin: data-parallel rank 0 has rows 0, 2, 4, 6.
-        torch.testing.assert_close(gathered["tokens"], torch.stack([rows[0], rows[1], rows[3]]))
+        torch.testing.assert_close(
+            gathered["tokens"],
+            torch.stack(
+                [
+                    rows[0],
+                    rows[1],
+                    rows[3],
+                ]
+            ),
+        )
         assert gathered["pair"][0].tolist() == [0.0, 1.0]
         assert gathered["pair"][1][0].flatten().tolist() == [0, 0, 1, 1]
         assert gathered["mean"].tolist() == [0.5, 1.0]
@@ -139,17 +158,29 @@ def _callback_metrics(case: Case) -> list[dict[str, float]]:
         seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
     watch = callback(on_train_batch_end=keep, on_validation_end=keep)
-    trainer = trainer_of(case, callbacks=[watch], max_steps=-1, max_epochs=2)
-    trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=2)))
+    trainer = trainer_of(
+        case,
+        callbacks=[watch],
+        max_steps=-1,
+        max_epochs=2,
+    )
+    trainer.fit(
+        module_of(case),
+        loader_of(case),
+        loader_of(replace(case, steps=2)),
+    )
     return seen
 
 
 def test_callback_metrics_equal_one_process() -> None:
-    case = Case(layout=Layout(pp=2, num_microbatches=2), labels="uneven", steps=STEPS, clip=1.0)
-    actual, expected = (
-        common_result(_callback_metrics, case),
-        common_result(_callback_metrics, case.on_one_process),
+    case = Case(
+        layout=Layout(pp=2, num_microbatches=2),
+        labels="uneven",
+        steps=STEPS,
+        clip=1.0,
     )
+    actual = common_result(_callback_metrics, case)
+    expected = common_result(_callback_metrics, case.on_one_process)
     logged = {
         "train_loss",
         "train_lm_loss",
@@ -187,10 +218,15 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
         max_steps=-1,
         max_epochs=10,
     )
-    summary, log = io.StringIO(), logging.getLogger("lightning.pytorch.callbacks.model_summary")
+    summary = io.StringIO()
+    log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
     log.addHandler(logging.StreamHandler(summary))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.fit(module_of(case), loader_of(case), loader_of(replace(case, steps=1)))
+        trainer.fit(
+            module_of(case),
+            loader_of(case),
+            loader_of(replace(case, steps=1)),
+        )
     return {
         "printed": printed.getvalue(),
         "summary": summary.getvalue(),

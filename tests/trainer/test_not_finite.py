@@ -17,7 +17,8 @@ from tests.parity.training import Case, Layout, Sentences, common_result, module
 from tests.ranks import run_ranks
 
 Kind = Literal["nan", "infinite loss", "nan gradient"]
-BAD_STEP, BAD_ROW = 2, 9
+BAD_STEP = 2
+BAD_ROW = 9
 STAGES_AND_REPLICAS = Layout(pp=2, dp=2, num_microbatches=3)
 SOURCES = {
     # Rank 3 is stage 1 of replica 1, whose rows 6 to 11 are three microbatches of two.
@@ -106,7 +107,11 @@ def _run(
         lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10),
     )
     options["callbacks"] = [recorder, *options.pop("callbacks", [])]
-    trainer = trainer_of(replace(case, steps=len(inputs)), use_distributed_sampler=False, **options)
+    trainer = trainer_of(
+        replace(case, steps=len(inputs)),
+        use_distributed_sampler=False,
+        **options,
+    )
     trainer.strategy.on_nan = on_nan
     error = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -135,7 +140,15 @@ def _decide_on_device() -> None:
 
 def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, Run]]]:
     """Runs that stop at the bad step and that leave it out; then each kind with ``raise`` and with ``skip``."""
-    references = _run(case, "nan", "raise"), _run(case, None, "raise", leave_out=True)
+    references = (
+        _run(case, "nan", "raise"),
+        _run(
+            case,
+            None,
+            "raise",
+            leave_out=True,
+        ),
+    )
     if late:
         _decide_on_device()
     kinds: tuple[Kind, ...] = (
@@ -151,11 +164,28 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     [
         (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
         pytest.param(
-            *(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False),
+            Layout(tp=2, dp=2, distributed_optimizer=False),
+            None,
+            "sgd",
+            "cpu",
+            False,
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True, marks=pytest.mark.exhaustive),
-        (Layout(tp=2, dp=2, distributed_optimizer=False), 0.5, "sgd", "cpu", True),
+        pytest.param(
+            STAGES_AND_REPLICAS,
+            0.5,
+            "adamw",
+            "cpu",
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+        (
+            Layout(tp=2, dp=2, distributed_optimizer=False),
+            0.5,
+            "sgd",
+            "cpu",
+            True,
+        ),
         pytest.param(
             Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)
         ),
@@ -168,8 +198,18 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
 def test_bad_step_ends_or_is_skipped_on_all_ranks(
     layout: Layout, clip: float | None, optimizer: str, accelerator: Any, is_late: bool
 ) -> None:
-    options = (("name", optimizer), ("eps", 1e-3), ("weight_decay", 0.1))
-    case = Case(layout=layout, clip=clip, optimizer=options, accelerator=accelerator, lr=5e-3)
+    options = (
+        ("name", optimizer),
+        ("eps", 1e-3),
+        ("weight_decay", 0.1),
+    )
+    case = Case(
+        layout=layout,
+        clip=clip,
+        optimizer=options,
+        accelerator=accelerator,
+        lr=5e-3,
+    )
     ranks = run_ranks(_all_kinds, layout.world_size, case, is_late and accelerator == "cpu")
     for two_steps, without_step, runs in ranks:
         for kind, raised, skipped in runs:
@@ -217,7 +257,14 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
             torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True)
         )
     skipping = ModelCheckpoint(folder, "skipping-{step}", **every_step)
-    first = _run(case, "nan", "skip", callbacks=[skipping], enable_checkpointing=True, max_steps=4)
+    first = _run(
+        case,
+        "nan",
+        "skip",
+        callbacks=[skipping],
+        enable_checkpointing=True,
+        max_steps=4,
+    )
     return first, _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt"), saved
 
 
@@ -276,5 +323,8 @@ def _count_device_reads(case: Case) -> list[int]:
 
 @pytest.mark.gpu(2)
 def test_optimizer_step_never_synchronizes_with_gpu() -> None:
-    case = Case(layout=Layout(pp=2, num_microbatches=3), accelerator="gpu")
+    case = Case(
+        layout=Layout(pp=2, num_microbatches=3),
+        accelerator="gpu",
+    )
     assert common_result(_count_device_reads, case) == [0, 0]

@@ -110,10 +110,20 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
     [
         (Layout(tp=2, dp=2), "32-true"),
         (Layout(tp=2, dp=2, distributed_optimizer=False), "bf16-mixed"),
-        pytest.param(Layout(tp=2, pp=2), "32-true", marks=pytest.mark.exhaustive),
+        pytest.param(
+            Layout(tp=2, pp=2),
+            "32-true",
+            marks=pytest.mark.exhaustive,
+        ),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
         pytest.param(
-            Layout(cp=2, tp=2, distributed_optimizer=False), "32-true", marks=pytest.mark.exhaustive
+            Layout(
+                cp=2,
+                tp=2,
+                distributed_optimizer=False,
+            ),
+            "32-true",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -160,7 +170,14 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
 
 
 def test_run_ends_with_the_weights_of_before() -> None:
-    case = Case(layout=Layout(tp=2, pp=2, distributed_optimizer=False), steps=2)
+    case = Case(
+        layout=Layout(
+            tp=2,
+            pp=2,
+            distributed_optimizer=False,
+        ),
+        steps=2,
+    )
     planted = [
         Planted(suffix="layers.0.self_attention.linear_proj.bias", rank=1),
         Planted(suffix="output_layer.weight", rank=3),
@@ -210,7 +227,12 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
     del in_a_row[:]
     run(steps=6).fit(module_of(case), loader_of(case))
     in_first_run = list(in_a_row)
-    resumed = refusal(run().fit, module_of(case), loader_of(case), ckpt_path=folder / "step=6.ckpt")
+    resumed = refusal(
+        run().fit,
+        module_of(case),
+        loader_of(case),
+        ckpt_path=folder / "step=6.ckpt",
+    )
     return message, resumed, in_first_run
 
 
@@ -251,7 +273,14 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     def run(module: Any, on_nan: Any = "raise", *, load_from: Any = None, **options: Any) -> None:
         strategy = MegatronStrategy(tp=2, on_nan=on_nan, load_from=load_from)
         trainer = trainer_of(replace(case, steps=4), strategy=strategy)
-        messages.append(refusal(trainer.fit, module, loader_of(case), **options))
+        messages.append(
+            refusal(
+                trainer.fit,
+                module,
+                loader_of(case),
+                **options,
+            )
+        )
 
     for on_nan in ("raise", "skip"):
         run(MegatronModule(model=str(folder / "model"), pretrained=True), on_nan)

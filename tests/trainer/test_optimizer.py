@@ -26,7 +26,8 @@ from tests.ranks import run_ranks
 
 TWO_STAGES = Layout(pp=2, num_microbatches=2)
 TP2_DP2 = Layout(tp=2, dp=2)
-LR, WEIGHT_DECAY = 5e-3, 0.3
+LR = 5e-3
+WEIGHT_DECAY = 0.3
 
 
 def _train_with_multipliers(case: Case) -> Outcome:
@@ -59,7 +60,14 @@ def test_multipliers_scale_lr_and_weight_decay_of_matching_weights() -> None:
 
 # ---- overridden fields of Megatron's configs ------------------------------------------------------------------------
 
-_DEFAULTS = Case(layout=Layout(dp=2, num_microbatches=2, overlap_communication=True), steps=3)
+_DEFAULTS = Case(
+    layout=Layout(
+        dp=2,
+        num_microbatches=2,
+        overlap_communication=True,
+    ),
+    steps=3,
+)
 _OVERRIDDEN = replace(
     _DEFAULTS.layout,
     optimizer_config_overrides=(("loss_scale", 1024.0),),
@@ -78,7 +86,12 @@ def _train(case: Case) -> tuple[Outcome, dict[str, Any]]:
         settings["gradients"] = {parameter.main_grad.dtype for parameter in chunk.parameters()}
         return shards(module)
 
-    return train_module(module_of(case), case, loader_of(case), collect=collect), settings
+    return train_module(
+        module_of(case),
+        case,
+        loader_of(case),
+        collect=collect,
+    ), settings
 
 
 def test_overridden_loss_scale_and_bucket_size_are_used_exactly() -> None:
@@ -147,20 +160,35 @@ def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
     )
     limits = {} if is_own_schedule and epochs == 1 else {"max_steps": -1, "max_epochs": epochs}
     trainer = trainer_of(case, callbacks=[keep], **limits)
-    trainer.fit(module, loader_of(case), loader_of(replace(case, steps=1)))
+    trainer.fit(
+        module,
+        loader_of(case),
+        loader_of(replace(case, steps=1)),
+    )
     return rates, trainer.callback_metrics["lr"].item()
 
 
 def test_torch_schedulers_set_the_learning_rate() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
-    scheduler, expected = _one_cycle(optimizer), []
+    scheduler = _one_cycle(optimizer)
+    expected = []
     for _ in range(4):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    rates, _ = common_result(_rates, Case(layout=TWO_STAGES, steps=4, lr=LR), "one_cycle", 1)
+    rates, _ = common_result(
+        _rates,
+        Case(layout=TWO_STAGES, steps=4, lr=LR),
+        "one_cycle",
+        1,
+    )
     assert rates == pytest.approx(expected)
-    rates, _ = common_result(_rates, Case(layout=TWO_STAGES, steps=1, lr=LR), "plateau", 4)
+    rates, _ = common_result(
+        _rates,
+        Case(layout=TWO_STAGES, steps=1, lr=LR),
+        "plateau",
+        4,
+    )
     assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 
@@ -169,7 +197,14 @@ def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
     used, logged = common_result(
-        _rates, Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR), "linear", epochs
+        _rates,
+        Case(
+            layout=TWO_STAGES,
+            steps=6 // epochs,
+            lr=LR,
+        ),
+        "linear",
+        epochs,
     )
     assert used == pytest.approx(expected)
     assert logged == pytest.approx(expected[-1])  # of the step that it stands beside
@@ -177,7 +212,12 @@ def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
 
 def test_first_logged_learning_rate_is_that_of_the_first_step() -> None:
     # One cycle begins at a 25th of its highest rate, and the second value is far above it.
-    used, logged = common_result(_rates, Case(layout=TWO_STAGES, steps=1, lr=LR), "one_cycle", 1)
+    used, logged = common_result(
+        _rates,
+        Case(layout=TWO_STAGES, steps=1, lr=LR),
+        "one_cycle",
+        1,
+    )
     assert [logged] == pytest.approx(used)
 
 
@@ -192,7 +232,12 @@ def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
         )
     )
     finder = LearningRateFinder(min_lr=1e-5, max_lr=0.3, num_training_steps=30)
-    trainer = trainer_of(case, callbacks=[finder, keep], max_steps=3, default_root_dir=folder)
+    trainer = trainer_of(
+        case,
+        callbacks=[finder, keep],
+        max_steps=3,
+        default_root_dir=folder,
+    )
     trainer.fit(module_of(case), loader_of(replace(case, steps=32)))
     return rates, finder.optimal_lr.suggestion()
 

@@ -232,7 +232,13 @@ def _steps_without_one_pass(case: Case) -> list[str]:
 
 
 def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
-    own, twice, without = common_result(_steps_without_one_pass, Case(layout=Layout(tp=2), steps=2))
+    own, twice, without = common_result(
+        _steps_without_one_pass,
+        Case(
+            layout=Layout(tp=2),
+            steps=2,
+        ),
+    )
     assert "OwnCrossEntropy.training_step: expected one call of super().training_step" in own
     assert "got 0; call it once" in own
     assert "got 2; call it once" in twice
@@ -252,7 +258,11 @@ def _recording(base: type, names: set[str], called: list[str]) -> type:
 
         return record
 
-    kind = type("Own", (base,), {name: hook(name) for name in names})
+    kind = type(
+        "Own",
+        (base,),
+        {name: hook(name) for name in names},
+    )
     return kind
 
 
@@ -307,7 +317,16 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
 
     called: list[str] = []
     module = _recording(_with_loaders(Plain, case), names, called)()
-    _run_all(pl.Trainer(accelerator="cpu", devices=1, max_steps=case.steps, **QUIET), module, case)
+    _run_all(
+        pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=case.steps,
+            **QUIET,
+        ),
+        module,
+        case,
+    )
     return called
 
 
@@ -384,7 +403,13 @@ def _other_refusals(case: Case) -> dict[str, str]:
 
 
 def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
-    messages = common_result(_other_refusals, Case(layout=Layout(tp=2), steps=1))
+    messages = common_result(
+        _other_refusals,
+        Case(
+            layout=Layout(tp=2),
+            steps=1,
+        ),
+    )
     assert "forward would not be called" in messages["OwnForward"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["OwnOptimizer"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["NoOptimizer"]

@@ -23,7 +23,12 @@ def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
     dtypes = {}
     for precision in WEIGHTS:
         settings = {"precision": precision, "max_steps": 2}
-        trainer, _ = fit(Run(trainer=settings, optimizer={"initial_loss_scale": 2.0**10}))
+        trainer, _ = fit(
+            Run(
+                trainer=settings,
+                optimizer={"initial_loss_scale": 2.0**10},
+            )
+        )
         parameters = list(trainer.lightning_module.model_chunks.parameters())
         (part,) = trainer.strategy.optimizers[0].parts
         dtypes[precision] = {
@@ -52,7 +57,8 @@ def test_gradients_master_weights_and_moments_are_always_fp32() -> None:
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
 
-FIRST_SCALE, OVERFLOW_AT = 2.0**22, 6
+FIRST_SCALE = 2.0**22
+OVERFLOW_AT = 6
 """Gradients times 2**22 exceed fp16's maximum of 65504, times 2**16 they do not."""
 
 
@@ -76,14 +82,17 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
 
     def record_step(trainer: Any, module: Any, *_: Any) -> None:
         record_weights(trainer, module)
-        report, rate = (
-            trainer.strategy.optimizer_report,
-            trainer.optimizers[0].param_groups[0]["lr"],
-        )
+        report = trainer.strategy.optimizer_report
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
         changed = any(not torch.equal(a, b) for a, b in zip(*weights[-2:], strict=True))
         # The loss scale after the step, the learning rate for the next one.
         steps.append(
-            {"skipped": report.skipped, "scale": report.loss_scale, "lr": rate, "changed": changed}
+            {
+                "skipped": report.skipped,
+                "scale": report.loss_scale,
+                "lr": rate,
+                "changed": changed,
+            }
         )
 
     hooks = {
@@ -91,24 +100,41 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
         "on_before_optimizer_step": overflow,
         "on_train_batch_end": record_step,
     }
-    optimizer = (("initial_loss_scale", FIRST_SCALE), ("loss_scale_window", 4), ("eps", 1e-3))
+    optimizer = (
+        ("initial_loss_scale", FIRST_SCALE),
+        ("loss_scale_window", 4),
+        ("eps", 1e-3),
+    )
     layout = Layout(tp=2, pp=2, num_microbatches=2)
     case = Case(
         layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator
     )
-    module = module_of(case, lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10))
+    module = module_of(
+        case,
+        lr_schedule=LRSchedule(
+            warmup_steps=9,
+            init_lr=case.lr / 10,
+        ),
+    )
     on_cpu = {
         "precision": None,
         "plugins": [MegatronPrecision("16-mixed")],
     }  # Lightning would use bf16-mixed
     options = on_cpu if accelerator == "cpu" else {"precision": "16-mixed"}
-    trainer_of(case, callbacks=[callback(**hooks)], **options).fit(module, loader_of(case))
+    trainer_of(
+        case,
+        callbacks=[callback(**hooks)],
+        **options,
+    ).fit(module, loader_of(case))
     return steps
 
 
 def _loss_scales(skipped: list[bool]) -> list[float]:
     """Loss scale after each step: halved by overflows after the first (hysteresis 2), doubled by four good steps."""
-    scale, good, tolerated, scales = FIRST_SCALE, 0, 1, []
+    scale = FIRST_SCALE
+    good = 0
+    tolerated = 1
+    scales = []
     for overflow in skipped:
         good = 0 if overflow else good + 1
         if overflow and not tolerated:
@@ -116,7 +142,9 @@ def _loss_scales(skipped: list[bool]) -> list[float]:
         elif overflow:
             tolerated = 0
         elif good == 4:
-            scale, good, tolerated = scale * 2, 0, 1
+            scale = scale * 2
+            good = 0
+            tolerated = 1
         scales.append(scale)
     return scales
 

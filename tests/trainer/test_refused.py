@@ -149,7 +149,11 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     2: (
         (
             "fp8: expected ffn_hidden_size / tp",
-            FP8.but(model=NARROW, strategy={"tp": 2}, trainer=BF16),
+            FP8.but(
+                model=NARROW,
+                strategy={"tp": 2},
+                trainer=BF16,
+            ),
         ),
         ("ep=2: expected a model with experts, got llama", Run(model=LLAMA, strategy={"ep": 2})),
         ("trained with sequence_parallel=True", MIXTRAL.but(strategy={"tp": 2})),
@@ -216,9 +220,23 @@ ITEMS = rows_dataset(8)
 NO_LOADERS: dict[str, tuple[Any, ...]] = {
     "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(": ([*ITEMS],),
     "got a TensorDataset; give DataLoader(": (
-        torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),
+        torch.utils.data.TensorDataset(
+            torch.zeros(
+                4,
+                8,
+                dtype=torch.long,
+            )
+        ),
     ),
-    "got a dict of Tensor; give": ({"input_ids": torch.zeros(4, 8, dtype=torch.long)},),
+    "got a dict of Tensor; give": (
+        {
+            "input_ids": torch.zeros(
+                4,
+                8,
+                dtype=torch.long,
+            )
+        },
+    ),
     "got a str; give": ("corpus_text_document",),
     "got a int; give": (5,),
     "val_dataloaders: expected a DataLoader, got a list of dict": (shuffled_loader(1), [*ITEMS]),

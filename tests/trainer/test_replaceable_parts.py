@@ -12,7 +12,14 @@ from tests.parity.training import Case, Layout, common_result, loader_of, module
 from tests.ranks import RankError
 
 CASE = Case(
-    layout=Layout(pp=2, dp=2, num_microbatches=2), steps=2, global_batch_size=8, labels="uneven"
+    layout=Layout(
+        pp=2,
+        dp=2,
+        num_microbatches=2,
+    ),
+    steps=2,
+    global_batch_size=8,
+    labels="uneven",
 )
 
 
@@ -48,7 +55,12 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
 
     options: dict[str, dict[str, Any]] = {
         "nothing": {},
-        "loss_func": {"train_step": KeyTokenTrainStep(key_tokens=[3, 30, 60], alpha=0.5)},
+        "loss_func": {
+            "train_step": KeyTokenTrainStep(
+                key_tokens=[3, 30, 60],
+                alpha=0.5,
+            )
+        },
         "get_batch": {"train_step": ZeroTokens()},
         "forward_step": {"train_step": Uncounted()},
         "targets": {"train_step": Unmasked()},
@@ -83,13 +95,27 @@ def test_target_counts_that_differ_from_loss_are_refused() -> None:
 def test_example_loss_equals_manual_computation() -> None:
     step = KeyTokenTrainStep(key_tokens=[7, 9], alpha=0.5)
     batch = {
-        "tokens": torch.tensor([[7, 1, 9, 7], [1, 2, 3, 4], [9, 0, 0, 0]]),
+        "tokens": torch.tensor(
+            [
+                [7, 1, 9, 7],
+                [1, 2, 3, 4],
+                [9, 0, 0, 0],
+            ]
+        ),
         "loss_mask": torch.tensor(
-            [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+            [
+                [1.0, 1.0, 0.0, 0.0],
+                [1.0, 1.0, 1.0, 1.0],
+                [0.0, 0.0, 0.0, 0.0],
+            ]
         ),
     }
     losses = torch.tensor(
-        [[2.0, 4.0, 100.0, 100.0], [1.0, 2.0, 3.0, 6.0], [50.0, 50.0, 50.0, 50.0]]
+        [
+            [2.0, 4.0, 100.0, 100.0],
+            [1.0, 2.0, 3.0, 6.0],
+            [50.0, 50.0, 50.0, 50.0],
+        ]
     )
     term = step.loss_func(batch, losses)["lm_loss"]
     # First row: mean (2 + 4) / 2 = 3, three key tokens: times 2.5. Second: (1 + 2 + 3 + 6) / 4 = 3. Third: no targets.

@@ -14,7 +14,8 @@ from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit, make_corpus
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
-TP2, PP2 = {"tp": 2}, {"pp": 2}
+TP2 = {"tp": 2}
+PP2 = {"pp": 2}
 
 
 def _train(run: Run, save_to: Path | None = None) -> list[dict[str, Any]]:
@@ -42,10 +43,20 @@ def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -
 @pytest.mark.gpu(2)
 def test_workers_and_pinned_memory_keep_samples_on_gpus(tmp_path: Path) -> None:
     data = {"data_path": make_corpus(tmp_path), "split": "1,0,0"}
-    run = Run(model=NO_DROPOUT, indexed=data, strategy=TP2, trainer={"max_steps": 6})
+    run = Run(
+        model=NO_DROPOUT,
+        indexed=data,
+        strategy=TP2,
+        trainer={"max_steps": 6},
+    )
     on_cpu = run_ranks(_train, 2, run)
     on_gpu = run_ranks(
-        _train, 2, run.but(indexed={"num_workers": 2}, trainer={"accelerator": "gpu"})
+        _train,
+        2,
+        run.but(
+            indexed={"num_workers": 2},
+            trainer={"accelerator": "gpu"},
+        ),
     )
 
     for expected, steps in zip(on_cpu, on_gpu, strict=True):
@@ -55,7 +66,11 @@ def test_workers_and_pinned_memory_keep_samples_on_gpus(tmp_path: Path) -> None:
 
 
 def test_batch_size_rampup_equals_one_rank_and_resumes(tmp_path: Path) -> None:
-    data = {"data_path": make_corpus(tmp_path), "split": "1,0,0", "rampup_batch_size": [4, 4, 24]}
+    data = {
+        "data_path": make_corpus(tmp_path),
+        "split": "1,0,0",
+        "rampup_batch_size": [4, 4, 24],
+    }
     run = Run(
         model=NO_DROPOUT, indexed=data, strategy={"num_microbatches": 4}, trainer={"max_steps": 7}
     )
@@ -64,18 +79,34 @@ def test_batch_size_rampup_equals_one_rank_and_resumes(tmp_path: Path) -> None:
     assert [len(step["rows"]["text"]) for step in expected] == [4, 4, 4, 4, 4, 4, 8]
 
     path = tmp_path / "a.ckpt"
-    first = run_ranks(_train, 2, run.but(strategy=PP2, trainer={"max_steps": 5}), path)
-    rest = run_ranks(_train, 2, run.but(strategy=TP2, ckpt_path=str(path)))
+    first = run_ranks(
+        _train,
+        2,
+        run.but(strategy=PP2, trainer={"max_steps": 5}),
+        path,
+    )
+    rest = run_ranks(
+        _train,
+        2,
+        run.but(strategy=TP2, ckpt_path=str(path)),
+    )
     for steps in zip(first, rest, strict=True):
         _assert_same(steps[0] + steps[1], expected)
 
 
 def _fit_on_path_of_rank(data_paths: list[str]) -> str:
-    return refusal(fit, Run(indexed=data_paths[int(os.environ["RANK"])], trainer={"max_steps": 1}))
+    return refusal(
+        fit,
+        Run(
+            indexed=data_paths[int(os.environ["RANK"])],
+            trainer={"max_steps": 1},
+        ),
+    )
 
 
 def test_data_missing_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
-    present, nowhere = make_corpus(tmp_path), str(tmp_path / "nowhere")
+    present = make_corpus(tmp_path)
+    nowhere = str(tmp_path / "nowhere")
 
     for missing, paths in enumerate(([nowhere, present], [present, nowhere])):
         messages = run_ranks(_fit_on_path_of_rank, 2, paths)
@@ -95,7 +126,10 @@ def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         for n in range(30)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(record) for record in records))
-    files = {"data_path": str(folder / "pairs.jsonl"), "tokenizer": str(corpus.parent / "tok")}
+    files = {
+        "data_path": str(folder / "pairs.jsonl"),
+        "tokenizer": str(corpus.parent / "tok"),
+    }
     return Run(
         model={**NO_DROPOUT, "vocab_size": 512, "n_positions": 32},
         indexed={**files, "split": "1,0,0", "seq_length": 32},
@@ -143,6 +177,15 @@ def test_each_epoch_has_every_item_once_after_resume_at_another_layout(tmp_path:
     assert passes[0] != passes[1]
 
     path = tmp_path / "a.ckpt"
-    first = run_ranks(_train, 2, run.but(strategy=TP2, trainer={"max_steps": 5}), path)
-    second = run_ranks(_train, 2, run.but(strategy=PP2, ckpt_path=str(path)))
+    first = run_ranks(
+        _train,
+        2,
+        run.but(strategy=TP2, trainer={"max_steps": 5}),
+        path,
+    )
+    second = run_ranks(
+        _train,
+        2,
+        run.but(strategy=PP2, ckpt_path=str(path)),
+    )
     _assert_same(first[0] + second[0], expected)

@@ -40,7 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("texts")
     make_tokenizer(folder)
-    sizes = {"vocab_size": 311, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 24}
+    sizes = {
+        "vocab_size": 311,
+        "n_layer": 4,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": 24,
+    }
     model = tiny_model(GPT2LMHeadModel, GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     with torch.no_grad():
         (yes,) = AutoTokenizer.from_pretrained(folder).encode(" yes")
@@ -54,7 +60,8 @@ def _last_words(tokenizer: Any) -> list[tuple[list[int], int]]:
     rows = []
     for text in TEXTS:
         context, word = text.rsplit(" ", 1)
-        before, target = tokenizer.encode(context), tokenizer.encode(" " + word)
+        before = tokenizer.encode(context)
+        target = tokenizer.encode(" " + word)
         rows.append(([*before, *target][-(SEQ_LENGTH + 1) :], len(target)))
     return rows
 
@@ -63,7 +70,8 @@ def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
     """Sliding windows as in Hugging Face's guide to perplexity, but scoring also the first token after a window."""
     rows = []
     for text in TEXTS:
-        tokens, done = tokenizer.encode(text), 1
+        tokens = tokenizer.encode(text)
+        done = 1
         for begin in range(0, len(tokens), STRIDE):
             end = min(begin + SEQ_LENGTH + 1, len(tokens))
             rows.append((tokens[begin:end], end - done))
@@ -75,13 +83,18 @@ def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
 
 def _losses(model: Any, rows: list[tuple[list[int], int]]) -> tuple[float, float]:
     """Mean loss of the last ``count`` tokens of each row, and the share of rows that are predicted completely."""
-    losses, right = [], []
+    losses = []
+    right = []
     for tokens, count in rows:
         row = torch.tensor(tokens)
         with torch.no_grad():
             logits = model(row[None, :-1]).logits[0, -count:]
         losses.append(
-            torch.nn.functional.cross_entropy(logits, row[-count:], reduction="none").double()
+            torch.nn.functional.cross_entropy(
+                logits,
+                row[-count:],
+                reduction="none",
+            ).double()
         )
         right.append(bool((logits.argmax(-1) == row[-count:]).all()))
     return torch.cat(losses).mean().item(), sum(right) / len(right)
@@ -101,7 +114,11 @@ def _test(folder: str, case: Case) -> dict[str, Any]:
             micro_batch_size=1,
         )
         module = pretrained_module(folder, train_step=step)
-        (metrics[task],) = trainer_of(case).test(module, datamodule=data, verbose=False)
+        (metrics[task],) = trainer_of(case).test(
+            module,
+            datamodule=data,
+            verbose=False,
+        )
     return metrics
 
 
@@ -109,10 +126,8 @@ def _test(folder: str, case: Case) -> dict[str, Any]:
 def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layout: Layout) -> None:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    model, tokenizer = (
-        GPT2LMHeadModel.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     (mean, right), (of_windows, _) = (
         _losses(model, rows(tokenizer)) for rows in (_last_words, _windows)
     )
@@ -129,14 +144,24 @@ def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layo
 def _refusals(folder: str) -> list[str]:
     from lightning_megatron import MegatronModule, TextEvaluationDataModule
 
-    messages, sizes = (
-        [],
-        {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 16},
-    )
+    messages = []
+    sizes = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_embd": 8,
+        "n_head": 1,
+        "n_positions": 16,
+    }
     for task, phase in (("last_word", "test"), ("perplexity", "fit")):
         module = MegatronModule(model={**sizes, "vocab_size": 311}, train_step="gpt")
         data = TextEvaluationDataModule(f"{folder}/texts.jsonl", folder, task=task, seq_length=12)  # type: ignore[arg-type]
-        messages.append(refusal(getattr(trainer_of(Case()), phase), module, datamodule=data))
+        messages.append(
+            refusal(
+                getattr(trainer_of(Case()), phase),
+                module,
+                datamodule=data,
+            )
+        )
     return messages
 
 
@@ -168,7 +193,13 @@ def _losses_of_encodings(folder: str) -> list[Any]:
         warnings.simplefilter("always")
         results.append(loss(data("latin.txt", errors="replace")))
     module = pretrained_module(folder)
-    results.append(refusal(trainer_of(Case()).test, module, datamodule=data("latin.txt")))
+    results.append(
+        refusal(
+            trainer_of(Case()).test,
+            module,
+            datamodule=data("latin.txt"),
+        )
+    )
     return [*results, [str(each.message) for each in caught]]
 
 

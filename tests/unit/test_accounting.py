@@ -66,7 +66,11 @@ OTHERS = {
 
 
 def test_total_parameters_equal_published_counts() -> None:
-    published = ((GPT2_LARGE, 774_030_080), (LLAMA_8B, 8_030_261_248), (T5_LARGE, 737_668_096))
+    published = (
+        (GPT2_LARGE, 774_030_080),
+        (LLAMA_8B, 8_030_261_248),
+        (T5_LARGE, 737_668_096),
+    )
     assert [total_parameters(model_config(model)) for model, _ in published] == [
         count for _, count in published
     ]
@@ -76,7 +80,8 @@ def _build_both(name: str, fields: dict[str, Any]) -> tuple[Any, torch.nn.Module
     """Model config and transformers' model, after a check that their parameter counts are equal."""
     config = getattr(transformers, f"{name.split('For')[0]}Config")(**fields, architectures=[name])
     with torch.device("meta"):
-        model, reference = model_config(config), getattr(transformers, name)(config)
+        model = model_config(config)
+        reference = getattr(transformers, name)(config)
     assert total_parameters(model) == sum(parameter.numel() for parameter in reference.parameters())
     return model, reference
 
@@ -128,7 +133,14 @@ def test_flops_of_small_models_equal_hand_calculation() -> None:
     assert forward_flops(model, (8,), 10, "full") == 8 * 2 * (2 * (layer + 64) + 40)
     assert model_flops(model, (8,), 10) == 3 * forward_flops(model, (8,), 10)
     small = model_config(
-        {"model_type": "t5", "d_model": 4, "d_kv": 3, "d_ff": 5, "num_heads": 1, "num_layers": 1}
+        {
+            "model_type": "t5",
+            "d_model": 4,
+            "d_kv": 3,
+            "d_ff": 5,
+            "num_heads": 1,
+            "num_layers": 1,
+        }
     )
     encoder = 6 * (4 * 4 * 3 + 2 * 4 * 5) + 2 * 3 * 6 * 6
     decoder = (
@@ -143,10 +155,20 @@ def test_flops_of_small_models_equal_hand_calculation() -> None:
 
 
 def test_sliding_window_reduces_attention_flops() -> None:
-    full = model_config({"model_type": "gpt2", "n_layer": 3, "n_embd": 24, "n_head": 4})
+    full = model_config(
+        {
+            "model_type": "gpt2",
+            "n_layer": 3,
+            "n_embd": 24,
+            "n_head": 4,
+        }
+    )
     # The first four of 8 queries see 1, 2, 3, 4 keys, the other queries 4 each; half of the diagonal counts:
     # 8 * 4 - 4 * 4 / 2 = 24 pairs instead of 8 * 8 / 2 = 32.
-    pairs: dict[AttentionCount, tuple[int, int]] = {"causal": (24, 32), "full": (4 * 8, 8 * 8)}
+    pairs: dict[AttentionCount, tuple[int, int]] = {
+        "causal": (24, 32),
+        "full": (4 * 8, 8 * 8),
+    }
     for attention, (visible, all_keys) in pairs.items():
         flops = forward_flops(full, (8,), 128, attention)
         for layers, changes in ((3, {}), (1, {"sliding_window_layers": (1,)})):

@@ -29,7 +29,18 @@ from tests.models import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 
-LOSSES = [8.0, 7.0, 6.5, 6.25, 6.0, 5.75, 5.5, 5.25, 5.0, 4.75]
+LOSSES = [
+    8.0,
+    7.0,
+    6.5,
+    6.25,
+    6.0,
+    5.75,
+    5.5,
+    5.25,
+    5.0,
+    4.75,
+]
 EVERY_SECOND_STEP = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 EVERY_THIRD_STEP = {"val_check_interval": 3, "check_val_every_n_epoch": None}
 PNG = b"\x89PNG\r\n"
@@ -89,7 +100,11 @@ def test_invalid_options_are_refused() -> None:
 def test_curve_has_the_logged_losses_at_their_steps(tmp_path: Path) -> None:
     curve = LossCurve("pictures/loss_curve.png", every_n_steps=2)
     trainer = toy_trainer(tmp_path, [curve], **EVERY_THIRD_STEP, num_sanity_val_steps=-1)
-    trainer.fit(ToyModule(LOSSES, [9.0, 6.0, 5.0]), loader(3), loader(2))
+    trainer.fit(
+        ToyModule(LOSSES, [9.0, 6.0, 5.0]),
+        loader(3),
+        loader(2),
+    )
     assert curve.train.points == [(1, 8.0), (2, 7.0), (4, 6.25), (6, 5.75)]
     assert curve.validation.points == [(0, 9.0), (3, 6.0), (6, 5.0)]
     assert (tmp_path / "pictures/loss_curve.png").read_bytes().startswith(PNG)
@@ -100,7 +115,11 @@ def test_failed_run_writes_a_picture_and_callback_can_be_reused(tmp_path: Path) 
     with pytest.raises(IndexError):  # the module has no loss for the third step
         toy_trainer(tmp_path, [curve]).fit(ToyModule([3.0, 2.0]), loader(6))
     assert (tmp_path / "loss_curve.png").read_bytes().startswith(PNG)
-    toy_trainer(tmp_path, [curve], max_steps=3).fit(ToyModule(LOSSES), loader(6))
+    toy_trainer(
+        tmp_path,
+        [curve],
+        max_steps=3,
+    ).fit(ToyModule(LOSSES), loader(6))
     assert curve.train.points == [(1, 8.0), (2, 7.0), (3, 6.5)]
     assert curve.resumed_at == []
 
@@ -109,14 +128,33 @@ def test_resume_continues_curve_and_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {**EVERY_SECOND_STEP, "num_sanity_val_steps": -1}
-    first = toy_trainer(tmp_path, [LossCurve(), PerplexityReport()], max_steps=4, **options)
-    first.fit(ToyModule(LOSSES, [math.log(900.0), 4.0, 4.0]), loader(10), loader(3))
+    first = toy_trainer(
+        tmp_path,
+        [LossCurve(), PerplexityReport()],
+        max_steps=4,
+        **options,
+    )
+    first.fit(
+        ToyModule(LOSSES, [math.log(900.0), 4.0, 4.0]),
+        loader(10),
+        loader(3),
+    )
     checkpoint = tmp_path / "last.ckpt"
     first.save_checkpoint(checkpoint)
     assert torch.load(checkpoint, weights_only=True)["callbacks"]
     curve = LossCurve()
-    second = toy_trainer(tmp_path, [curve, PerplexityReport()], max_steps=8, **options)
-    second.fit(ToyModule(LOSSES, [3.0, math.log(7.0)]), loader(10), loader(3), ckpt_path=checkpoint)
+    second = toy_trainer(
+        tmp_path,
+        [curve, PerplexityReport()],
+        max_steps=8,
+        **options,
+    )
+    second.fit(
+        ToyModule(LOSSES, [3.0, math.log(7.0)]),
+        loader(10),
+        loader(3),
+        ckpt_path=checkpoint,
+    )
     assert curve.train.points == list(enumerate(LOSSES[:8], start=1))
     assert curve.resumed_at == [4]
     assert "validation perplexity: 900.0 before, 7.0 after 8 steps" in capsys.readouterr().out
@@ -171,7 +209,11 @@ def test_report_shows_first_and_last_perplexity(
     trainer = toy_trainer(
         tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps
     )
-    trainer.fit(ToyModule([1.0] * 20, val_losses), loader(4), loader(3))
+    trainer.fit(
+        ToyModule([1.0] * 20, val_losses),
+        loader(4),
+        loader(3),
+    )
     assert line in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -209,7 +251,13 @@ def test_progress_is_one_terminal_row_or_several_file_rows(
 # ---- ThroughputMonitor ----------------------------------------------------------------------------------------------
 
 MODEL = model_config(
-    {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300}
+    {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "vocab_size": 300,
+    }
 )
 
 
@@ -247,9 +295,20 @@ def _measure(
     """Logged throughput of a run whose strategy reports 64 tokens per step, and its Trainer."""
     # The monitor comes before the callback that saves, as Lightning moves ModelCheckpoint to the end.
     trainer = toy_trainer(
-        folder, [monitor, clock], logger=CSVLogger(folder, name=None, version="log"), **options
+        folder,
+        [monitor, clock],
+        logger=CSVLogger(
+            folder,
+            name=None,
+            version="log",
+        ),
+        **options,
     )
-    trainer.strategy.step_shape = SimpleNamespace(tokens=64, seq_length=16, lengths=(12, 4))
+    trainer.strategy.step_shape = SimpleNamespace(
+        tokens=64,
+        seq_length=16,
+        lengths=(12, 4),
+    )
     trainer.strategy.tp = 2
     module = ToyModule([1.0] * 20, [1.0] * 20)
     module.model_config = MODEL
@@ -262,7 +321,19 @@ def _measure(
 def test_throughput_covers_the_steps_since_the_last_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = _FakeClock(monkeypatch, [50.0, 50.0, 1.0, 2.0, 6.0, 4.0, 4.0, 4.0])
+    clock = _FakeClock(
+        monkeypatch,
+        [
+            50.0,
+            50.0,
+            1.0,
+            2.0,
+            6.0,
+            4.0,
+            4.0,
+            4.0,
+        ],
+    )
     (row,), trainer = _measure(
         tmp_path, ThroughputMonitor(warmup_steps=2), clock, max_steps=8, log_every_n_steps=5
     )
@@ -281,10 +352,8 @@ def test_throughput_covers_the_steps_since_the_last_report(
 def test_validation_and_checkpoints_are_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, monitor = (
-        _FakeClock(monkeypatch, [1.0] * 10, checkpoint_after=7),
-        ThroughputMonitor(warmup_steps=1),
-    )
+    clock = _FakeClock(monkeypatch, [1.0] * 10, checkpoint_after=7)
+    monitor = ThroughputMonitor(warmup_steps=1)
     (row,), _ = _measure(
         tmp_path, monitor, clock, **EVERY_THIRD_STEP, max_steps=10, log_every_n_steps=10
     )
@@ -306,7 +375,8 @@ def test_step_clock_times_the_gpu() -> None:
     matrix = torch.randn(4096, 4096, device=device)
     matrix @ matrix
     torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     clock.mark(tokens=0, flops=0.0)
     start.record()
     for _ in range(50):

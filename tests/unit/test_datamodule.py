@@ -38,12 +38,11 @@ class FakeMegatronStrategy(SingleDeviceStrategy):
 
     def __init__(self, num_microbatches: int = 1) -> None:
         super().__init__("cpu")
-        self.data_parallel_size, self.data_parallel_rank, self.num_microbatches = (
-            1,
-            0,
-            num_microbatches,
-        )
-        self.tp, self.sequence_parallel = 1, False
+        self.data_parallel_size = 1
+        self.data_parallel_rank = 0
+        self.num_microbatches = num_microbatches
+        self.tp = 1
+        self.sequence_parallel = False
         self.is_data_source = True
 
 
@@ -118,13 +117,21 @@ def _run(
     }
     trainer = Trainer(default_root_dir=folder, **settings)
     path = ckpt_path and str(folder / ckpt_path)
-    getattr(trainer, phase)(module, datamodule=_data(folder, **(data or {})), ckpt_path=path)
+    getattr(trainer, phase)(
+        module,
+        datamodule=_data(folder, **(data or {})),
+        ckpt_path=path,
+    )
     return module
 
 
 def _expected(folder: Path, num_samples: int | None) -> NDArray[np.int64]:
     """Megatron-Core's samples of the corpus."""
-    return engine_rows(([str(folder / "corpus")], None), num_samples, seq_length=8)
+    return engine_rows(
+        ([str(folder / "corpus")], None),
+        num_samples,
+        seq_length=8,
+    )
 
 
 @pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
@@ -157,7 +164,11 @@ def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsR
 def test_epochs_after_a_resume_with_another_batch_size_are_complete(
     tmp_path: Path, old_size: int, new_size: int, saved_at: int, ask_num_steps: bool
 ) -> None:
-    options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    options: dict[str, Any] = {
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 3,
+    }
     options["reload_dataloaders_every_n_epochs"] = 1
     first, rest = (
         _run(tmp_path, size, module=Recorder(ask_num_steps), ckpt_path=path, **options)
@@ -230,7 +241,14 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
     )  # restored after the test, as the launcher sets it
     monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
-    module = MegatronModule(model={"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
+    module = MegatronModule(
+        model={
+            "model_type": "gpt2",
+            "n_layer": 2,
+            "n_embd": 16,
+            "n_head": 2,
+        }
+    )
     for kind, error in ((IndexedDataModule, DataError), (Preparing, InterruptedError)):
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False
@@ -251,7 +269,12 @@ def test_token_beyond_the_vocabulary_is_refused(
     with pytest.raises(
         DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"
     ):
-        _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
+        _data(tmp_path).check(
+            Run(
+                shape=shape,
+                model=replace(model, vocab_size=largest),
+            )
+        )
 
 
 def test_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:

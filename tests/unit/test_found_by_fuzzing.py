@@ -14,7 +14,8 @@ from lightning_megatron.errors import ConfigError
 
 
 def test_link_to_a_parent_directory_is_not_copied(tmp_path: Path) -> None:
-    model, new = tmp_path / "model", tmp_path / "new"
+    model = tmp_path / "model"
+    new = tmp_path / "new"
     (model / "additional_chat_templates").mkdir(parents=True)
     (model / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
     (model / "additional_chat_templates" / "up").symlink_to("../..")

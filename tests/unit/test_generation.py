@@ -108,8 +108,18 @@ def _ids(*rows: list[int]) -> torch.Tensor:
             {},
             r"attention_mask: expected the shape \[1, 2\] of input_ids, got a list",
         ),
-        (_ids([1, 2]), _ids([1, 2]), {}, "expected 1 for tokens and 0 for padding"),
-        (_ids([1], [2]), _ids([0], [1]), {}, r"prompts \[0\] are empty"),
+        (
+            _ids([1, 2]),
+            _ids([1, 2]),
+            {},
+            "expected 1 for tokens and 0 for padding",
+        ),
+        (
+            _ids([1], [2]),
+            _ids([0], [1]),
+            {},
+            r"prompts \[0\] are empty",
+        ),
         (_ids([1, 83]), None, {}, r"expected tokens of the vocabulary, 0 to 82, got 83"),
         (
             _ids([1] * 32),
@@ -144,7 +154,8 @@ def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
     (decaying,) = logits_processors(
         build_request({"input_ids": _ids([1])}, options, model_of("gpt2"))
     )
-    logits, sequences = torch.linspace(0.0, 2.0, 50)[None], torch.zeros(1, 4, dtype=torch.long)
+    logits = torch.linspace(0.0, 2.0, 50)[None]
+    sequences = torch.zeros(1, 4, dtype=torch.long)
     num_kept = [
         int(torch.isfinite(decaying(sequences[:, : 1 + step], logits)).sum()) for step in range(4)
     ]
@@ -153,7 +164,8 @@ def test_top_p_decays_from_the_second_token_to_its_bound() -> None:
 
 
 def test_sampled_frequencies_match_probabilities() -> None:
-    draws, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
+    draws = 20_000
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
     counts = torch.bincount(
         sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6

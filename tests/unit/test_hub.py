@@ -153,13 +153,20 @@ def _load_on_rank(source: str, cache: str, log: str) -> str:
         return str(_add_to_cache(Path(cache), repo, Path(source)))
 
     huggingface_hub.snapshot_download = download
-    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, False
+    constants.HF_HUB_CACHE = cache
+    constants.HF_HUB_OFFLINE = False
     return str(MegatronModule(model="org/gpt", pretrained=True).pretrained_path)
 
 
 def test_ranks_without_a_process_group_download_once(cache: Path, tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "model", "sharded_safetensors")
-    paths = run_ranks(_load_on_rank, 4, str(tmp_path / "model"), str(cache), str(tmp_path / "log"))
+    paths = run_ranks(
+        _load_on_rank,
+        4,
+        str(tmp_path / "model"),
+        str(cache),
+        str(tmp_path / "log"),
+    )
     assert len(set(paths)) == 1
     (patterns,) = (tmp_path / "log").read_text().splitlines()
     assert [part in patterns for part in ("config.json", ".py", ".bin")] == [True, False, False]

@@ -159,7 +159,11 @@ def test_functions_and_parameter_lists_are_short() -> None:
         start = _first_statement(function).lineno
         if (function.end_lineno or 0) - start + 1 > MAX_FUNCTION_LINES:
             violations.append(f"{name} is too long")
-        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        arguments = [
+            *function.args.posonlyargs,
+            *function.args.args,
+            *function.args.kwonlyargs,
+        ]
         is_method = bool(arguments) and arguments[0].arg in ("self", "cls")
         # Triton kernels take every address as a parameter, as structures cannot be passed to a GPU.
         is_kernel = any(

@@ -28,7 +28,13 @@ _REQUIRED: dict[str, dict[str, Any]] = {
 """Arguments without which a class cannot be made."""
 _WRONG: dict[str, tuple[Any, ...]] = {
     "bool": ("false", 1),
-    "int": (10**20, -(10**20), 1.5, "3", True),
+    "int": (
+        10**20,
+        -(10**20),
+        1.5,
+        "3",
+        True,
+    ),
     "float": (float("inf"), float("nan"), "1e-3", True),
     "str": (5,),
     "dict": (5, "x"),
@@ -60,7 +66,12 @@ def _classes() -> list[Any]:
 def _wrong_values(annotation: str) -> tuple[Any, ...]:
     names = annotation.split(" | ")
     if set(names) & set(_OPTION_OBJECTS):
-        return (60, 1.5, True, *(() if "str" in names else ("soon",)))
+        return (
+            60,
+            1.5,
+            True,
+            *(() if "str" in names else ("soon",)),
+        )
     return _WRONG.get(names[0].partition("[")[0], ()) if len({*names} - {"None"}) == 1 else ()
 
 
@@ -75,12 +86,21 @@ def test_every_class_of_options_checks_their_types() -> None:
     } <= checked
 
 
-@pytest.mark.parametrize("cls", _classes(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls",
+    _classes(),
+    ids=lambda cls: cls.__name__,
+)
 def test_wrong_value_is_refused_by_its_option(cls: Any) -> None:
     for name, parameter in inspect.signature(cls).parameters.items():
         for value in _wrong_values(str(parameter.annotation)):
             with pytest.raises(ConfigError) as error:
-                cls(**{**_REQUIRED.get(cls.__name__, {}), name: value})
+                cls(
+                    **{
+                        **_REQUIRED.get(cls.__name__, {}),
+                        name: value,
+                    }
+                )
             assert name in str(error.value)
             assert "\n" not in str(error.value)
 
@@ -91,7 +111,15 @@ def test_train_step_is_a_name_or_an_object() -> None:
             MegatronModule(model=_GPT2, train_step=step)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rampup", [[1, 0, 10], ["4", 1, 2], [0, 1, 2], [1, 2]])
+@pytest.mark.parametrize(
+    "rampup",
+    [
+        [1, 0, 10],
+        ["4", 1, 2],
+        [0, 1, 2],
+        [1, 2],
+    ],
+)
 def test_ramp_up_of_the_batch_is_three_counts(rampup: list[Any]) -> None:
     with pytest.raises(ConfigError, match="rampup_batch_size"):
         IndexedDataModule(data_path="x", rampup_batch_size=rampup)

@@ -21,14 +21,68 @@ H200 = DEVICES["h200"]
 # Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB, whether the model was fitted to it.
 MEASURED = [
     ("llama-8b-dp4-mb2", 2, 4, 4, {}, 2.8205, 108.0, True),
-    ("llama-8b-tp2", 2, 4, 2, {"tp": 2}, 1.433, 88.5, True),
-    ("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 4}, 0.9233, 44.0, False),
-    ("llama-8b-dp4-mb2", 1, 8, 4, {"pp": 2}, 1.6815, 63.5, False),
-    ("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4, "vpp": 4}, 1.7561, 60.8, False),
+    (
+        "llama-8b-tp2",
+        2,
+        4,
+        2,
+        {"tp": 2},
+        1.433,
+        88.5,
+        True,
+    ),
+    (
+        "llama-8b-dp4-mb2",
+        2,
+        4,
+        4,
+        {"tp": 4},
+        0.9233,
+        44.0,
+        False,
+    ),
+    (
+        "llama-8b-dp4-mb2",
+        1,
+        8,
+        4,
+        {"pp": 2},
+        1.6815,
+        63.5,
+        False,
+    ),
+    (
+        "llama-8b-dp4-mb2",
+        1,
+        16,
+        4,
+        {"pp": 4, "vpp": 4},
+        1.7561,
+        60.8,
+        False,
+    ),
     ("llama-8b-8layers", 2, 8, 1, {}, 1.6477, 60.1, False),
     ("llama-8b-8layers", 2, 4, 1, {}, 0.8417, 60.1, False),
-    ("llama-8b-8layers", 1, 8, 2, {"length": 8192}, 1.7292, 43.9, False),
-    ("llama-8b-8layers", 2, 8, 2, {"length": 8192, "cp": 2}, 1.7857, 44.4, False),
+    (
+        "llama-8b-8layers",
+        1,
+        8,
+        2,
+        {"length": 8192},
+        1.7292,
+        43.9,
+        False,
+    ),
+    (
+        "llama-8b-8layers",
+        2,
+        8,
+        2,
+        {"length": 8192, "cp": 2},
+        1.7857,
+        44.4,
+        False,
+    ),
     (
         "llama-8b-8layers",
         1,
@@ -50,27 +104,101 @@ MEASURED = [
         False,
     ),
     ("qwen3-30b-a3b-8layers", 4, 4, 1, {}, 0.9014, 118.5, True),
-    ("qwen3-30b-a3b-16layers-ep2", 2, 8, 2, {"ep": 2}, 1.8064, 112.1, True),
-    ("qwen3-30b-a3b-8layers", 2, 4, 2, {"ep": 2}, 0.5502, 62.1, False),
-    ("qwen3-30b-a3b-8layers", 2, 8, 2, {"ep": 2}, 1.0243, 62.1, False),
+    (
+        "qwen3-30b-a3b-16layers-ep2",
+        2,
+        8,
+        2,
+        {"ep": 2},
+        1.8064,
+        112.1,
+        True,
+    ),
+    (
+        "qwen3-30b-a3b-8layers",
+        2,
+        4,
+        2,
+        {"ep": 2},
+        0.5502,
+        62.1,
+        False,
+    ),
+    (
+        "qwen3-30b-a3b-8layers",
+        2,
+        8,
+        2,
+        {"ep": 2},
+        1.0243,
+        62.1,
+        False,
+    ),
     ("llama-1b", 4, 2, 1, {}, 0.5001, 51.7, False),
     ("gpt2-large", 12, 1, 4, {}, 0.1690, 27.0, False),
     ("gpt2-large", 24, 2, 1, {}, 0.5819, 54.0, False),
-    ("gpt2-large", 12, 1, 1, {"cuda_graphs": True}, 0.1393, 32.6, False),
+    (
+        "gpt2-large",
+        12,
+        1,
+        1,
+        {"cuda_graphs": True},
+        0.1393,
+        32.6,
+        False,
+    ),
     ("bert-large", 32, 2, 1, {}, 0.2003, 20.4, False),
-    ("bert-large", 32, 2, 1, {"cuda_graphs": True}, 0.1626, 19.7, False),
-    ("bert-large", 32, 8, 4, {"tp": 2, "pp": 2}, 0.4388, 8.1, True),
+    (
+        "bert-large",
+        32,
+        2,
+        1,
+        {"cuda_graphs": True},
+        0.1626,
+        19.7,
+        False,
+    ),
+    (
+        "bert-large",
+        32,
+        8,
+        4,
+        {"tp": 2, "pp": 2},
+        0.4388,
+        8.1,
+        True,
+    ),
     ("t5-large", 32, 2, 1, {}, 0.4033, 33.3, True),
-    ("t5-large", 32, 2, 1, {"cuda_graphs": True}, 0.3173, 32.3, True),
-    ("t5-large", 32, 8, 4, {"tp": 2, "pp": 2}, 1.1008, 18.9, False),
+    (
+        "t5-large",
+        32,
+        2,
+        1,
+        {"cuda_graphs": True},
+        0.3173,
+        32.3,
+        True,
+    ),
+    (
+        "t5-large",
+        32,
+        8,
+        4,
+        {"tp": 2, "pp": 2},
+        1.1008,
+        18.9,
+        False,
+    ),
 ]
 
 
 def _run(
     case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]
 ) -> Run:
-    case, sizes = case_named(case_name), {**layout}
-    cuda_graphs, recompute = sizes.pop("cuda_graphs", False), sizes.pop("recompute", None)
+    case = case_named(case_name)
+    sizes = {**layout}
+    cuda_graphs = sizes.pop("cuda_graphs", False)
+    recompute = sizes.pop("recompute", None)
     length = sizes.pop("length", case.seq_length)
     return Run(
         model=model_config(dict(case.model)),
@@ -94,7 +222,8 @@ def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
 
 def test_plans_fit_and_are_sorted_by_time() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    run, small = Run(model=model, world_size=8, lengths=(4096,)), replace(H200, memory=60 * GIB)
+    run = Run(model=model, world_size=8, lengths=(4096,))
+    small = replace(H200, memory=60 * GIB)
     candidates = plans(run, 64, small)
     seconds = [candidate.time.total for candidate in candidates]
     assert seconds == sorted(seconds)
@@ -106,8 +235,25 @@ def test_plans_fit_and_are_sorted_by_time() -> None:
 
 
 def test_first_and_last_stage_may_have_fewer_layers() -> None:
-    even = plan(_run("llama-8b-dp4-mb2", 1, 16, 4, {"pp": 4}), H200)
-    candidates = plans(Run(model=even.run.model, world_size=4, lengths=(4096,)), 16, H200)
+    even = plan(
+        _run(
+            "llama-8b-dp4-mb2",
+            1,
+            16,
+            4,
+            {"pp": 4},
+        ),
+        H200,
+    )
+    candidates = plans(
+        Run(
+            model=even.run.model,
+            world_size=4,
+            lengths=(4096,),
+        ),
+        16,
+        H200,
+    )
     best = next(
         each for each in candidates if (each.run.parallel.pp, each.run.parallel.vpp) == (4, None)
     )
@@ -184,7 +330,11 @@ def test_recomputing_trades_memory_for_time() -> None:
     assert none > selective > full
     assert estimates[0].time.total < estimates[1].time.total < estimates[2].time.total
     # Where host overhead dominates a step, nothing is recomputed.
-    small = Run(model=model_config({"model_type": "gpt2"}), world_size=2, lengths=(256,))
+    small = Run(
+        model=model_config({"model_type": "gpt2"}),
+        world_size=2,
+        lengths=(256,),
+    )
     assert {each.run.recompute for each in plans(small, 8, H200)} == {None}
     # Outputs of two norms and one MLP activation in each of 32 layers, on two ranks.
     assert none - selective == 32 * 8192 * 2 * (2 * 4096 + 14336) / 2

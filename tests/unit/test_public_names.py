@@ -129,7 +129,12 @@ _GRAPHS = ("enable_cuda_graph is deprecated", "megatron.core.transformer.transfo
 
 
 @pytest.mark.parametrize(
-    ("warning", "filters", "count"), [(_NORM, (), 0), (_NORM, ("always",), 1), (_GRAPHS, (), 1)]
+    ("warning", "filters", "count"),
+    [
+        (_NORM, (), 0),
+        (_NORM, ("always",), 1),
+        (_GRAPHS, (), 1),
+    ],
 )
 def test_repeated_megatron_warnings_are_hidden_by_default(
     warning: tuple[str, str], filters: tuple[Any, ...], count: int
@@ -169,7 +174,11 @@ def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
         "for _ in range(2):\n"
         "    config_object({'model_type': 'gpt2', 'vocab_size': 100, 'eos_token_id': 0})\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RANK": str(rank),
+    }
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
     )

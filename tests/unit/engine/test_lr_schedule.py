@@ -30,7 +30,8 @@ def _scheduler(
 
 def _values(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
     """Value of ``lr`` or ``weight_decay`` at each step."""
-    scheduler, values = _scheduler(_optimizer(), schedule, **settings), {}
+    scheduler = _scheduler(_optimizer(), schedule, **settings)
+    values = {}
     for step in steps:
         scheduler.load_state_dict({"last_epoch": step})
         values[step] = scheduler.optimizer.param_groups[0][key]
@@ -40,16 +41,51 @@ def _values(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (LRSchedule(), {0: 8.0, 100: 8.0, 10**6: 8.0}),
-        (LRSchedule(warmup_steps=4, init_lr=4.0), {0: 4.0, 1: 5.0, 3: 7.0, 4: 8.0, 5: 8.0}),
+        (
+            LRSchedule(),
+            {
+                0: 8.0,
+                100: 8.0,
+                10**6: 8.0,
+            },
+        ),
+        (
+            LRSchedule(warmup_steps=4, init_lr=4.0),
+            {
+                0: 4.0,
+                1: 5.0,
+                3: 7.0,
+                4: 8.0,
+                5: 8.0,
+            },
+        ),
         (
             LRSchedule(style="linear", warmup_steps=20),
-            {0: 0.0, 10: 4.0, 20: 8.0, 60: 4.0, 100: 0.0},
+            {
+                0: 0.0,
+                10: 4.0,
+                20: 8.0,
+                60: 4.0,
+                100: 0.0,
+            },
         ),
-        (LRSchedule(style="cosine", warmup_fraction=0.2), {10: 4.0, 20: 8.0, 60: 4.0}),
+        (
+            LRSchedule(style="cosine", warmup_fraction=0.2),
+            {
+                10: 4.0,
+                20: 8.0,
+                60: 4.0,
+            },
+        ),
         (
             LRSchedule(style="inverse-square-root", warmup_steps=4),
-            {2: 4.0, 4: 8.0, 16: 4.0, 64: 2.0, 101: 0.0},
+            {
+                2: 4.0,
+                4: 8.0,
+                16: 4.0,
+                64: 2.0,
+                101: 0.0,
+            },
         ),
         (
             LRSchedule(style="WSD", wsd_decay_steps=40, wsd_decay_style="linear"),
@@ -57,7 +93,11 @@ def _values(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict
         ),
         (
             LRSchedule(style="WSD", wsd_decay_steps=40),
-            {60: 8.0, 80: 8.0 * (math.sqrt(2.0) - 1.0), 100: 0.0},
+            {
+                60: 8.0,
+                80: 8.0 * (math.sqrt(2.0) - 1.0),
+                100: 0.0,
+            },
         ),
     ],
     ids=lambda value: value.style if isinstance(value, LRSchedule) else "",
@@ -81,7 +121,13 @@ def test_learning_rate_equals_values_computed_by_hand(
             LRSchedule(
                 start_weight_decay=0.0, end_weight_decay=1.0, weight_decay_incr_style="cosine"
             ),
-            [0.0, (1.0 - math.sqrt(0.5)) / 2.0, 0.5, 1.0, 1.0],
+            [
+                0.0,
+                (1.0 - math.sqrt(0.5)) / 2.0,
+                0.5,
+                1.0,
+                1.0,
+            ],
         ),
     ],
 )
@@ -110,7 +156,8 @@ def test_contradictory_settings_are_refused(
 
 def test_schedule_takes_precedence_over_param_groups() -> None:
     """Megatron's optimizer writes ``min_lr=None`` into its param groups; foreign checkpoints may have rates there."""
-    schedule, rates = LRSchedule(style="linear", min_lr=0.2), []
+    schedule = LRSchedule(style="linear", min_lr=0.2)
+    rates = []
     optimizer = _optimizer(
         {"default_config": False, "max_lr": 7.0, "min_lr": None, "start_wd": 5.0}
     )

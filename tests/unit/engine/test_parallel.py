@@ -41,7 +41,13 @@ def _llama(heads: int = 8, groups: int = 4) -> ModelConfig:
 def _multi_query() -> ModelConfig:
     """Model whose fused QKV weight has (6 + 2) heads x 5 channels = 40 rows."""
     return model_config(
-        {"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6, "n_embd": 30, "n_inner": 60}
+        {
+            "model_type": "gpt_bigcode",
+            "n_layer": 2,
+            "n_head": 6,
+            "n_embd": 30,
+            "n_inner": 60,
+        }
     )
 
 
@@ -89,7 +95,12 @@ def test_invalid_layout_is_refused(check: Callable[[], object], message: str) ->
 
 
 def test_host_group_is_one_gloo_group_for_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     try:
         first, second, third = (

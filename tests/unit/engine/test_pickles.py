@@ -20,7 +20,11 @@ def _called(name: str, *arguments: object) -> object:
     """Module and an object that unpickles by calling ``name``."""
     module, _, last = name.rpartition(".")
     owner = types.ModuleType(module)
-    setattr(owner, last, cls := type(last, (), {"__module__": module, "__qualname__": last}))
+    setattr(
+        owner,
+        last,
+        cls := type(last, (), {"__module__": module, "__qualname__": last}),
+    )
     cls.__reduce__ = lambda self: (cls, arguments)
     return owner, cls()
 
@@ -176,7 +180,12 @@ def _tensor(items: int, shape: int, stride: int) -> bytes:
 @pytest.mark.parametrize("is_zip", [False, True])
 @pytest.mark.parametrize(
     ("items", "shape", "stride"),
-    [(10**12, 10**12, 1), (10**9, 10**9, 1), (4, 10**12, 0), (4, 10, 1)],
+    [
+        (10**12, 10**12, 1),
+        (10**9, 10**9, 1),
+        (4, 10**12, 0),
+        (4, 10, 1),
+    ],
     ids=["terabytes", "gigabytes", "repeated by its stride", "beyond its storage"],
 )
 def test_declared_tensor_size_allocates_no_memory(
@@ -220,7 +229,14 @@ def test_zip_bomb_is_refused(tmp_path: Path, overlapping: bool) -> None:
         read_pickle(tmp_path / "w.pt")
 
 
-@pytest.mark.parametrize(("width", "depth"), [(2, 60), (1, 150), (1000, 4)])
+@pytest.mark.parametrize(
+    ("width", "depth"),
+    [
+        (2, 60),
+        (1, 150),
+        (1000, 4),
+    ],
+)
 def test_exponentially_nested_containers_are_refused(
     tmp_path: Path, width: int, depth: int
 ) -> None:
@@ -253,7 +269,11 @@ def test_truncated_files_are_damaged(tmp_path: Path, is_zip: bool) -> None:
 
 def test_safe_globals_apply_to_own_files_only(tmp_path: Path) -> None:
     torch.save(
-        {"x": types.SimpleNamespace(a=1), "y": torch.ones(1).expand(100_000)}, tmp_path / "a.pt"
+        {
+            "x": types.SimpleNamespace(a=1),
+            "y": torch.ones(1).expand(100_000),
+        },
+        tmp_path / "a.pt",
     )
     with torch.serialization.safe_globals([types.SimpleNamespace, types.MethodType]):
         assert read_pickle(tmp_path / "a.pt", foreign=False)["x"].a == 1

@@ -13,7 +13,8 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.rotary import inverse_frequencies, rope_softmax_scale
 
-WIDTH, CONTEXT = 24, 160
+WIDTH = 24
+CONTEXT = 160
 FACTORS = {
     "short_factor": [1.0 + 0.1 * i for i in range(12)],
     "long_factor": [2.0 + 0.3 * i for i in range(12)],

@@ -40,7 +40,14 @@ def _costs(num_encoder_layers: int, layout: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
-    ("num_encoder_layers", "num_decoder_layers"), [(1, 1), (3, 4), (6, 2), (2, 7), (5, 5)]
+    ("num_encoder_layers", "num_decoder_layers"),
+    [
+        (1, 1),
+        (3, 4),
+        (6, 2),
+        (2, 7),
+        (5, 5),
+    ],
 )
 def test_balanced_layout_is_optimal(
     num_encoder_layers: int, num_decoder_layers: int, num_chunks: int
@@ -61,7 +68,15 @@ def test_balanced_layout_is_optimal(
     assert cost(layout) == min(map(cost, layouts))
 
 
-@pytest.mark.parametrize("layout", [[2, 5], (2, 5), "Et*2|t*5L", "Ett|tttttL"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [2, 5],
+        (2, 5),
+        "Et*2|t*5L",
+        "Ett|tttttL",
+    ],
+)
 def test_layout_is_a_list_or_megatrons_notation(layout: object) -> None:
     assert parse_layout(layout) == (2, 5)
     assert t5_layout(MODEL, ParallelConfig(pp=2), layout) == (2, 5)

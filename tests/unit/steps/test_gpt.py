@@ -13,7 +13,9 @@ from lightning_megatron.steps.base import Batch
 from lightning_megatron.steps.gpt import GPTTrainStep
 from tests.unit.models.test_t5_layout import MODEL as TINY
 
-VOCAB, EOD, LENGTH = 11, 3, 24
+VOCAB = 11
+EOD = 3
+LENGTH = 24
 
 MODEL = replace(
     TINY, family="gpt2", architecture="gpt", vocab_size=VOCAB, max_position_embeddings=LENGTH
@@ -28,7 +30,12 @@ def _step(**options: Any) -> GPTTrainStep:
 
 def _texts(rows: int = 6) -> torch.Tensor:
     """Tokens [rows, LENGTH + 1]: one row without end-of-document tokens, one with some at both ends and in a pair."""
-    text = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    text = torch.randint(
+        0,
+        VOCAB,
+        (rows, LENGTH + 1),
+        generator=torch.Generator().manual_seed(4),
+    )
     text[0] = text[0].masked_fill(text[0] == EOD, EOD + 1)
     text[1, 0] = text[1, 5] = text[1, 6] = text[1, LENGTH - 1] = text[1, LENGTH] = EOD
     return text
@@ -38,7 +45,11 @@ def _visible(prepared: Batch) -> torch.Tensor:
     """Visibility of keys to queries in a causal model: bool [b, s, s]."""
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     if "attention_mask" not in prepared:
-        return causal.expand(prepared["tokens"].shape[0], -1, -1)
+        return causal.expand(
+            prepared["tokens"].shape[0],
+            -1,
+            -1,
+        )
     segments = prepared["attention_mask"]
     return (segments[:, :, None] == segments[:, None, :]) & causal
 
@@ -52,7 +63,10 @@ def test_end_of_document_switches_equal_megatrons(
     switches: tuple[bool, ...], is_text: bool
 ) -> None:
     text = _texts()
-    step = _step(eod_token=EOD, **dict(zip(SWITCHES, switches, strict=True)))
+    step = _step(
+        eod_token=EOD,
+        **dict(zip(SWITCHES, switches, strict=True)),
+    )
     prepared = step.prepare_batch({"text": text} if is_text else {"input_ids": text[:, :-1]})
     positions = prepared.get("position_ids", torch.arange(LENGTH).expand_as(prepared["tokens"]))
     for row, tokens in enumerate(text[:, :-1]):
@@ -76,7 +90,9 @@ def test_documents_and_padding_are_masked_from_each_other() -> None:
     text = _texts()
     mask = torch.ones(6, LENGTH, dtype=torch.int64)
     mask[:, LENGTH - 5 :] = 0
-    mask[2, :4], mask[3, 6:10], mask[4, 4:9] = 0, 2, 0
+    mask[2, :4] = 0
+    mask[3, 6:10] = 2
+    mask[4, 4:9] = 0
     prepared = _step(eod_token=EOD, reset_attention_mask=True).prepare_batch(
         {"input_ids": text[:, :-1], "attention_mask": mask}
     )
@@ -99,8 +115,16 @@ def test_end_token_is_a_target_but_not_as_padding() -> None:
 
 def test_labels_take_precedence_over_the_attention_mask() -> None:
     tokens = torch.tensor([[5, 6, 7, 8]])
-    batch = {"input_ids": tokens, "attention_mask": torch.tensor([[0, 0, 1, 1]])}
-    prepared = _step().prepare_batch({**batch, "labels": torch.tensor([[5, 6, -100, 8]])})
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.tensor([[0, 0, 1, 1]]),
+    }
+    prepared = _step().prepare_batch(
+        {
+            **batch,
+            "labels": torch.tensor([[5, 6, -100, 8]]),
+        }
+    )
     assert prepared["loss_mask"].tolist() == [[1, 0, 1, 0]]
     assert prepared["targets"][0, [0, 2]].tolist() == [6, 8]
 
@@ -116,7 +140,12 @@ def test_unsuitable_options_and_models_are_refused() -> None:
         _step(eod_token=50256)
 
 
-IDS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+IDS = torch.randint(
+    0,
+    VOCAB,
+    (2, LENGTH),
+    generator=torch.Generator().manual_seed(5),
+)
 
 
 ONES = torch.ones(2, LENGTH, dtype=torch.int64)

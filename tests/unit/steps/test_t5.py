@@ -10,7 +10,8 @@ from lightning_megatron.errors import DataError
 from lightning_megatron.steps.t5 import T5TrainStep
 from tests.unit.models.test_t5_layout import MODEL
 
-START, PAD = 5, 3
+START = 5
+PAD = 3
 IDS = torch.tensor([[1, 2, 9, 0], [4, 6, 7, 8]])
 LABELS = torch.tensor([[11, -100, 12], [13, 14, -100]])
 BATCH = {"input_ids": IDS, "labels": LABELS}

@@ -16,7 +16,8 @@ from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
 from lightning_megatron.errors import ConfigError
 
-HEADS, CPU = 8, torch.device("cpu")
+HEADS = 8
+CPU = torch.device("cpu")
 
 
 def _layer(
@@ -62,8 +63,11 @@ def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor
 def test_rows_of_padding_only_give_finite_results() -> None:
     qkv = _qkv(12, 12)
     layers = (
-        *(_layer(), _layer("padding"), _layer("padding", "cross")),
-        *(_layer(alibi="bloom"), _layer(sliding_window=2)),
+        _layer(),
+        _layer("padding"),
+        _layer("padding", "cross"),
+        _layer(alibi="bloom"),
+        _layer(sliding_window=2),
     )
     for mask in (torch.zeros(3, 12, dtype=torch.int64), torch.ones(3, 1, 1, 12, dtype=torch.bool)):
         for layer in layers:
@@ -72,18 +76,24 @@ def test_rows_of_padding_only_give_finite_results() -> None:
 
 
 def test_alibi_biases_of_near_keys_are_exact_in_bf16() -> None:
-    qkv, layer = _qkv(1000, 1000, rows=1, width=8), _layer(alibi="bloom", width=8).eval()
+    qkv = _qkv(1000, 1000, rows=1, width=8)
+    layer = _layer(alibi="bloom", width=8).eval()
     rounded = layer(*(x.bfloat16() for x in qkv), None).float()
     # The error of rounding q, k, v and the output; a bias rounded at position 1000 would be off by up to 1.
     assert (layer(*qkv, None) - rounded).abs().mean() < 0.01
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["all", "keys and values"])
+@pytest.mark.parametrize(
+    "first",
+    [0, 1],
+    ids=["all", "keys and values"],
+)
 def test_split_k_attention_is_not_used_with_gradients(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "num_key_splits", lambda q, k: 2)  # as on a GPU
-    qkv, mask = _qkv(1, 256, HEADS), torch.ones(3, 256, dtype=torch.int64)
+    qkv = _qkv(1, 256, HEADS)
+    mask = torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
     layer = _layer("padding", "cross", HEADS)
     qkv = tuple(x.detach().requires_grad_(i >= first) for i, x in enumerate(qkv))
@@ -135,7 +145,8 @@ def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_block_mask_equals_torchs(pattern: Pattern, has_segments: bool) -> None:
     segments = _segments(pattern.num_keys) if has_segments else None
-    mask, rows = block_mask(segments, pattern, CPU), None if segments is None else len(segments)
+    mask = block_mask(segments, pattern, CPU)
+    rows = None if segments is None else len(segments)
     full, partial = _blocks(mask)
     expected = create_block_mask(
         mask.mask_mod, rows, None, pattern.num_queries, pattern.num_keys, "cpu", BLOCK
@@ -161,7 +172,8 @@ def test_flex_attention_equals_dense_masks(
     pattern: Pattern, has_segments: bool, options: dict[str, Any]
 ) -> None:
     layer = _layer(width=16, softmax_scale=0.3, **options)
-    layer.config.num_attention_heads, layer.tp_rank = 2 * HEADS, 1
+    layer.config.num_attention_heads = 2 * HEADS
+    layer.tp_rank = 1
     q, k, v = (
         x.detach().permute(1, 2, 0, 3)
         for x in _qkv(pattern.num_queries, pattern.num_keys, width=16)
@@ -169,7 +181,17 @@ def test_flex_attention_equals_dense_masks(
     segments = _segments(pattern.num_keys) if has_segments else None
     flex = layer._attend_flex(q, k, v, segments, pattern)
     torch.testing.assert_close(
-        flex, layer._attend_masked(q, k, v, segments, pattern, 0.0), rtol=1e-5, atol=1e-5
+        flex,
+        layer._attend_masked(
+            q,
+            k,
+            v,
+            segments,
+            pattern,
+            0.0,
+        ),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -177,7 +199,11 @@ def test_flex_attention_equals_dense_masks(
     ("rows", "bounds"),
     [
         (
-            [[1, 1, 2, 0], [0, 3, 3, 3], [3, 3, 3, 3]],
+            [
+                [1, 1, 2, 0],
+                [0, 3, 3, 3],
+                [3, 3, 3, 3],
+            ],
             [0, 2, 3, 4, 5, 8, 12],
         ),  # no run crosses a row
         ([[0, 1, 0, 2]], [0, 1, 2, 3, 4]),  # padding may be in several runs
@@ -204,11 +230,9 @@ class _Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
-    counts, attend_flex, attend_varlen = (
-        _Calls(),
-        SDPAttention._attend_flex,
-        attention.attend_varlen,
-    )
+    counts = _Calls()
+    attend_flex = SDPAttention._attend_flex
+    attend_varlen = attention.attend_varlen
     # Otherwise torch silently falls back to s x s scores if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
@@ -244,7 +268,12 @@ def _assert_equals_cpu(
     for grad, reference in zip(
         grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True
     ):
-        torch.testing.assert_close(grad.float().cpu(), reference, rtol=5e-2, atol=0.1)
+        torch.testing.assert_close(
+            grad.float().cpu(),
+            reference,
+            rtol=5e-2,
+            atol=0.1,
+        )
 
 
 @pytest.mark.gpu
@@ -256,18 +285,34 @@ def test_short_rows_and_dense_masks_equal_the_cpu(groups: int, length: int, call
     hidden = torch.zeros(3, 1, 1, length, dtype=torch.bool)
     hidden[1, ..., -5:] = True
     for mask in (None, hidden):
-        _assert_equals_cpu(_layer(groups=groups), _qkv(length, length, groups, device="cuda"), mask)
+        _assert_equals_cpu(
+            _layer(groups=groups),
+            _qkv(length, length, groups, device="cuda"),
+            mask,
+        )
     assert calls.blocks == calls.runs == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "padding"])
-@pytest.mark.parametrize(("length", "groups"), [(96, 8), (300, 2), (500, 1)])
+@pytest.mark.parametrize(
+    ("length", "groups"),
+    [
+        (96, 8),
+        (300, 2),
+        (500, 1),
+    ],
+)
 def test_varlen_attention_equals_the_cpu(
     length: int, groups: int, mask: str, calls: _Calls
 ) -> None:
-    layer, segments = _layer(mask, groups=groups, width=32), _segments(length, in_runs=True)
-    _assert_equals_cpu(layer, _qkv(length, length, groups, width=32, device="cuda"), segments)
+    layer = _layer(mask, groups=groups, width=32)
+    segments = _segments(length, in_runs=True)
+    _assert_equals_cpu(
+        layer,
+        _qkv(length, length, groups, width=32, device="cuda"),
+        segments,
+    )
     assert (calls.blocks, calls.runs) == (0, 1)
 
 
@@ -301,18 +346,32 @@ def test_flex_attention_equals_the_cpu(
 def test_cross_attention_uses_flex_attention(calls: _Calls) -> None:
     segments = (_segments(900)[:2] != 0).long()
     _assert_equals_cpu(
-        _layer("padding", "cross", groups=8), _qkv(600, 900, 8, 2, device="cuda"), segments
+        _layer("padding", "cross", groups=8),
+        _qkv(
+            600,
+            900,
+            8,
+            2,
+            device="cuda",
+        ),
+        segments,
     )
     assert calls.blocks == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"alibi": "bloom"}, {"sliding_window": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"alibi": "bloom"}, {"sliding_window": 4096}],
+    ids=str,
+)
 def test_memory_is_linear_in_the_row_length(options: dict[str, Any], calls: _Calls) -> None:
-    length, megabyte = 32768, 2**20
+    length = 32768
+    megabyte = 2**20
     segments = torch.ones(1, length, dtype=torch.int64, device="cuda")
     segments[0, 20000:] = 2
-    qkv, layer = _qkv(length, length, rows=1, device="cuda"), _layer(**options)
+    qkv = _qkv(length, length, rows=1, device="cuda")
+    layer = _layer(**options)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     layer(*qkv, segments).float().square().sum().backward()
@@ -329,7 +388,10 @@ def test_split_k_attention_is_exact_without_host_synchronization(
     dtype: torch.dtype, atol: float, rows: int
 ) -> None:
     """One query per row compared with fp64. In bf16 a result near 1 is rounded to 8 bits, twice."""
-    groups, repeats, length, width = 3, 4, 512, 16
+    groups = 3
+    repeats = 4
+    length = 512
+    width = 16
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(rows, groups, repeats, width, generator=generator)
     k, v = (
@@ -349,4 +411,9 @@ def test_split_k_attention_is_exact_without_host_synchronization(
         torch.cuda.set_sync_debug_mode("default")
     q, k, v, scores = (x.double().cpu() for x in inputs)
     expected = (q @ k.mT * 0.3 + scores).softmax(-1) @ v
-    torch.testing.assert_close(actual.double().cpu(), expected, rtol=0.0, atol=atol)
+    torch.testing.assert_close(
+        actual.double().cpu(),
+        expected,
+        rtol=0.0,
+        atol=atol,
+    )

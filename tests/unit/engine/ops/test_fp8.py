@@ -30,7 +30,11 @@ def _round_trip(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> None:
-    x = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(
+        20,
+        48,
+        generator=torch.Generator().manual_seed(1),
+    ).bfloat16()
     quantized = fp8.quantize(x, dtype)
     assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
     half_a_step = {fp8.E4M3: 2**-4, fp8.E5M2: 2**-3}[dtype]
@@ -46,7 +50,15 @@ def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> 
     )
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-20, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "size",
+    [
+        0.0,
+        1e-20,
+        float("nan"),
+        float("inf"),
+    ],
+)
 def test_tiny_and_nonfinite_gradients_survive_quantization(size: float) -> None:
     x = torch.full((16, 16), size).bfloat16()
     quantized = fp8.quantize(x, fp8.E5M2)
@@ -57,23 +69,38 @@ def test_tiny_and_nonfinite_gradients_survive_quantization(size: float) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("shape", [(512, 768), (1000, 336), (4096, 14336)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(512, 768), (1000, 336), (4096, 14336)],
+    ids=str,
+)
 def test_kernels_are_bit_equal_to_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (
         torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()
     ).bfloat16()
     amax = x.abs().amax().float().reshape(1).cpu()
-    quantized, expected = (
-        fp8.quantize(x, dtype),
-        fp8._cast(x.cpu(), dtype, amax, rows=True, columns=True),
+    quantized = fp8.quantize(x, dtype)
+    expected = fp8._cast(
+        x.cpu(),
+        dtype,
+        amax,
+        rows=True,
+        columns=True,
     )
     for each, other in zip(quantized, expected, strict=True):
-        torch.testing.assert_close(each.float().cpu(), other.float(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            each.float().cpu(),
+            other.float(),
+            rtol=0,
+            atol=0,
+        )
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
-TOKENS, IN, OUT = 24, 64, 96
+TOKENS = 24
+IN = 64
+OUT = 96
 """8 tokens of each of 3 rows; neither 24 nor 12 per rank of two is a multiple of 16."""
 
 
@@ -104,7 +131,8 @@ def _run_linear(
     from lightning_megatron.engine.runtime import emulated_cuda, patched
 
     dist.init_process_group("gloo")
-    rank, tp = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    tp = dist.get_world_size()
     with emulated_cuda(), patched(replacements(WEIGHT_GRADIENTS)):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
         model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -180,7 +208,14 @@ def _gather(
     return shards[0]
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"),
+    [
+        (1, False),
+        (2, False),
+        (2, True),
+    ],
+)
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_linear_multiplies_its_quantized_operands(
     kind: str, tp: int, sequence_parallel: bool
@@ -206,7 +241,13 @@ def test_linear_multiplies_its_quantized_operands(
         for rank in range(tp):
             weight_gradients[rank] += dys[rank].t() @ xs[rank]
         for name, expected in (("y", y), ("dx", dx)):
-            actual = _gather(kind, ranks, name, i, sequence_parallel).flatten(0, 1)
+            actual = _gather(
+                kind,
+                ranks,
+                name,
+                i,
+                sequence_parallel,
+            ).flatten(0, 1)
             assert relative_error(actual, expected) < ROUNDED, name
     for results, expected in zip(ranks, weight_gradients, strict=True):
         assert relative_error(results["dw"], expected) < EXACT

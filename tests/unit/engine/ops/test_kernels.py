@@ -23,7 +23,12 @@ def world() -> Iterator[Any]:
     """Process group of one rank in the pytest process."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -32,9 +37,20 @@ def world() -> Iterator[Any]:
 
 
 def test_expert_rows_are_recomputed_if_norms_are() -> None:
-    tokens, probs = torch.randn(5, 1, 8), torch.rand(5, 2)
-    experts, weights = torch.tensor([[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]]), torch.randn(4, 8, 8)
-    saved_bytes, gradients = [], []
+    tokens = torch.randn(5, 1, 8)
+    probs = torch.rand(5, 2)
+    experts = torch.tensor(
+        [
+            [0, 3],
+            [3, 1],
+            [1, 0],
+            [0, 1],
+            [3, 0],
+        ]
+    )
+    weights = torch.randn(4, 8, 8)
+    saved_bytes = []
+    gradients = []
     for modules in (["layernorm"], ["core_attn"]):
         config: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=modules)
         group: Any = SimpleNamespace(ep=None, expt_tp=None, tp_ep=None)
@@ -87,7 +103,9 @@ def test_mlp_recomputes_its_activation(gated: bool) -> None:
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
-VOCAB, S, B = 11, 6, 3
+VOCAB = 11
+S = 6
+B = 3
 
 
 def _inputs(
@@ -98,8 +116,17 @@ def _inputs(
     logits = 4 * torch.randn(S, B, padded, generator=generator)
     logits[..., VOCAB:] = 50.0
     labels = torch.randint(0, VOCAB, (S, B), generator=generator)
-    labels[0, 0], labels[5, 2] = -100, -1
-    return logits.to(dtype), labels, torch.randn(S, B, generator=generator)
+    labels[0, 0] = -100
+    labels[5, 2] = -1
+    return (
+        logits.to(dtype),
+        labels,
+        torch.randn(
+            S,
+            B,
+            generator=generator,
+        ),
+    )
 
 
 def _dense_loss(
@@ -108,14 +135,26 @@ def _dense_loss(
     """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
     x = logits[..., :VOCAB].double().requires_grad_()
     counted = labels.masked_fill(labels < 0, -100)
-    losses = F.cross_entropy(x.permute(1, 2, 0), counted.T, ignore_index=-100, reduction="none").T
+    losses = F.cross_entropy(
+        x.permute(1, 2, 0),
+        counted.T,
+        ignore_index=-100,
+        reduction="none",
+    ).T
     (gradient,) = torch.autograd.grad((losses * weights).sum(), x)
     return losses.detach(), F.pad(gradient, (0, logits.shape[-1] - VOCAB))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [VOCAB, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ],
+)
 def test_token_losses_equal_a_dense_softmax(
     padded: int, dtype: torch.dtype, device: str, world: Any
 ) -> None:
@@ -128,9 +167,19 @@ def test_token_losses_equal_a_dense_softmax(
     assert losses.dtype == torch.float32
     assert gradient.dtype == dtype
     # The softmax is computed in float32; only the gradient is rounded to the dtype of the logits.
-    torch.testing.assert_close(losses.detach().double(), expected_losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        losses.detach().double(),
+        expected_losses,
+        rtol=1e-5,
+        atol=1e-5,
+    )
     tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        gradient.double(),
+        expected_gradient,
+        rtol=tolerance,
+        atol=tolerance,
+    )
     assert not gradient[..., VOCAB:].any()
     assert losses[0, 0] == losses[5, 2] == 0
     assert not gradient[[0, 5], [0, 2]].any()

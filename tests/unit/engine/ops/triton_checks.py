@@ -33,7 +33,11 @@ def _patch_interpreter_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.set_attr(
+            tensor,
+            "__index__",
+            lambda self: int(self.handle.data.item()),
+        )
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
 
@@ -75,7 +79,14 @@ def _rotate(t: Tensor, angles: Tensor) -> Tensor:
     pairs = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(
         1j * angles[..., :half]
     )
-    return torch.cat([pairs.real, pairs.imag, t[..., 2 * half :]], -1)
+    return torch.cat(
+        [
+            pairs.real,
+            pairs.imag,
+            t[..., 2 * half :],
+        ],
+        -1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,24 +111,47 @@ def test_split_and_rotate_equals_complex_rotation(
 
 
 def test_rotate_of_strided_heads_equals_complex_rotation() -> None:
-    rows, angles = _random(3, 2, 5, 3 * 8), _angles(3, 1, 8)
+    rows = _random(3, 2, 5, 3 * 8)
+    angles = _angles(3, 1, 8)
     t = rows[..., 8:16]  # strided, as keys between queries and values
-    _assert_same([rotate(t, angles)], [_rotate(t, angles)], [rows])
+    _assert_same(
+        [rotate(t, angles)],
+        [_rotate(t, angles)],
+        [rows],
+    )
 
 
 # ---- sums of rows ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "width", "choices"), [(9, 40, 3), (4, 1100, 1), (0, 8, 2)])
+@pytest.mark.parametrize(
+    ("rows", "width", "choices"),
+    [
+        (9, 40, 3),
+        (4, 1100, 1),
+        (0, 8, 2),
+    ],
+)
 def test_row_sums_skip_missing_rows(rows: int, width: int, choices: int) -> None:
     x = torch.randn(rows, width, device=DEVICE)
-    indices = torch.randint(0, rows + 1, (7, choices), device=DEVICE)
+    indices = torch.randint(
+        0,
+        rows + 1,
+        (7, choices),
+        device=DEVICE,
+    )
     expected = torch.cat((x, x.new_zeros(1, width)))[indices].sum(1)
-    torch.testing.assert_close(row_sums(x, indices), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        row_sums(x, indices),
+        expected,
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_bfloat16_is_added_to_float32() -> None:
-    total, x = torch.randn(5, 1000, device=DEVICE), torch.randn(5, 1000, device=DEVICE).bfloat16()
+    total = torch.randn(5, 1000, device=DEVICE)
+    x = torch.randn(5, 1000, device=DEVICE).bfloat16()
     expected = total + x
     add_to(total, x)
     assert torch.equal(total, expected)
@@ -130,15 +164,21 @@ def test_bfloat16_is_added_to_float32() -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("probability", [0.0, 0.25])
 def test_add_norm_equals_torch(is_rms: bool, has_bias: bool, probability: float) -> None:
-    x, residual, weight, shift, bias = (
-        _random(7, 2, 40),
-        _random(7, 2, 40),
-        _random(40),
-        _random(40),
-        _random(40),
-    )
+    x = _random(7, 2, 40)
+    residual = _random(7, 2, 40)
+    weight = _random(40)
+    shift = _random(40)
+    bias = _random(40)
     norm_bias = None if is_rms else shift
-    got = add_norm(x, bias if has_bias else None, residual, weight, norm_bias, 1e-5, probability)
+    got = add_norm(
+        x,
+        bias if has_bias else None,
+        residual,
+        weight,
+        norm_bias,
+        1e-5,
+        probability,
+    )
     added = x + bias if has_bias else x
     if probability > 0.0:
         kept = (got[0] - residual).abs() > 1e-6
@@ -150,7 +190,13 @@ def test_add_norm_equals_torch(is_rms: bool, has_bias: bool, probability: float)
         if is_rms
         else F.layer_norm(total, (40,), weight, shift, 1e-5)
     )
-    inputs = [x, residual, weight, *([] if is_rms else [shift]), *([bias] if has_bias else [])]
+    inputs = [
+        x,
+        residual,
+        weight,
+        *([] if is_rms else [shift]),
+        *([bias] if has_bias else []),
+    ]
     _assert_same(got, (total, normed), inputs)
 
 
@@ -161,7 +207,9 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
     norm = Norm(config, 24).to(DEVICE)
     hooked: list[torch.nn.Module] = []
     norm.register_forward_pre_hook(lambda module, inputs: hooked.append(module))
-    x, residual, bias = _random(5, 2, 24), _random(5, 2, 24), _random(24)
+    x = _random(5, 2, 24)
+    residual = _random(5, 2, 24)
+    bias = _random(24)
     total = norm.add(x, bias, residual, 0.0)
     assert hooked == [norm]  # overlapped communication gathers the weights in this hook
     torch.testing.assert_close(total, x + bias + residual)
@@ -171,7 +219,15 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
         normed, norm(total), rtol=1e-5, atol=1e-5
     )  # computed by torch: the first call consumed the cached result
     norm.add(x, bias, residual, 0.0)
-    torch.testing.assert_close(norm(x), F.layer_norm(x, (24,), norm.weight, norm.bias))
+    torch.testing.assert_close(
+        norm(x),
+        F.layer_norm(
+            x,
+            (24,),
+            norm.weight,
+            norm.bias,
+        ),
+    )
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
@@ -190,11 +246,21 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
     lows[1] = None
     lists = (weights, gradients, firsts, seconds)
     expected = [[x.clone() for x in tensors] for tensors in lists]
-    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    options = {
+        "lr": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "step": 3,
+    }
     scale = torch.tensor([4.0], device=DEVICE)
     overflow = None if found_inf is None else torch.tensor([found_inf], device=DEVICE)
     key = tuple(tuple(0 if x is None else x.data_ptr() for x in kind) for kind in (*lists, lows))
-    table = adam_table(key, [x.numel() for x in weights], weights[0].device)
+    table = adam_table(
+        key,
+        [x.numel() for x in weights],
+        weights[0].device,
+    )
     adam_step(table, torch.bfloat16, options, scale, overflow, decoupled=decoupled)
     if not found_inf:
         torch._foreach_div_(expected[1], 4.0)
@@ -203,7 +269,12 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
             eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
     for which in (0, 2, 3):
-        torch.testing.assert_close(lists[which], expected[which], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            lists[which],
+            expected[which],
+            rtol=1e-5,
+            atol=1e-6,
+        )
     for low, weight in zip(lows, weights, strict=True):
         if low is not None:
             # Triton's interpreter truncates where a GPU rounds.
@@ -230,14 +301,23 @@ def test_optimizer_updates_model_parameters_that_moved() -> None:
         optimizer.model_params = {weight: low}
         step()
         assert optimizer.has_copied
-        torch.testing.assert_close(low.float(), weight.detach(), rtol=2**-7, atol=0.0)
+        torch.testing.assert_close(
+            low.float(),
+            weight.detach(),
+            rtol=2**-7,
+            atol=0.0,
+        )
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(50, 96), (300, 144)])
-@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [fp8.E4M3, fp8.E5M2],
+    ids=str,
+)
 def test_fp8_cast_of_matrix_and_transpose_equals_torch(
     dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
