@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.cases import Case
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import IndexedDataModule
-from lightning_megatron.data.indexed import dataset_writers, token_dtype
+from lightning_megatron.data.indexed import token_dtype
+from lightning_megatron.data.indexed_writer import dataset_writers
 from lightning_megatron.models.config import ModelConfig
 
 _DISTINCT_ROWS = 256

@@ -99,7 +99,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
 
 def _texts(inputs: list[str], num_bytes: float) -> Iterator[str]:
     """Yield pieces of the input files, repeated until there are ``num_bytes``."""
-    from lightning_megatron.data.documents import find_files
+    from lightning_megatron.data.input_files import find_files
 
     files = find_files(inputs)
     left = num_bytes
@@ -120,7 +120,7 @@ def _write_inputs(folder: Path, texts: list[str]) -> None:
     import pyarrow.parquet
     import zstandard
 
-    from lightning_megatron.data.tokenizer import TokenizerTrainingOptions, train_tokenizer
+    from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions, train_tokenizer
 
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "x.jsonl").write_bytes(data)

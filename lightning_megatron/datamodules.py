@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from lightning_megatron.data.blends import parse_blend
 from lightning_megatron.data.documents import read_texts
 from lightning_megatron.data.encoding import Decoder, TextEncoding
 from lightning_megatron.data.evaluation import (
@@ -22,31 +23,24 @@ from lightning_megatron.data.evaluation import (
     EvaluationTexts,
     tokenize_evaluation_texts,
 )
+from lightning_megatron.data.gpt_samples import GPTObjective
+from lightning_megatron.data.index_cache import open_samples
 from lightning_megatron.data.indexed import check_dataset
+from lightning_megatron.data.instruction_records import Answers, InstructionOptions
+from lightning_megatron.data.instruction_rows import InstructionSamples
 from lightning_megatron.data.instructions import (
-    Answers,
-    InstructionOptions,
     Instructions,
-    InstructionSamples,
     cached_instructions,
     check_instructions,
 )
 from lightning_megatron.data.loader import check_batch
-from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Format, T5Objective
-from lightning_megatron.data.samples import (
-    SPLIT_NAMES,
-    GPTObjective,
-    Objective,
-    Part,
-    Rows,
-    Samples,
-    SplitName,
-    open_samples,
-    parse_blend,
-    parse_split,
-    split_ranges,
-)
-from lightning_megatron.data.tokenizer import TokenizerFacts, load_tokenizer
+from lightning_megatron.data.masked import MaskingOptions
+from lightning_megatron.data.masked_bert import BertObjective
+from lightning_megatron.data.masked_t5 import T5Format, T5Objective
+from lightning_megatron.data.samples import Objective, Part, Rows, Samples
+from lightning_megatron.data.splits import SPLIT_NAMES, SplitName, parse_split, split_ranges
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer_facts import TokenizerFacts
 from lightning_megatron.errors import (
     ConfigError,
     DataError,

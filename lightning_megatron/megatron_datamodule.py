@@ -20,7 +20,8 @@ from lightning_megatron.data.loader import (
     Shuffling,
     TrainLoader,
 )
-from lightning_megatron.data.samples import SPLIT_NAMES, Samples, SplitName
+from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.splits import SPLIT_NAMES, SplitName
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.errors import (
     LARGEST_BATCH,

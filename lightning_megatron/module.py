@@ -21,13 +21,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.find import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
-from lightning_megatron.convert.hugging_face import (
-    load_hugging_face,
-    open_weights,
-    resolve_tied_output,
-)
+from lightning_megatron.convert.hugging_face import load_hugging_face, resolve_tied_output
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
+from lightning_megatron.convert.weight_files import open_weights
 from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
 from lightning_megatron.engine.lr_schedule import (
     LRSchedule,
@@ -724,7 +721,8 @@ class MegatronModule(pl.LightningModule):
             ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
             CheckpointError: On all ranks, if the directory cannot be written.
         """
-        from lightning_megatron.convert.hugging_face import generation_config, save_hugging_face
+        from lightning_megatron.convert.companions import generation_config
+        from lightning_megatron.convert.hugging_face_saving import save_hugging_face
         from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
         from lightning_megatron.models.lora import merged
 

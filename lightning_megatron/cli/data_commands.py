@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.data.preprocess import PreprocessOptions
-from lightning_megatron.data.tokenizer import TokenizerTrainingOptions
+from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions
 from lightning_megatron.storage.publish import readable_size
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def train_tokenizer(options: TokenizerTrainingOptions) -> None:
     """Train a byte-level BPE tokenizer on text."""
-    from lightning_megatron.data import tokenizer
+    from lightning_megatron.data import tokenizer_training
 
-    result = tokenizer.train_tokenizer(options)
+    result = tokenizer_training.train_tokenizer(options)
     entries = f"{result.vocab_size:,} entries"
     if result.vocab_size < options.vocab_size:
         entries += f" (not {options.vocab_size:,}: the text has no more pairs of tokens to merge)"
@@ -74,7 +74,7 @@ def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
         input: Dataset to read, without .bin.
         output_prefix: Dataset to write, without .bin; must not exist.
     """
-    from lightning_megatron.data.indexed import convert_dataset
+    from lightning_megatron.data.indexed_writer import convert_dataset
 
     _print_merged(convert_dataset(str(input), str(output_prefix)), [input])
 
@@ -89,7 +89,7 @@ def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
         input: Datasets to read (mmap, cached, lazy), without .bin.
         output_prefix: Dataset to write, without .bin; must not exist.
     """
-    from lightning_megatron.data.indexed import merge_datasets
+    from lightning_megatron.data.indexed_writer import merge_datasets
 
     _print_merged(merge_datasets([str(prefix) for prefix in input], str(output_prefix)), input)
 

@@ -22,7 +22,7 @@ from lightning_megatron.storage.hub import first_line
 if TYPE_CHECKING:
     import torch
 
-    from lightning_megatron.convert.shards import Source
+    from lightning_megatron.convert.source import Source
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Decoded from bytes that are not (yet) a complete character."""
@@ -99,7 +99,7 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     require_number("tp", options.tp, at_least=1, at_most=MOST_PROCESSES)
     require_number("pp", options.pp, at_least=1, at_most=MOST_PROCESSES // options.tp)
 
-    from lightning_megatron.convert.contents import open_source
+    from lightning_megatron.convert.formats import open_source
     from lightning_megatron.generate.inputs import build_request, encode_prompts
 
     stored = open_source(options.load_path, options.config, options.iteration, options.base)
@@ -155,7 +155,7 @@ def _predict(
     from torch.utils.data import DataLoader
 
     from lightning_megatron.cli.doctor import check_accelerator
-    from lightning_megatron.convert.shards import WeightLoader
+    from lightning_megatron.convert.weight_loader import WeightLoader
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
 
@@ -212,7 +212,7 @@ def _default_precision(stored: Source, accelerator: str) -> Any:
 
 
 def _tokenizer(folder: Path | None, stored: Source) -> Any:
-    from lightning_megatron.convert.hugging_face import tokenizer_files
+    from lightning_megatron.convert.companions import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
     from lightning_megatron.storage.hub import local_folder
 
@@ -229,7 +229,7 @@ def _with_special_tokens(
     generation: GenerationOptions, stored: Source, tokenizer: Any
 ) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
-    from lightning_megatron.convert.hugging_face import generation_config
+    from lightning_megatron.convert.companions import generation_config
     from lightning_megatron.generate.inputs import special_tokens
 
     tokens = special_tokens(

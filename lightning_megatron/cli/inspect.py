@@ -14,7 +14,7 @@ from lightning_megatron.errors import ConfigError, DataError, printable, require
 from lightning_megatron.storage.publish import as_path, readable_size
 
 if TYPE_CHECKING:
-    from lightning_megatron.convert.shards import Source, Stored
+    from lightning_megatron.convert.source import Source, Stored
 
 _MAX_NAMED = 5
 _MODEL_FIELDS = (
@@ -92,12 +92,12 @@ def inspect_path(
 def _report_dataset(
     path: str, tokenizer_folder: Path | None, documents: int | None, as_json: bool
 ) -> str | None:
-    from lightning_megatron.data.indexed import as_text, dataset_prefix, describe_dataset
+    from lightning_megatron.data.indexed_report import as_text, dataset_prefix, describe_dataset
 
     if (prefix := dataset_prefix(path)) is None:
         return None
     if path.endswith(".bin") and not os.path.exists(f"{prefix}.idx"):
-        from lightning_megatron.convert.hugging_face import directory_of
+        from lightning_megatron.convert.weight_files import directory_of
 
         if directory_of(Path(path)) is not None:  # weights of a Hugging Face model
             return None
@@ -130,7 +130,7 @@ def _error_message(path: str) -> str:
 
 
 def _report_checkpoint(path: Path, as_json: bool) -> str | None:
-    from lightning_megatron.convert.contents import find_source
+    from lightning_megatron.convert.formats import find_source
 
     source = find_source(path)
     if source is None:

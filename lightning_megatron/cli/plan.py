@@ -126,7 +126,7 @@ def _memory(text: str) -> float:
     Raises:
         ConfigError: If it is no size, or that of no GPU.
     """
-    from lightning_megatron.convert.hugging_face import size_in_bytes
+    from lightning_megatron.convert.hugging_face_saving import size_in_bytes
 
     if text.isdecimal() and int(text):
         raise ConfigError(f"memory={text}: expected a unit, got none; give {text}GB")

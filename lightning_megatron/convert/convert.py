@@ -23,20 +23,21 @@ import torch.distributed as dist
 from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save
 from lightning_megatron.convert import ConvertOptions, Format
-from lightning_megatron.convert.contents import open_source
-from lightning_megatron.convert.distributed import COMPANIONS
-from lightning_megatron.convert.hugging_face import (
-    companion_files,
-    copy_companions,
-    hugging_face_names,
+from lightning_megatron.convert.companions import companion_files, copy_companions
+from lightning_megatron.convert.formats import open_source
+from lightning_megatron.convert.hugging_face import hugging_face_names
+from lightning_megatron.convert.hugging_face_saving import (
     save_hugging_face,
     size_in_bytes,
     staged_directory,
 )
-from lightning_megatron.convert.megatron_lm import save_megatron_lm, split_layers
+from lightning_megatron.convert.megatron_lm_saving import save_megatron_lm, split_layers
 from lightning_megatron.convert.peft import save_adapter
 from lightning_megatron.convert.registry import config_for_task, differences, family_of
-from lightning_megatron.convert.shards import TIMEOUT, Key, Source, WeightLoader, check_overflow
+from lightning_megatron.convert.shards import TIMEOUT, Key
+from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.torch_dist import COMPANIONS
+from lightning_megatron.convert.weight_loader import WeightLoader, check_overflow
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_all_ranks

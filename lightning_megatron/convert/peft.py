@@ -16,15 +16,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_megatron.convert.family import linear_rules
-from lightning_megatron.convert.hugging_face import (
-    HuggingFaceSource,
-    WeightFiles,
-    read_safetensors,
-    write_weight_file,
-)
+from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.registry import model_config, read_json, rules_of
-from lightning_megatron.convert.shards import Source, WeightGatherer, WeightLoader
+from lightning_megatron.convert.rules import linear_rules
+from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.weight_files import WeightFiles, read_safetensors, write_weight_file
+from lightning_megatron.convert.weight_gatherer import WeightGatherer
+from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,

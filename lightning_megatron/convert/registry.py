@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_megatron.convert import families
-from lightning_megatron.convert.family import Family, Rule, adapter_rules
+from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.rules import Rule, adapter_rules
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
 

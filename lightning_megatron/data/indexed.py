@@ -1,4 +1,4 @@
-r"""Read, check, write, merge and describe Megatron's indexed datasets: ``PREFIX.bin`` (tokens), ``PREFIX.idx`` (index).
+r"""Read and check Megatron's indexed datasets: ``PREFIX.bin`` (tokens), ``PREFIX.idx`` (index).
 
 ``.bin``: the tokens of all sequences, concatenated. ``.idx``, little-endian, in one of two formats:
 
@@ -16,36 +16,27 @@ r"""Read, check, write, merge and describe Megatron's indexed datasets: ``PREFIX
   header (offsets count 4 bytes then), and 7 was float64; since 2023, 6 is float64 and 7 is float32. Source: Megatron-LM
   at 0058b1a5, megatron/data/indexed_dataset.py.
 
-The engine's ``IndexedDataset`` and ``IndexedDatasetBuilder`` are not used. The reader fails assertions on damaged
-files, takes 19 us to read 20 consecutive sentences (2 us here), cannot gather the pieces of a batch at once, and closes
-its memory maps when it is collected, so that arrays which outlive it crash the process. The builder leaves half-written
-files under their final names when it is interrupted, and takes ten times as long and ten times the memory for its
-lists. Both import torch, which ``inspect`` does not need.
-
-``merge_datasets`` copies tokens, widened if need be, piece by piece; the new index is held in memory: 8 bytes per
-sequence, and about 25 at the peak, while it is written.
+The engine's ``IndexedDataset`` is not used. It fails assertions on damaged files, takes 19 us to read 20 consecutive
+sentences (2 us here), cannot gather the pieces of a batch at once, and closes its memory maps when it is collected, so
+that arrays which outlive it crash the process. It imports torch, which ``inspect`` does not need.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import struct
 import warnings
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from lightning_megatron.errors import DataError
-from lightning_megatron.storage.publish import exit_on_sigterm, readable_size, staged
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -53,16 +44,14 @@ UINT16_VOCAB_LIMIT = 65500
 """Vocabularies below this size are stored as uint16, others as int32: Megatron's rule (``DType.optimal_dtype``)."""
 CHUNK = 1 << 18
 """Index elements checked at a time: the index of a billion documents has 20 GB."""
-PIECE_TOKENS = 1 << 22
-"""Tokens copied at a time."""
 
-_TYPES: dict[int, np.dtype[Any]] = {
+TOKEN_TYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
 }
 """Token dtypes by their code in ``.idx``."""
 _OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
-    **{(code, dtype.itemsize): dtype for code, dtype in _TYPES.items()},
+    **{(code, dtype.itemsize): dtype for code, dtype in TOKEN_TYPES.items()},
     (6, 4): np.dtype("<f8"),
     (7, 8): np.dtype("<f8"),
 }
@@ -196,13 +185,13 @@ _Index: TypeAlias = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], N
 def _read_mmap(prefix: str, files: _Files) -> _Index:
     index = np.frombuffer(files[".idx"], np.uint8)
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
-    if code not in _TYPES:
+    if code not in TOKEN_TYPES:
         raise _damaged(
-            prefix, f"has token type {code}, expected one of {', '.join(map(str, _TYPES))}"
+            prefix, f"has token type {code}, expected one of {', '.join(map(str, TOKEN_TYPES))}"
         )
     layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
     lengths, positions, bounds = _split(prefix, index, 34, layout)
-    dtype = _TYPES[code]
+    dtype = TOKEN_TYPES[code]
     if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"]):
         dtype = np.dtype("<f8")
     return dtype, lengths, positions, bounds
@@ -285,87 +274,6 @@ def _damaged(prefix: str, problem: str) -> DataError:
     return DataError(f"{prefix}.idx {problem}: damaged, truncated or foreign; {_FIX}")
 
 
-class IndexedDatasetWriter:
-    """Writes one dataset; made by ``dataset_writers``, which also completes it."""
-
-    def __init__(self, tokens: BinaryIO, index: BinaryIO, dtype: np.dtype[Any]) -> None:
-        self._bin, self._idx, self._dtype = tokens, index, dtype
-        self._lengths, self.counts = array("i"), array("i")
-        """Tokens of each sequence; sequences of each document."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written so far."""
-        return self._bin.tell() // self._dtype.itemsize
-
-    def add_documents(
-        self, tokens: bytes | memoryview, lengths: ArrayLike, sequences: ArrayLike | None = None
-    ) -> None:
-        """Append documents.
-
-        Args:
-            tokens: Tokens of all documents, concatenated, in the dataset's dtype.
-            lengths: Tokens of each sequence.
-            sequences: Sequences of each document; None if each document is one sequence.
-        """
-        self._bin.write(tokens)
-        sizes = np.asarray(lengths, np.intc)
-        self._lengths.frombytes(sizes.tobytes())
-        counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, np.intc)
-        self.counts.frombytes(counts.tobytes())
-
-    def complete(self) -> None:
-        """Write ``.idx``."""
-        code = next(code for code, dtype in _TYPES.items() if dtype == self._dtype)
-        lengths = np.asarray(self._lengths)
-        positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
-        bounds = np.cumsum(np.asarray(self.counts), dtype=np.int64)
-        self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
-        for part in (lengths, positions, np.zeros(1, np.int64), bounds):
-            self._idx.write(part.data)
-
-
-@contextlib.contextmanager
-def dataset_writers(
-    output_prefix: str | Path, dtype: np.dtype[Any], endings: Sequence[str] = ("",)
-) -> Iterator[list[IndexedDatasetWriter]]:
-    """Writers of datasets whose files appear together, when all of them are complete, however the process ends.
-
-    ``.idx`` appears after ``.bin``, so where it exists both are complete.
-
-    Args:
-        output_prefix: Beginning of the paths of all files; its directory is created if need be.
-        dtype: Token dtype.
-        endings: What follows the prefix in the name of each dataset, without a slash.
-
-    Raises:
-        DataError: If a file exists already, the directory is not writable or another process writes there, or the disk
-            is full.
-    """
-    prefixes = [f"{output_prefix}{ending}" for ending in endings]
-    paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
-    if existing := ", ".join(filter(os.path.lexists, paths)):  # it may be the only copy of a corpus
-        raise DataError(
-            f"output_prefix={output_prefix} would overwrite {existing}; choose another or remove them"
-        )
-    folder, names = Path(prefixes[0]).parent, [os.path.basename(prefix) for prefix in prefixes]
-    indices = [f"{name}.idx" for name in names]
-    with (
-        exit_on_sigterm(),
-        staged(folder, names[0], last=indices, error=DataError) as hidden,
-        contextlib.ExitStack() as files,
-    ):
-        writers = []
-        for name in names:
-            tokens, index = (
-                files.enter_context(open(hidden / f"{name}{end}", "wb")) for end in (".bin", ".idx")
-            )
-            writers.append(IndexedDatasetWriter(tokens, index, dtype))
-        yield writers
-        for writer in writers:
-            writer.complete()
-
-
 def _map_file(path: str) -> mmap.mmap:
     """Memory-map a file; the map's ``size()`` is the current size of the file."""
     try:
@@ -375,196 +283,3 @@ def _map_file(path: str) -> mmap.mmap:
         raise DataError(
             f"{path} cannot be read ({error}); make it readable, or create or copy it again"
         ) from error
-
-
-# ---- merging --------------------------------------------------------------------------------------------------------
-
-
-def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
-    """Concatenate the datasets at ``inputs`` into one, in the mmap format.
-
-    Documents and sequences are unchanged; the token dtype is the smallest that holds those of all inputs.
-
-    Raises:
-        DataError: If an input is missing, damaged, foreign or cannot be combined with the others, or ``output_prefix``
-            exists or cannot be written.
-    """
-    from tqdm import tqdm
-
-    if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
-        raise DataError(
-            f"output_prefix={output_prefix}: expected the prefix of two files, like data/corpus"
-        )
-    sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
-    for source in sources:
-        if source.dtype != sources[0].dtype and "f" in (source.dtype.kind, sources[0].dtype.kind):
-            types = (
-                f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
-            )
-            raise DataError(f"{types}; only integer types can be merged")
-    dtype = np.result_type(*(source.dtype for source in sources))
-    # A corpus that is merged within a second needs no progress bar.
-    total = sum(len(source.tokens) for source in sources)
-    bar = tqdm(
-        total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0
-    )
-    with dataset_writers(output_prefix, dtype) as (writer,), bar:
-        for source in sources:
-            for begin in range(0, len(source.tokens), PIECE_TOKENS):
-                piece = source.tokens[begin : begin + PIECE_TOKENS]
-                writer.add_documents(piece.astype(dtype, copy=False).data, ())
-                bar.update(len(piece))
-            open_dataset(
-                source.prefix, for_training=False
-            )  # raises if it was truncated meanwhile: its map reads zeros
-            writer.add_documents(b"", source.lengths, np.diff(source.document_bounds))
-    return open_dataset(output_prefix, for_training=False)
-
-
-def convert_dataset(source: str, output_prefix: str) -> IndexedDataset:
-    """Rewrite the dataset of an old format (cached, lazy) at ``source`` in the mmap format.
-
-    Documents, sequences and the token dtype are unchanged.
-
-    Raises:
-        DataError: As ``merge_datasets``, or if ``source`` is in the mmap format.
-    """
-    if open_dataset(source, option="input", for_training=False).format == "mmap":
-        raise DataError(
-            f"{source}.idx is in the mmap format (MMIDIDX) already; use the dataset as it is"
-        )
-    return merge_datasets([source], output_prefix)
-
-
-# ---- description ----------------------------------------------------------------------------------------------------
-
-MAX_TOKENS_SHOWN = 256
-"""Tokens of a document decoded for a preview, at most; a document may be a book."""
-_MAX_CHARACTERS_SHOWN = 400
-"""Characters of a decoded document shown in a preview, at most."""
-_MAX_IDS_SHOWN = 64
-"""Token ids of a document shown in a preview, at most."""
-
-
-def dataset_prefix(path: str) -> str | None:
-    """Prefix of the dataset at ``path``, which may be the prefix or one of its files; None if there is no dataset."""
-    if path.endswith((".bin", ".idx")) and os.path.isfile(path):
-        return path[: -len(".bin")]
-    return path if any(os.path.isfile(path + suffix) for suffix in (".bin", ".idx")) else None
-
-
-def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None) -> dict[str, Any]:
-    """Describe a dataset as JSON-serializable values, after checking its whole index.
-
-    Args:
-        prefix: Path of both files without suffix.
-        num_documents: Documents whose beginning is shown, at most.
-        tokenizer: A transformers tokenizer that decodes them; None shows token ids.
-
-    Raises:
-        DataError: If the dataset is missing, damaged or foreign, or the tokenizer lacks a token.
-    """
-    dataset = check_dataset(prefix, option="path", for_training=False)
-    count, counts = dataset.num_documents, np.diff(dataset.document_bounds)
-    report: dict[str, Any] = {
-        "kind": "dataset",
-        "prefix": prefix,
-        "format": dataset.format,
-        "documents": count,
-        "sequences": len(dataset.lengths),
-        "tokens": len(dataset.tokens),
-        "dtype": str(dataset.dtype),
-        "bin_bytes": dataset.tokens.nbytes,
-        "idx_bytes": os.path.getsize(prefix + ".idx"),
-        "lengths": _summary(dataset.lengths),
-        "histogram": _histogram(dataset.lengths),
-        "sequences_per_document": _summary(counts) if count else None,
-    }
-    if num_documents and count:
-        report["first_documents"] = [
-            _preview(dataset, n, tokenizer) for n in range(min(num_documents, count))
-        ]
-    return report
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """Format the report of ``describe_dataset`` for a terminal."""
-    rows: dict[str, Any] = {
-        name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")
-    }
-    rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
-    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"]}
-    lines = [
-        report["prefix"],
-        *(f"  {name:10}  {_format_value(value)}" for name, value in rows.items() if value),
-    ]
-    lines += ["", "Sequences by length in tokens"]
-    for bucket in report["histogram"]:
-        span = f"{bucket['first']:,}" + (
-            f" - {bucket['last']:,}" if bucket["last"] > bucket["first"] else ""
-        )
-        lines.append(
-            f"  {span:>21}  {bucket['count']:>13,}  {bucket['count'] / report['sequences']:6.1%}"
-        )
-    for document in report.get("first_documents", ()):
-        unit = "token" if document["num_tokens"] == 1 else "tokens"
-        lines += [
-            "",
-            f"Document {document['number']}, {document['num_tokens']:,} {unit}",
-            *_preview_lines(document),
-        ]
-    return "\n".join(lines)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {number:,}" for name, number in value.items())
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _summary(values: NDArray[Any]) -> dict[str, int | float]:
-    return {
-        "min": int(values.min()),
-        "mean": round(float(values.mean()), 2),
-        "max": int(values.max()),
-    }
-
-
-def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
-    """Number of values between consecutive powers of two, from the smallest to the largest value."""
-    chunks = (np.frexp(values[begin : begin + CHUNK])[1] for begin in range(0, len(values), CHUNK))
-    counts = np.sum([np.bincount(exponents, minlength=65) for exponents in chunks], axis=0)
-    first, last = np.flatnonzero(counts)[[0, -1]].tolist()
-    return [
-        {"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])}
-        for n in range(first, last + 1)
-    ]
-
-
-def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, Any]:
-    begin, end = dataset.document_bounds[number : number + 2]
-    tokens, num_tokens = dataset.tokens[:0], 0
-    if end > begin:
-        tokens, lengths = dataset.sequences(begin, end)
-        tokens, num_tokens = tokens[:MAX_TOKENS_SHOWN], len(tokens)
-    text = None
-    if tokenizer is not None:
-        foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
-        if foreign.size:
-            known = (
-                f"the tokenizer has 0 to {len(tokenizer) - 1}; give the one that made the dataset"
-            )
-            raise DataError(f"{dataset.prefix} holds token {foreign[0]}, {known}")
-        text = str(tokenizer.decode(tokens.tolist()))
-    return {"number": number, "num_tokens": num_tokens, "tokens": tokens.tolist(), "text": text}
-
-
-def _preview_lines(document: dict[str, Any]) -> list[str]:
-    tokens, text, num_tokens = document["tokens"], document["text"], document["num_tokens"]
-    shown, is_cut = " ".join(map(str, tokens[:_MAX_IDS_SHOWN])), num_tokens > _MAX_IDS_SHOWN
-    if text is not None:
-        shown, is_cut = (
-            text[:_MAX_CHARACTERS_SHOWN],
-            len(text) > _MAX_CHARACTERS_SHOWN or num_tokens > len(tokens),
-        )
-    return [f"  {line}" for line in (shown + " …" * is_cut).split("\n")]

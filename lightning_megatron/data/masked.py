@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -27,9 +26,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_megatron.data.indexed import IndexedDataset, open_dataset
-from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays, split_ranges
-from lightning_megatron.data.tokenizer import TokenizerFacts
-from lightning_megatron.errors import ConfigError, DataError, require_choice, require_number
+from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays
+from lightning_megatron.data.splits import split_ranges
+from lightning_megatron.data.tokenizer_facts import TokenizerFacts
+from lightning_megatron.errors import ConfigError, DataError, require_number
 from lightning_megatron.foreign_names import explains_options
 
 _log = logging.getLogger(__name__)
@@ -38,14 +38,7 @@ IGNORED = -100
 """Label of positions without a target."""
 LONG_SENTENCE = 512
 """A document of several sentences is skipped if one has more tokens (``LONG_SENTENCE_LEN`` in helpers.cpp)."""
-GEOMETRIC_PROBABILITY = 0.2
-"""Probability that a T5 span ends after a word. Source: SpanBERT, https://arxiv.org/abs/1907.10529, section 3.1."""
 _MAX_INT32 = 2**31 - 1
-
-T5Format: TypeAlias = Literal["hugging_face", "megatron"]
-
-
-# ---- masking --------------------------------------------------------------------------------------------------------
 
 
 @explains_options
@@ -127,9 +120,6 @@ def masked_ngrams(
         taken[word:end] = b"\1" * (end - word)
         masked += bounds[end] - begin
         yield begin, bounds[end]
-
-
-# ---- sentences ------------------------------------------------------------------------------------------------------
 
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -345,234 +335,3 @@ class MaskedObjective(Objective):
         first = begins[positions]
         first[:1] = True
         return positions, [*np.flatnonzero(first).tolist(), len(positions)]
-
-
-# ---- BERT -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertObjective(MaskedObjective):
-    """Masked tokens and optionally the order of two segments, from datasets whose documents are several sentences."""
-
-    name = "bert"
-    num_special_tokens = 3
-    roles = ("cls", "sep", "mask")
-    default_max_ngram = 3
-    sentence_order: bool = True
-    """Whether rows are two segments, in order (``next_sentence_label`` 0) or swapped (1)."""
-
-    @property
-    @override
-    def min_sentences(self) -> int:
-        return 2 if self.sentence_order else 1
-
-    @override
-    def empty_rows(self, num_rows: int) -> Arrays:
-        """Padding; ``labels`` is -100 for no target, ``next_sentence_label`` 1 where segments are swapped."""
-        shape = (num_rows, self.seq_length)
-        rows: Arrays = {
-            "input_ids": np.full(shape, self.tokenizer.padding_token, dtype=np.int64),
-            "token_type_ids": np.zeros(shape, dtype=np.int64),
-            "attention_mask": np.zeros(shape, dtype=np.int64),
-            "labels": np.full(shape, IGNORED, dtype=np.int64),
-        }
-        return (
-            {**rows, "next_sentence_label": np.zeros(num_rows, dtype=np.int64)}
-            if self.sentence_order
-            else rows
-        )
-
-    @override
-    def fill_row(
-        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
-    ) -> None:
-        text, begins, lengths, target = sample
-        tokens, starts = rows["input_ids"][row], np.zeros(self.seq_length, dtype=np.bool_)
-        segments = [slice(0, len(text)), slice(len(text), len(text))]
-        if self.sentence_order:
-            middle = int(lengths[: state.randint(1, len(lengths)) if len(lengths) > 2 else 1].sum())
-            segments = [slice(0, middle), slice(middle, len(text))]
-            if state.random_sample() < 0.5:
-                segments.reverse()
-                rows["next_sentence_label"][row] = 1
-        (tokens[0], separator, _), end = self.special_ids, 1
-        for kind, segment in enumerate(_trim(segments, target, state)):
-            begin, end = end, end + segment.stop - segment.start
-            if kind == 0 or end > begin:
-                tokens[begin:end], starts[begin:end], tokens[end] = (
-                    text[segment],
-                    begins[segment],
-                    separator,
-                )
-                end += 1
-                rows["token_type_ids"][row, begin:end] = kind
-        rows["attention_mask"][row, :end] = 1
-        self._mask_words(tokens[:end], starts[:end], rows["labels"][row], target, state)
-
-    def _mask_words(
-        self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState
-    ) -> None:
-        """Choose tokens to predict: 80 % become the mask token, 10 % a random token, and 10 % stay unchanged.
-
-        Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
-        """
-        positions, bounds = self._words(tokens, begins)
-        ids, random, cumulative = self.tokenizer.ids, state.random_sample, self._ngram_distribution
-        selected: list[int] = []
-        masked: list[int] = []
-        replaced: dict[int, int] = {}
-        budget = self.masking.masked(len(tokens), target)
-        for begin, end in masked_ngrams(
-            bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state
-        ):
-            for index in range(begin, end):
-                selected.append(index)
-                if random() < 0.8:
-                    masked.append(index)
-                elif random() >= 0.5:
-                    replaced[index] = int(ids[state.randint(0, len(ids))])
-        targets = positions[selected]
-        labels[targets] = tokens[targets]
-        tokens[positions[masked]] = self.special_ids[2]
-        tokens[positions[list(replaced)]] = list(replaced.values())
-
-    @cached_property
-    def _ngram_distribution(self) -> list[float]:
-        """Cumulative distribution of the n-gram size n, whose probability is proportional to 1/n."""
-        # Rounded step by step as in the engine and numpy's choice: one bit may change a whole sample.
-        probabilities = 1.0 / (
-            np.arange(self.masking.max_ngram or self.default_max_ngram, dtype=np.int64) + 1
-        )
-        probabilities = probabilities / probabilities.sum(keepdims=True)
-        probabilities = probabilities / probabilities.sum(keepdims=True)
-        cumulative = probabilities.cumsum()
-        return (cumulative / cumulative[-1]).tolist()  # type: ignore[no-any-return]
-
-
-def _trim(segments: list[slice], target: int, state: np.random.RandomState) -> list[slice]:
-    """Trim two segments to at most ``target`` tokens in total: the longer one repeatedly loses a token at a random end.
-
-    One draw per token, as in the engine's loop; of two equally long segments the second is trimmed.
-    """
-    (begin, end), (other_begin, other_end) = ((segment.start, segment.stop) for segment in segments)
-    excess = max(0, end - begin + other_end - other_begin - target)
-    for at_front in (state.random_sample(excess) < 0.5).tolist():
-        if end - begin > other_end - other_begin:
-            begin, end = begin + at_front, end - (not at_front)
-        else:
-            other_begin, other_end = other_begin + at_front, other_end - (not at_front)
-    return [slice(begin, end), slice(other_begin, other_end)]
-
-
-# ---- T5 -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5Objective(MaskedObjective):
-    """Span corruption, from datasets whose documents are one or several sequences."""
-
-    name = "t5"
-    num_special_tokens = 2
-    roles = ("eos",)
-    default_max_ngram = 10
-    seq_length_decoder: int
-    """Labels per row of the decoder."""
-    format: T5Format = "hugging_face"
-    """How rows end.
-
-    ``hugging_face``, as the released models were trained: the text with eos, the labels with one more sentinel and eos.
-    ``megatron``: the labels with eos.
-    """
-
-    def __post_init__(self) -> None:
-        """Check sentinels and labels, too.
-
-        Raises:
-            ConfigError: If rows are too short, or the tokenizer lacks a special token.
-        """
-        require_choice("t5_format", self.format, get_args(T5Format))
-        super().__post_init__()
-        if self.max_spans < 1:
-            raise ConfigError(
-                f"the tokenizer {self.tokenizer.source} has too few sentinels (<extra_id_0>, ...) for T5"
-            )
-        # If each word is one token; with longer words there are fewer spans.
-        tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
-        largest = self.masking.max_ngram or self.default_max_ngram
-        spans = round(
-            tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY)
-        )
-        needed = tokens + spans + self._num_final_labels
-        if self.seq_length_decoder < needed:
-            raise ConfigError(
-                f"seq_length_decoder={self.seq_length_decoder} is too small: {self.masking.probability:.0%} of"
-                f" seq_length={self.seq_length} are {tokens} tokens in about {spans} spans, which need {needed} labels;"
-                f" choose at least {needed}, or lower probability"
-            )
-
-    @property
-    def max_spans(self) -> int:
-        """Maximum number of spans of a sample; in Hugging Face's format one more sentinel follows the last span."""
-        return len(self.tokenizer.sentinels) - (self.format == "hugging_face")
-
-    @property
-    def _num_final_labels(self) -> int:
-        return 2 if self.format == "hugging_face" else 1
-
-    @override
-    def empty_rows(self, num_rows: int) -> Arrays:
-        """Padding; ``labels`` is -100 for no target."""
-        return {
-            "input_ids": np.full(
-                (num_rows, self.seq_length), self.tokenizer.padding_token, dtype=np.int64
-            ),
-            "attention_mask": np.zeros((num_rows, self.seq_length), dtype=np.int64),
-            "labels": np.full((num_rows, self.seq_length_decoder), IGNORED, dtype=np.int64),
-        }
-
-    @override
-    def fill_row(
-        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
-    ) -> None:
-        text, begins, _, target = sample
-        text = text[:target]
-        spans = self._spans(text, begins[:target], target, state)
-        tokens: list[int] = text.tolist()
-        inputs: list[int] = []
-        labels: list[int] = []
-        sentinels, (eos,) = self.tokenizer.sentinels, self.special_ids
-        last = 0
-        for sentinel, (begin, end) in zip(sentinels, spans, strict=False):
-            inputs += [*tokens[last:begin], sentinel]
-            labels += [sentinel, *tokens[begin:end]]
-            last = end
-        inputs += tokens[last:]
-        if self.format == "hugging_face":
-            labels.append(sentinels[len(spans)])
-            if inputs[-1:] != [eos]:  # preprocess may have appended it to the document
-                inputs.append(eos)
-        labels.append(eos)
-        rows["input_ids"][row, : len(inputs)], rows["attention_mask"][row, : len(inputs)] = (
-            inputs,
-            1,
-        )
-        rows["labels"][row, : len(labels)] = labels
-
-    def _spans(
-        self, text: Ids, begins: Flags, target: int, state: np.random.RandomState
-    ) -> list[tuple[int, int]]:
-        """Beginning and end of each masked span, in text order."""
-        positions, bounds = self._words(text, begins)
-        max_ngram, geometric = self.masking.max_ngram or self.default_max_ngram, state.geometric
-        spans: list[tuple[int, int]] = []
-        num_labels = self._num_final_labels
-        draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), max_ngram)  # noqa: E731
-        for first, stop in masked_ngrams(
-            bounds, self.masking.masked(len(text), target), draw_size, state
-        ):
-            begin, end = int(positions[first]), int(positions[stop - 1]) + 1
-            num_labels += 1 + end - begin
-            if len(spans) == self.max_spans or num_labels > self.seq_length_decoder:
-                break
-            spans.append((begin, end))
-        return sorted(spans)

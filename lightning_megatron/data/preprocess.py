@@ -24,18 +24,21 @@ from unittest import mock
 import numpy as np
 
 from lightning_megatron.data.documents import (
-    PLAIN_TEXT_KEY,
     BadDocuments,
-    Piece,
     check_encoding,
     cut_into_pieces,
-    find_files,
-    progress_bar,
     read_documents,
-    require_library,
 )
 from lightning_megatron.data.encoding import Decoder, TextEncoding
-from lightning_megatron.data.indexed import dataset_writers, token_dtype
+from lightning_megatron.data.indexed import token_dtype
+from lightning_megatron.data.indexed_writer import dataset_writers
+from lightning_megatron.data.input_files import (
+    PLAIN_TEXT_KEY,
+    find_files,
+    input_progress,
+    require_library,
+)
+from lightning_megatron.data.pieces import Piece
 from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, DataError, require_number
 
@@ -153,7 +156,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
     with (
         dataset_writers(options.output_prefix, encoder.dtype, endings) as writers,
         contextlib.closing(pieces),
-        progress_bar(files, "Tokenizing") as bar,
+        input_progress(files, "Tokenizing") as bar,
     ):
         bad = BadDocuments(options.on_error, bar)
         for piece in pieces:

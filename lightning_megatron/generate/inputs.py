@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_megatron.convert.hugging_face import GENERATION_CONFIG_FILE
+from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.data.tokenizer_files import panics_as_errors

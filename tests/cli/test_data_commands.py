@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.data.indexed import dataset_writers
+from lightning_megatron.data.indexed_writer import dataset_writers
 from lightning_megatron.storage.publish import readable_size
 from tests.convert.directories import save_as, tiny_llama
 from tests.unit.data.corpus import write_legacy

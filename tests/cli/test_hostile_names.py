@@ -131,7 +131,7 @@ def _forged(source: Path, target: Path, changes: dict[str, Any], lightning: dict
 def test_base_of_adapters_is_no_address_and_is_not_downloaded(
     server: _Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    from lightning_megatron.convert.contents import open_source
+    from lightning_megatron.convert.formats import open_source
 
     for name, reason in _names(server).items():
         adapter = _adapter(tmp_path / "adapter", name)
@@ -180,7 +180,7 @@ def test_names_in_arguments_of_a_checkpoint_are_not_opened(
 def test_the_user_gives_the_base_of_adapters(
     server: _Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    from lightning_megatron.convert.contents import open_source
+    from lightning_megatron.convert.formats import open_source
 
     adapter = _adapter(tmp_path / "adapter", f"{server.address}/model")
     # The base is found; then the forged adapter does not fit it.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors, train

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.formats import open_source
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import update_checksums
 from tests.convert.directories import save_as, tiny, tiny_gpt2

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_megatron.convert import hugging_face
-from lightning_megatron.convert.hugging_face import open_weights
+from lightning_megatron.convert import hugging_face_saving
+from lightning_megatron.convert.weight_files import open_weights
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import (
     Format,
@@ -219,14 +219,14 @@ def _killed() -> Iterator[None]:
     """Kill rank 0 after it has written some of the files."""
     from unittest.mock import patch
 
-    write = hugging_face.write_weight_file
+    write = hugging_face_saving.write_weight_file
 
     def write_and_die(folder: Path, name: str, tensors: Tensors) -> None:
         write(folder, name, tensors)
         if any(key.endswith("layers.1.mlp.down_proj.weight") for key in tensors):
             os._exit(9)
 
-    with patch.object(hugging_face, "write_weight_file", write_and_die):
+    with patch.object(hugging_face_saving, "write_weight_file", write_and_die):
         yield
 
 

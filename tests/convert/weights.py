@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron.convert.contents import open_source
 from lightning_megatron.convert.convert import build_on_cpu, live_engine
-from lightning_megatron.convert.shards import Key, Source, WeightLoader, shards_of
+from lightning_megatron.convert.formats import open_source
+from lightning_megatron.convert.shards import Key, shards_of
+from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.engine.parallel import ParallelConfig
 
 

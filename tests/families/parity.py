@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.convert.family import LAYER, linear_rules
 from lightning_megatron.convert.registry import model_config, rules_of
+from lightning_megatron.convert.rules import LAYER, linear_rules
 from tests.models import VOCAB_SIZE
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of

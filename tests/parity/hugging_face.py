@@ -29,7 +29,7 @@ def tensors_of(module: Any) -> Tensors:
 
     tests/families compares them with transformers. Reads the parameters' ``data``, which may hold gradients.
     """
-    from lightning_megatron.convert.shards import WeightGatherer
+    from lightning_megatron.convert.weight_gatherer import WeightGatherer
 
     with module.megatron.engine():
         tensors = WeightGatherer(module.model_chunks, module.model_config).tensors()

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data.instructions import Instructions, InstructionSamples
+from lightning_megatron.data.instruction_rows import InstructionSamples
+from lightning_megatron.data.instructions import Instructions
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron.convert.companions import copy_companions
 from lightning_megatron.convert.convert import build_on_cpu
-from lightning_megatron.convert.hugging_face import copy_companions
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError

@@ -15,20 +15,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import (
-    LAYER,
-    LLAMA,
+from lightning_megatron.convert.decoder_rules import (
     DecoderNames,
-    Family,
-    Fields,
-    Rule,
-    activation,
     linear,
     norm,
     output_layer,
-    qkv_order,
     stack_rules,
 )
+from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.model_fields import LLAMA, Fields, activation
+from lightning_megatron.convert.rules import LAYER, Rule, qkv_order
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.convert.family import (
-    DecoderNames,
-    Family,
-    Fields,
-    Rule,
-    causal_lm,
-    decoder_rules,
-)
+from lightning_megatron.convert.decoder_rules import DecoderNames, decoder_rules
+from lightning_megatron.convert.family import Family, causal_lm
+from lightning_megatron.convert.model_fields import Fields
+from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import ModelConfig
 

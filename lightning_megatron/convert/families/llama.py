@@ -24,15 +24,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.family import (
-    LLAMA,
-    DecoderNames,
-    Family,
-    Fields,
-    activation,
-    causal_lm,
-    read_rope,
-)
+from lightning_megatron.convert.decoder_rules import DecoderNames
+from lightning_megatron.convert.family import Family, causal_lm
+from lightning_megatron.convert.model_fields import LLAMA, Fields, activation
+from lightning_megatron.convert.rope import read_rope
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Experts
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from lightning_megatron.convert import megatron_arguments
-from lightning_megatron.convert.contents import find_source, open_source
 from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert.formats import find_source, open_source
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tensors_in, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import (

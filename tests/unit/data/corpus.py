@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.samples import Objective, Part, open_samples
+from lightning_megatron.data.index_cache import open_samples
+from lightning_megatron.data.samples import Objective, Part
 
 Documents = list[list[list[int]]]
 """Documents of sequences."""

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.masked import MaskingOptions
-from lightning_megatron.data.samples import Part, canonical_split, split_ranges
-from lightning_megatron.data.tokenizer import TokenizerFacts
+from lightning_megatron.data.samples import Part
+from lightning_megatron.data.splits import canonical_split, split_ranges
+from lightning_megatron.data.tokenizer_facts import TokenizerFacts
 from tests.unit.data.corpus import Documents
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")

@@ -16,12 +16,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.documents import (
-    BadDocuments,
-    cut_into_pieces,
-    find_files,
-    read_documents,
-)
+from lightning_megatron.data.documents import BadDocuments, cut_into_pieces, read_documents
+from lightning_megatron.data.input_files import find_files
 from lightning_megatron.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

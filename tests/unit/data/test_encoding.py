@@ -10,18 +10,15 @@ import pytest
 from lightning_megatron.cli.generate import read_prompts
 from lightning_megatron.data.documents import (
     cut_into_pieces,
-    find_files,
     read_documents,
     read_records,
     read_texts,
 )
 from lightning_megatron.data.encoding import Decoder, TextEncoding
+from lightning_megatron.data.input_files import find_files
 from lightning_megatron.data.preprocess import PreprocessOptions, preprocess
-from lightning_megatron.data.tokenizer import (
-    TokenizerTrainingOptions,
-    load_tokenizer,
-    train_tokenizer,
-)
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from tests.cli.command import run_cli
 from tests.unit.data.corpus import read_documents as read_dataset

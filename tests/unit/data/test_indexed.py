@@ -11,18 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from lightning_megatron.data import indexed
-from lightning_megatron.data.indexed import (
-    MAGIC,
-    MAX_TOKENS_SHOWN,
-    OLD_MAGIC,
-    IndexedDataset,
-    check_dataset,
-    convert_dataset,
-    dataset_writers,
-    describe_dataset,
-    merge_datasets,
-)
+from lightning_megatron.data import indexed, indexed_report, indexed_writer
+from lightning_megatron.data.indexed import MAGIC, OLD_MAGIC, IndexedDataset, check_dataset
+from lightning_megatron.data.indexed_report import MAX_TOKENS_SHOWN, describe_dataset
+from lightning_megatron.data.indexed_writer import convert_dataset, dataset_writers, merge_datasets
 from lightning_megatron.errors import DataError
 from tests.unit.data.corpus import INT32, Documents, build, longs, read_documents, write_legacy
 
@@ -221,7 +213,7 @@ def test_merged_files_equal_megatrons(
 ) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    monkeypatch.setattr(indexed, "PIECE_TOKENS", 2)
+    monkeypatch.setattr(indexed_writer, "PIECE_TOKENS", 2)
     inputs = [
         build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))
     ]
@@ -265,7 +257,7 @@ class _Letters(str):
 
 
 def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "CHUNK", 2)
+    monkeypatch.setattr(indexed_report, "CHUNK", 2)
     prefix = build(tmp_path / "x", [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]])
     description = describe_dataset(prefix)
 

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data import instructions as records
+from lightning_megatron.data.instruction_records import InstructionOptions
+from lightning_megatron.data.instruction_rows import InstructionSamples, pack
 from lightning_megatron.data.instructions import (
-    InstructionOptions,
     Instructions,
-    InstructionSamples,
     cached_instructions,
-    pack,
     read_instructions,
 )
 from lightning_megatron.data.tokenizer import load_tokenizer

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.data.masked import BertObjective, MaskingOptions, T5Objective
+from lightning_megatron.data.masked import MaskingOptions
+from lightning_megatron.data.masked_bert import BertObjective
+from lightning_megatron.data.masked_t5 import T5Objective
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.errors import ConfigError
 from tests.unit.data.corpus import Documents, build, opened

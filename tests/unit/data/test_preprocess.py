@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data import documents, preprocess
-from lightning_megatron.data.documents import Piece
+from lightning_megatron.data import input_files, preprocess
 from lightning_megatron.data.indexed import check_dataset
+from lightning_megatron.data.pieces import Piece
 from lightning_megatron.data.preprocess import (
     DocumentEncoder,
     EncodedPiece,
@@ -25,11 +25,8 @@ from lightning_megatron.data.preprocess import (
     PreprocessResult,
     split_sentences,
 )
-from lightning_megatron.data.tokenizer import (
-    TokenizerTrainingOptions,
-    load_tokenizer,
-    train_tokenizer,
-)
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import read_documents
 
@@ -222,7 +219,7 @@ def test_invalid_options_and_inputs_are_refused(
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(
         tmp_path / "words"
     )
-    monkeypatch.setattr(documents.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(input_files.importlib.util, "find_spec", lambda name: None)
     for options, message in (
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         (

@@ -18,21 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.samples import (
-    SPLIT_NAMES,
-    GPTIndex,
-    GPTObjective,
-    Part,
-    Samples,
-    build_blend_index,
-    build_gpt_index,
-    build_once,
-    canonical_split,
-    open_samples,
-    parse_blend,
-    parse_split,
-    split_ranges,
-)
+from lightning_megatron.data.blends import build_blend_index, parse_blend
+from lightning_megatron.data.build_once import build_once
+from lightning_megatron.data.gpt_samples import GPTIndex, GPTObjective, build_gpt_index
+from lightning_megatron.data.index_cache import open_samples
+from lightning_megatron.data.samples import Part, Samples
+from lightning_megatron.data.splits import SPLIT_NAMES, canonical_split, parse_split, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
 from tests.unit.data.corpus import build, engine_rows, opened, write_corpus
 
@@ -269,7 +260,7 @@ def test_concurrent_processes_build_an_index_once(
 
     monkeypatch.setattr(GPTObjective, "build_index", slow)
     monkeypatch.setattr(
-        "lightning_megatron.data.samples._QUIET_WAIT_S", 0.01
+        "lightning_megatron.data.build_once._QUIET_WAIT_S", 0.01
     )  # seconds until the message about waiting
     parts = _parts(tmp_path, "ab", [0.5, 0.5], num_samples=200)
     context = multiprocessing.get_context("fork")

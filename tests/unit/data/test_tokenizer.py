@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.data.tokenizer import (
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer_facts import TokenizerFacts
+from lightning_megatron.data.tokenizer_training import (
     END_OF_TEXT,
-    TokenizerFacts,
     TokenizerTrainingOptions,
-    load_tokenizer,
     train_tokenizer,
 )
 from lightning_megatron.errors import DataError

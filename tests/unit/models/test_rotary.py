@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lightning_megatron.convert.family import read_rope
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.convert.rope import read_rope
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.rotary import inverse_frequencies, rope_softmax_scale
 

@@ -12,15 +12,15 @@ import re
 from pathlib import Path
 
 from lightning_megatron.checkpoint.find import META, is_distributed
-from lightning_megatron.convert.distributed import CoreSource, StrategySource
-from lightning_megatron.convert.hugging_face import HuggingFaceSource, directory_of, has_weights
-from lightning_megatron.convert.megatron_lm import TRACKER_FILE, MegatronLMSource, is_legacy
+from lightning_megatron.convert.hugging_face import HuggingFaceSource
+from lightning_megatron.convert.megatron_lm import MegatronLMSource
+from lightning_megatron.convert.megatron_lm_files import TRACKER_FILE, is_legacy
 from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, describe_with_base
-from lightning_megatron.convert.shards import Source
+from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.torch_dist import CoreSource, StrategySource
+from lightning_megatron.convert.weight_files import directory_of, has_weights
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.storage.hub import local_folder
-
-# ---- iterations ------------------------------------------------------------------------------------------------------
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _RELEASE = "release"
@@ -67,9 +67,6 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
 def join_names(names: list[str]) -> str:
     """The first few names as a comma-separated list, for messages."""
     return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def find_source(path: Path, iteration: int | None = None) -> Source | None:

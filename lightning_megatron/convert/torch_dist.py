@@ -37,18 +37,12 @@ from lightning_megatron.checkpoint.find import (
     table_reader,
 )
 from lightning_megatron.checkpoint.pickles import read_pickle
-from lightning_megatron.convert.hugging_face import companion_files
-from lightning_megatron.convert.megatron_arguments import arguments_of, describe_model, metadata_of
+from lightning_megatron.convert.companions import companion_files
+from lightning_megatron.convert.inferred_model import describe_model
+from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
-from lightning_megatron.convert.shards import (
-    EXPERTS,
-    NO_WEIGHTS,
-    Key,
-    Region,
-    Source,
-    Stored,
-    parse_key,
-)
+from lightning_megatron.convert.shards import EXPERTS, Key, Region, parse_key
+from lightning_megatron.convert.source import NO_WEIGHTS, Source, Stored
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import variant_of
 from lightning_megatron.storage.publish import CHECKSUMS, file_sizes, verify_checksums
@@ -86,9 +80,6 @@ def _common_state(path: Path) -> Any:
 
 _FORMAT_ERRORS = (ArithmeticError, LookupError, AttributeError, TypeError, ValueError)
 """Exceptions raised by a file whose content has an unexpected structure."""
-
-
-# ---- sources --------------------------------------------------------------------------------------------------------
 
 
 class DistributedSource(Source):

@@ -1,0 +1,186 @@
+"""Rules of the weights of a stack of layers, by the names that a family gives to its modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.convert.rules import EXPERT, LAYER, POSITIONS, Rule, qkv_order
+from lightning_megatron.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderNames:
+    """Hugging Face's module names in a stack of layers; the model config decides which of them exist."""
+
+    base: str = "model."
+    """Prefix of the headless model's names in files of a model with a head."""
+    embedding: str = "embed_tokens"
+    positions: str = "position_embeddings"
+    """Learned position embeddings; in most families only variants (models/config.py) have them."""
+    embedding_norm: str = ""
+    final_norm: str = "norm"
+    layer: str = f"layers.{LAYER}."
+    """Prefix of the names below."""
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one fused matrix."""
+    is_megatron_order: bool = False
+    """Whether a fused matrix is in Megatron's order, by query group, not all queries, all keys, all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    proj: str = "self_attn.o_proj"
+    post_attention_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up, or one fused or ungated matrix."""
+    fc2: str = "mlp.down_proj"
+    post_mlp_norm: str = "post_feedforward_layernorm"
+    experts: str = "mlp"
+    """Module of the mixture of experts, which has the router ``gate`` and ``experts.N``."""
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down of each expert."""
+    output: str = "lm_head"
+    """Output layer in files; transformers 5 renames it to lm_head when reading them."""
+    is_transposed: bool = False
+    """Whether the matrices of the layers are stored transposed."""
+
+
+def linear(
+    megatron: str,
+    hugging_face: tuple[str, ...],
+    has_bias: bool = False,
+    *,
+    rows: tuple[int, ...] = (),
+    order: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> list[Rule]:
+    """Rules of a linear layer: weight and, if ``has_bias``, bias; arguments as in ``Rule``, without ``.weight``."""
+    weights, biases = (
+        tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias")
+    )
+    rules = [
+        Rule(
+            megatron=megatron + ".weight",
+            hugging_face=weights,
+            rows=rows,
+            order=order,
+            transposed=transposed,
+        )
+    ]
+    if has_bias:
+        rules.append(Rule(megatron=megatron + ".bias", hugging_face=biases, rows=rows, order=order))
+    return rules
+
+
+def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
+    """Rules of a norm: weight and, for most LayerNorms, bias; ``megatron`` is the name up to ``weight``."""
+    kinds = (
+        ("weight", "bias")
+        if model.normalization == "LayerNorm" and model.norm_bias
+        else ("weight",)
+    )
+    return [
+        Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds
+    ]
+
+
+def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
+    """Rule of the output layer; none if it is tied to the embedding."""
+    if model.share_embeddings_and_output_weights:
+        return []
+    return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
+
+
+def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
+    """Rules of a stack (``encoder`` or ``decoder``): attention and MLP of its layers, and its final norm."""
+    hf, transposed = names.base + names.layer, names.is_transposed
+    attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
+    queries, keys = (
+        model.num_attention_heads * model.kv_channels,
+        model.num_query_groups * model.kv_channels,
+    )
+    order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
+
+    def fused(parts: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "hugging_face": tuple(hf + part for part in parts),
+            "rows": rows if len(parts) > 1 else (),
+        }
+
+    qkv, fc1 = (
+        fused(names.qkv, (queries, keys, keys)),
+        fused(names.fc1, (model.ffn_hidden_size,) * 2),
+    )
+    qkv["order"] = None if names.is_megatron_order else order
+    norms = {
+        "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
+        "mlp.linear_fc1.layer_norm_": (model.has_mlp_norm, names.mlp_norm),
+        "self_attention.q_layernorm.": (model.qk_layernorm, names.q_norm),
+        "self_attention.k_layernorm.": (model.qk_layernorm, names.k_norm),
+        "self_attention.linear_proj.post_layernorm.": (model.post_norms, names.post_attention_norm),
+        "mlp.linear_fc2.post_layernorm.": (model.post_norms, names.post_mlp_norm),
+    }
+    rules = [
+        *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
+        *linear(
+            attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv
+        ),
+        *linear(
+            attention + "linear_proj",
+            (hf + names.proj,),
+            model.has_attention_output_bias,
+            transposed=transposed,
+        ),
+        *linear(mlp + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
+        *linear(
+            mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed
+        ),
+    ]
+    for megatron, (exists, hugging_face) in norms.items():
+        rules += norm(f"{stack}.layers.{megatron}", hf + hugging_face, model) if exists else []
+    return rules
+
+
+def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """Rules of all weights of a decoder-only model."""
+    rules = [
+        *linear("embedding.word_embeddings", (names.base + names.embedding,)),
+        *stack_rules(names, model),
+    ]
+    rules += output_layer(model, names.output)
+    if model.embedding_layernorm:
+        rules += norm("embedding.norm.", names.base + names.embedding_norm, model)
+    if model.position_embedding_type == "learned_absolute":
+        rules += linear(POSITIONS.removesuffix(".weight"), (names.base + names.positions,))
+    return rules + _expert_rules(names, model)
+
+
+def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
+    """Rules of the layers with experts instead of an MLP; their norm is not fused into the first linear layer."""
+    experts, layers, hf = model.experts, "decoder.layers.", names.base + names.layer
+    if experts is None:
+        return []
+    block, mlp = hf + names.experts, layers + "mlp."
+    gate, up, down = (f"{block}.experts.{EXPERT}.{name}" for name in names.expert)
+    rules = [
+        *norm(layers + "pre_mlp_layernorm.", hf + names.mlp_norm, model),
+        *linear(mlp + "router", (f"{block}.gate",)),
+        *linear(
+            mlp + "experts.experts.linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2
+        ),
+        *linear(mlp + "experts.experts.linear_fc2", (down,)),
+    ]
+    if width := experts.shared_ffn_hidden_size:
+        shared = f"{block}.shared_expert"
+        fc1 = (f"{shared}.gate_proj", f"{shared}.up_proj")
+        rules += linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width))
+        rules += linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",))
+        rules.append(
+            Rule(
+                megatron=mlp + "shared_experts.gate_weight", hugging_face=(f"{shared}_gate.weight",)
+            )
+        )
+    return rules

@@ -1,0 +1,170 @@
+"""Files of a legacy checkpoint of Megatron-LM: one pickle per rank, in directories or a zip file."""
+
+from __future__ import annotations
+
+import lzma
+import re
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_megatron.checkpoint.pickles import read_pickle
+from lightning_megatron.convert.source import NO_WEIGHTS
+from lightning_megatron.errors import CheckpointError
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+"""Name of a rank's file; the second one with the distributed optimizer of 2022."""
+_MAX_NAMES = 5
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Tracker file: contains the last saved iteration, or ``release``."""
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_CHUNK = re.compile(r"model(\d{0,9})")
+_MAX_EXPANSION = 20
+"""Maximum ratio of unpacked to packed bytes of a zip file; weights hardly compress."""
+_ZIP_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
+"""Exceptions raised by reading damaged zip files."""
+
+Rank = tuple[int, int]
+"""(tensor-parallel rank, pipeline-parallel rank)."""
+
+
+class RankState(NamedTuple):
+    """Content of the file of one rank; its tensors are memory-mapped, not read."""
+
+    metadata: Mapping[str, Any]
+    """Entries other than weights: ``args`` (not in the oldest files), ``checkpoint_version``, ``iteration``, ..."""
+    version: float
+    """Checkpoint version, which determines the row order of the fused QKV weight."""
+    chunks: tuple[Mapping[str, torch.Tensor], ...]
+    """Weights of each model chunk by flat name, in the order of the file."""
+
+
+def rank_folder(tensor: int, stage: int, pp: int) -> str:
+    """Name of a rank's directory."""
+    return f"mp_rank_{tensor:02d}" if pp == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
+
+
+def _rank_files(path: Path) -> dict[Rank, Path]:
+    """Model file of each rank in a directory, or the given file; directories without one hold optimizer state only."""
+    if path.is_file():
+        return {(0, 0): path}
+    matches = {folder: _RANK.fullmatch(folder.name) for folder in sorted(path.glob("mp_rank_*"))}
+    folders = {(int(m[1]), int(m[2] or 0)): folder for folder, m in matches.items() if m} or {
+        (0, 0): path
+    }
+    files = {rank: [folder / name for name in MODEL_FILES] for rank, folder in folders.items()}
+    return {
+        rank: file for rank, names in files.items() for file in reversed(names) if file.is_file()
+    }
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether ``path`` looks like a legacy checkpoint; the content of a file is not checked."""
+    return path.suffix in (".pt", ".zip") if path.is_file() else bool(_rank_files(path))
+
+
+def layout_of_ranks(ranks: Collection[Rank]) -> tuple[int, int]:
+    """(tp, pp) of the checkpoint with these ranks."""
+    return 1 + max(tensor for tensor, _ in ranks), 1 + max(stage for _, stage in ranks)
+
+
+def read_ranks(path: Path) -> dict[Rank, RankState]:
+    """Open the files of all ranks of a checkpoint in a directory, file or zip archive.
+
+    An archive is unpacked into temporary files, which stay mapped; paths in the archive are not used as paths on disk.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or a rank is missing, damaged or unsafe.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
+        is_zip = path.is_file() and path.suffix == ".zip"
+        if not (files := _rank_files(_unpack(path, Path(temporary)) if is_zip else path)):
+            raise CheckpointError(
+                f"{path} is no checkpoint of Megatron-LM: it has no directories mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
+            )
+        tp, pp = layout_of_ranks(files)
+        if (
+            len(files) < tp * pp
+        ):  # compared before any loop over ranks: a number in a name can be huge
+            absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
+            raise CheckpointError(
+                f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; "
+                "copy the whole checkpoint"
+            )
+        return {rank: _read_rank(file) for rank, file in files.items()}
+
+
+def _unpack(archive: Path, folder: Path) -> Path:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            num_bytes = sum(info.file_size for info in opened.infolist())
+            if num_bytes > _MAX_EXPANSION * archive.stat().st_size:
+                raise OSError(f"its members would take {num_bytes:,} bytes")
+            for info in opened.infolist():
+                name = PurePosixPath(info.filename)
+                if name.name in MODEL_FILES:
+                    rank = folder / (
+                        name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00"
+                    )
+                    rank.mkdir()
+                    with opened.open(info) as source, (rank / MODEL_FILES[0]).open("wb") as target:
+                        shutil.copyfileobj(source, target, 1 << 24)
+    except FileExistsError:
+        raise CheckpointError(
+            f"zip file {archive} has several checkpoints; unpack it, and give one of them"
+        ) from None
+    except _ZIP_ERRORS as error:
+        raise CheckpointError(
+            f"zip file {archive} cannot be unpacked ({error}); fetch it again"
+        ) from None
+    return folder
+
+
+def _read_rank(file: Path) -> RankState:
+    """Open the file of one rank.
+
+    Raises:
+        CheckpointError: If the file is damaged, could run code, or is no checkpoint of Megatron-LM.
+    """
+    state = read_pickle(file)
+    state = state if isinstance(state, Mapping) else {}
+    models = {
+        int(name[1] or 0): value
+        for key, value in state.items()
+        if (name := _CHUNK.fullmatch(str(key)))
+    }
+    chunks = tuple(dict(_flatten(models.get(index))) for index in range(len(models)))
+    version = state.get("checkpoint_version", 0)
+    if not chunks or not all(chunks) or type(version) not in (int, float):
+        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MAX_NAMES]) or "nothing"
+        raise CheckpointError(
+            f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
+            f"number as checkpoint_version), got {named}; give another file"
+        )
+    metadata = {
+        str(name): value for name, value in state.items() if not _CHUNK.fullmatch(str(name))
+    }
+    return RankState(metadata, float(version), chunks)
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _flatten(child, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(name):
+        yield name, value

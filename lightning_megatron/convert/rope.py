@@ -1,0 +1,96 @@
+"""Rotary embeddings: base and frequency scaling from the ``rope_parameters`` of a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.convert.model_fields import head_dim
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import RopeScaling
+from lightning_megatron.models.rotary import scaled_frequencies
+
+_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+_KEYS = {
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    ),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Keys read by any rope type of Hugging Face. A type ignores the keys of other types, here as there."""
+
+
+def read_rope(
+    hf: Any, rope_parameters: Mapping[str, Any] | None, *, partial_rotary: bool = False
+) -> tuple[float, RopeScaling | None]:
+    """Rotary base (theta) and frequency scaling of a Hugging Face config.
+
+    Args:
+        hf: A Hugging Face config object, which has validated that the required keys of the rope type exist.
+        rope_parameters: ``rope_parameters`` of the config, or of one of its layer types.
+        partial_rotary: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
+
+    Raises:
+        ConfigError: If a key or the type is not supported, or the number of longrope's factors does not fit the head.
+    """
+    # Hugging Face treats null as absent, except that a null ``truncate`` is false.
+    rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _TYPES:
+        raise ConfigError(
+            f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}"
+        )
+    for name in sorted(set(rope) - _KEYS):
+        raise ConfigError(
+            f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KEYS))}"
+        )
+    percent = rope.get("partial_rotary_factor", 1.0)
+    if percent != 1.0 and not partial_rotary:
+        raise ConfigError(
+            f"partial_rotary_factor={percent} of rope_parameters is not supported; Hugging Face's model of this family "
+            "rotates whole heads, use 1.0"
+        )
+    base = float(rope.get("rope_theta", 10000.0))
+    return base, None if kind == "default" else _scaling(
+        hf, kind, rope, int(head_dim(hf) * percent), base
+    )
+
+
+def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
+    # Dynamic scaling starts from max_position_embeddings and ignores original_max_position_embeddings.
+    longest = hf.max_position_embeddings
+    original = (
+        longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
+    )
+    factor = float(rope.get("factor", longest / original))
+    fields: dict[str, Any] = {}
+    if kind == "llama3":
+        fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "longrope":
+        fields = {
+            name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")
+        }
+        if any(len(factors) != width // 2 for factors in fields.values()):
+            raise ConfigError(
+                f"short_factor and long_factor of rope_parameters: expected {width // 2} values, one for each pair "
+                f"of a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
+            )
+    elif kind == "yarn":
+        # Hugging Face treats 0 as absent, too.
+        fields = {
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+        }
+        fields["truncate"] = bool(rope.get("truncate", True))
+    parameters = {**rope, **fields, "rope_type": kind, "factor": factor}
+    fields["attention_factor"] = float(scaled_frequencies(parameters, width, base, original)[1])
+    return RopeScaling(
+        rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields
+    )

@@ -1,0 +1,122 @@
+"""Rules: how Megatron's tensors are made of Hugging Face's.
+
+A ``Rule`` maps one Megatron tensor to Hugging Face tensors: a concatenation along the first axis, a permutation of
+rows, or a transposition. Rules work in both directions, for weights and gradients, and for any slice, so that a rank
+reads only its own rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX
+from lightning_megatron.models.config import Adapters
+
+LAYER = "{layer}"
+"""Placeholder for the layer index (from 0) in Hugging Face names."""
+EXPERT = "{expert}"
+"""Placeholder for the expert index (from 0) in Hugging Face names."""
+POSITIONS = "embedding.position_embeddings.weight"
+"""Megatron's learned position embeddings."""
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Megatron's tensors with one row per token of the vocabulary, and vocabulary padding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """Mapping of one Megatron tensor (of every layer, if it is in a layer) to Hugging Face tensors."""
+
+    megatron: str
+    """Key in Megatron's sharded state dict without layer index, e.g. ``decoder.layers.mlp.linear_fc1.weight``."""
+    hugging_face: tuple[str, ...]
+    """Names with ``LAYER`` and ``EXPERT`` placeholders, of the tensors to concatenate along the first axis. An empty
+    name stands for zeros that no file stores."""
+    rows: tuple[int, ...] = ()
+    """Rows of each Hugging Face tensor; empty if there is only one."""
+    order: torch.Tensor | None = None
+    """[rows], int64: ``order[i]`` is the row of the concatenation that is Megatron's row i; None: the same order."""
+    transposed: bool = False
+    """Whether Hugging Face stores the transposed weight (GPT-2's Conv1D)."""
+
+    def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """Hugging Face names in one layer, of one expert."""
+        return tuple(
+            name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+            for name in self.hugging_face
+        )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Hugging Face names without ``.weight``."""
+        return tuple(name.removesuffix(".weight") for name in self.hugging_face)
+
+    def tensors(
+        self, shape: tuple[int, ...], layer: int | None, expert: int | None
+    ) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the Hugging Face tensors that form a Megatron tensor of ``shape``."""
+        rows = self.rows or (shape[0],)
+        assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
+        shapes = [(length, *shape[1:]) for length in rows]
+        named = zip(self.names(layer, expert), shapes, strict=True)
+        return {name: size[::-1] if self.transposed else size for name, size in named if name}
+
+
+def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
+    """Row permutation from [all queries, all keys, all values] to Megatron's fused QKV, grouped by query group.
+
+    In Megatron's order each group has its queries, then its key, then its value. Cross-attention, which has no queries
+    here (0 heads), has each head's key, then its value.
+
+    Returns:
+        [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.
+    """
+    per_group = num_attention_heads // num_query_groups
+    queries = torch.arange(num_attention_heads).view(num_query_groups, per_group)
+    keys = num_attention_heads + torch.arange(num_query_groups)[:, None]
+    values = keys + num_query_groups
+    heads = torch.cat([queries, keys, values], dim=1).flatten()
+    return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
+
+
+_LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
+
+
+def linear_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
+    """Weight rules of the linear layers of attention and MLPs (not of experts), by Megatron's module name."""
+    named = {
+        rule.megatron.removesuffix(".weight"): rule
+        for rule in rules
+        if rule.megatron.endswith(".weight")
+    }
+    return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
+
+
+def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
+    """Rules of the adapter weights, with the names in ``peft``'s files.
+
+    For a linear layer that fuses several matrices, A concatenates their A along the first axis; B is split and ordered
+    as the rows of the weight, and is zero for a matrix without adapter.
+    """
+    linears, lora = linear_rules(rules), []
+    for name, parts in adapters.linears:
+        rule = linears[name]
+        modules = [f"base_model.model.{module}" for module in rule.modules]
+        adapted = tuple(f"{module}.lora_A.weight" for module in itertools.compress(modules, parts))
+        rows = (adapters.rank,) * len(adapted)
+        lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
+        named = zip(modules, parts, strict=True)
+        matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
+        lora.append(
+            Rule(
+                megatron=f"{name}{ADAPTER_SUFFIX}.B",
+                hugging_face=matrices,
+                rows=rule.rows,
+                order=rule.order,
+            )
+        )
+    return lora

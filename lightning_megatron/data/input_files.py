@@ -1,0 +1,194 @@
+"""Find the files of a corpus: JSON lines, Parquet tables and text files, plain, gzip or zstd.
+
+A directory is searched recursively for ``.jsonl`` and ``.parquet`` files and the text files named in
+``TEXT_SUFFIXES``, compressed ones (``.gz``, ``.zst``) too, except hidden ones and those in hidden directories and in
+``SKIPPED_FOLDERS``; links to files are followed, links to directories are not. A pattern with ``*``, ``?`` or ``[``
+gives every file that it matches (``**`` crosses directories) and searches matched directories likewise. A file named
+explicitly is always read. Inputs keep the order in which they are given, files within an input are sorted by path, and
+duplicates are dropped, so the same inputs give the same documents in the same order on every machine.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lightning_megatron.errors import ConfigError, DataError
+
+try:
+    import orjson as _orjson
+except ImportError:  # in the extra "data"
+    _orjson = None  # type: ignore[assignment]
+
+
+JSON_LINES_SUFFIXES = (".jsonl", ".json")
+"""Suffixes of files with one JSON object per line; a directory search reads only the first."""
+COMPRESSION_SUFFIXES = (".gz", ".zst")
+TEXT_SUFFIXES = frozenset(
+    (
+        ".txt",
+        ".text",
+        ".md",
+        ".rst",
+        ".tex",
+        ".html",
+        ".css",
+        ".toml",
+        ".yaml",
+        ".yml",
+        ".ini",
+        ".cfg",
+        ".sh",
+        ".sql",
+    )
+    + (
+        ".py",
+        ".pyi",
+        ".pyx",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".cxx",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".java",
+        ".kt",
+        ".scala",
+    )
+    + (
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".swift",
+        ".r",
+        ".jl",
+        ".lua",
+        ".pl",
+    )
+)
+"""Suffixes, lower case, of the text and source files that a directory search reads."""
+SKIPPED_FOLDERS = frozenset(("__pycache__", "site-packages", "dist-packages", "node_modules"))
+"""Directories that a search skips unless they are named: caches, and packages installed into a source tree."""
+PLAIN_TEXT_KEY = "text"
+"""Key of a text file's content, as if it were a JSON line."""
+
+
+def format_of(path: str | Path) -> tuple[Literal["json lines", "text", "parquet"], str]:
+    """Format and compression of a file, by its name.
+
+    Returns:
+        The format: one JSON object per line, one document per file, or one table row per document; and the suffix of
+        the compression of the whole file, "" if there is none (Parquet compresses columns itself).
+    """
+    stem, suffix = os.path.splitext(os.fspath(path).lower())
+    compression = suffix if suffix in COMPRESSION_SUFFIXES else ""
+    suffix = os.path.splitext(stem)[1] if compression else suffix
+    if suffix in JSON_LINES_SUFFIXES:
+        return "json lines", compression
+    return "parquet" if suffix == ".parquet" and not compression else "text", compression
+
+
+def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,)) -> list[Path]:
+    """Files named by ``inputs``, in document order, without duplicates.
+
+    Args:
+        inputs: Files, directories and patterns.
+        keys: Keys to be read; text files have only ``text``.
+
+    Raises:
+        DataError: If an input does not exist, or matches or contains no file, or a text file lacks the key.
+        ConfigError: If reading a file needs a library that is not installed.
+    """
+    files: dict[str, Path] = {}
+    for item in inputs:
+        for path in _files_of_input(item):
+            files.setdefault(os.path.realpath(path), path)
+    for path in files.values():
+        content, compression = format_of(path)
+        if content == "parquet" or compression == ".zst":
+            require_library("pyarrow" if content == "parquet" else "zstandard", f"reading {path}")
+        if content == "text" and list(keys) != [PLAIN_TEXT_KEY]:
+            raise DataError(
+                f"json keys {', '.join(keys)}: {path} is a text file, which has only '{PLAIN_TEXT_KEY}'"
+            )
+    return list(files.values())
+
+
+def require_library(name: str, purpose: str) -> None:
+    """Check that an optional library is installed, before anything is read.
+
+    Raises:
+        ConfigError: If the library ``name`` is not installed.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"{purpose} needs the library {name}; pip install 'lightning-megatron[data]'"
+        )
+
+
+def input_progress(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
+    """A tqdm progress bar over the stored bytes of ``files``; 1 MB/s is 10**6 bytes per second."""
+    from tqdm import tqdm
+
+    # A log file gets one line every ten seconds, a terminal two updates per second.
+    interval, total = 0.5 if sys.stderr.isatty() else 10, sum(path.stat().st_size for path in files)
+    return tqdm(
+        total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay
+    )
+
+
+def _files_of_input(item: str | Path) -> list[Path]:
+    path = os.path.expanduser(item)
+    matches = [path]
+    if glob.has_magic(str(path)) and not os.path.exists(path):
+        matches = sorted(glob.glob(str(path), recursive=True))
+    files = [
+        file
+        for match in matches
+        for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])
+    ]
+    if not files:
+        raise DataError(
+            f"{path} matches no file, or has no .jsonl, .parquet, .txt or source file; give other inputs"
+        )
+    for file in files:
+        # Unlike Path.is_file, this is False, not an error, for inaccessible paths and overlong names.
+        if not os.path.isfile(file):
+            raise DataError(
+                f"{file} does not exist, or is not a file; give an existing file, directory or pattern"
+            )
+    return files
+
+
+def _files_of_folder(folder: str | Path) -> list[Path]:
+    def refuse(error: OSError) -> NoReturn:  # otherwise its documents would silently be missing
+        raise DataError(
+            f"{error.filename} cannot be searched ({error.strerror}); allow access"
+        ) from error
+
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS
+        )
+        paths += [Path(parent, name) for name in names if _is_document_file(name)]
+    return sorted((path for path in paths if os.path.isfile(path)), key=lambda path: path.parts)
+
+
+def _is_document_file(name: str) -> bool:
+    content, compression = format_of(name)
+    suffix = os.path.splitext(name.lower().removesuffix(compression))[1]
+    is_known = content == "parquet" or suffix == JSON_LINES_SUFFIXES[0] or suffix in TEXT_SUFFIXES
+    return is_known and not name.startswith(".")
