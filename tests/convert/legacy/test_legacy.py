@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.convert import megatron_arguments
+from lightning_megatron.convert import inferred_model
 from lightning_megatron.convert.convert import ConvertOptions, convert
 from lightning_megatron.convert.formats import find_source, open_source
 from lightning_megatron.errors import CheckpointError
@@ -289,7 +289,7 @@ def test_zip_files_of_nvidia_are_read(
 def test_without_arguments_only_nvidia_345m_models_are_recognized(
     references: dict[str, Weights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    published = megatron_arguments._PUBLISHED
+    published = inferred_model._PUBLISHED
     assert published["gpt"][:2] == ((24, 1024, 4096, 1024), (50257,))
     assert published["bert"][:2] == ((24, 1024, 4096, 512), (28996, 30522))
     of_tests = {"gpt": ((LAYERS, 32, 128, 24), (45,)), "bert": ((LAYERS, 32, 48, 24), (80,))}
@@ -308,7 +308,7 @@ def test_without_arguments_only_nvidia_345m_models_are_recognized(
         assert not (tmp_path / "out").exists()
         assert_same_weights(weights_of(path, config), references[name])
         with monkeypatch.context() as patched:
-            patched.setattr(megatron_arguments, "_PUBLISHED", small)
+            patched.setattr(inferred_model, "_PUBLISHED", small)
             weights = weights_of(path)
         assert_same_weights(weights, references[name])
         assert weights.source.model.activation == {"gpt2": "gelu_tanh", "bert": "gelu"}[name]
