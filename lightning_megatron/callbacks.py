@@ -33,7 +33,7 @@ from lightning_megatron.generate.inputs import (
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planner import DEVICES, GIB, make_run, plan
-from lightning_megatron.storage.publish import open_to_append, save_figure
+from lightning_megatron.storage.paths import open_to_append, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.schedule import StepShape

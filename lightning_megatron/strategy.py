@@ -81,7 +81,7 @@ from lightning_megatron.run.launch import (
 )
 from lightning_megatron.run.nonfinite import check_weights
 from lightning_megatron.run.restarts import LAUNCHER
-from lightning_megatron.storage.publish import as_path
+from lightning_megatron.storage.paths import as_path
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

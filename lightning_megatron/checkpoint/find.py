@@ -6,7 +6,7 @@ names.
 
 Torch's distributed checkpoints store their table of contents in a pickle, which torch loads without restriction. Here
 the names in it become stand-ins that do nothing, and the table is rebuilt from what they keep. Other files are read by
-``pickles.py``; publication and checksums are in ``storage/publish.py``.
+``pickles.py``; publication and checksums are in ``storage/``.
 
 Nothing here communicates or imports Megatron.
 """
@@ -40,16 +40,11 @@ from lightning_megatron.checkpoint.pickles import (
 )
 from lightning_megatron.checkpoint.schema import check_meta
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.storage.publish import (
-    CHECKSUMS,
-    COMPLETE_MARKER,
-    PARTIAL,
-    as_path,
-    failures_as_errors,
-    is_remote,
-    recover,
-    require_file,
-)
+from lightning_megatron.storage.checksums import CHECKSUMS, require_file
+from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.paths import as_path, is_remote
+from lightning_megatron.storage.publish import PARTIAL, recover
+from lightning_megatron.storage.stores import COMPLETE_MARKER
 
 META = COMPLETE_MARKER
 """Lightning's own state and the description of the run; written last, so its presence marks a complete checkpoint."""

@@ -58,7 +58,9 @@ from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.storage.publish import failures_as_errors, recover, remove, verify_checksums
+from lightning_megatron.storage.checksums import verify_checksums
+from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.publish import recover, remove
 
 _RESTORED_GROUP_KEYS = ("params", "step")
 """Keys of a parameter group that are loaded from the checkpoint; the others keep the run's values."""

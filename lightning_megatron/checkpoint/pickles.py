@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.storage.publish import pickle_refusal
+from lightning_megatron.storage.failures import pickle_refusal
 
 _FOREIGN_GLOBALS = re.compile(
     r"(megatron|apex|transformer_engine|fp16)(\.\w+)+"  # enums, tokenizers, loss scalers, options

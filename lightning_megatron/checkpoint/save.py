@@ -74,8 +74,18 @@ from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.adapter_names import is_adapter
-from lightning_megatron.storage import publish as files
-from lightning_megatron.storage.publish import FileChecksums, pickle_refusal
+from lightning_megatron.storage.checksums import FileChecksums, write_checksums
+from lightning_megatron.storage.failures import failures_as_errors, pickle_refusal
+from lightning_megatron.storage.locks import FolderLock
+from lightning_megatron.storage.paths import as_path, file_sizes, is_remote, synced_file
+from lightning_megatron.storage.publish import (
+    PARTIAL,
+    lock_partial,
+    publish,
+    remove_leftovers,
+    wait_for_deletions,
+)
+from lightning_megatron.storage.stores import delete_from_store
 
 T = TypeVar("T")
 
@@ -191,13 +201,13 @@ class Save:
         """
         run.settle()
         self._run = run if "optimizer_states" in lightning_state else run.weights_only()
-        self.path = files.as_path(path)
+        self.path = as_path(path)
         self._refusal = f"checkpoint {self.path} is not written"
         with _errors_on_all_ranks(self._refusal):
             self._meta = meta_bytes(self._run, lightning_state) if dist.get_rank() == 0 else b""
-        self._partial = self.path.with_name(self.path.name + files.PARTIAL)
+        self._partial = self.path.with_name(self.path.name + PARTIAL)
         """Where the files are written."""
-        self._lock: files.FolderLock | None = None
+        self._lock: FolderLock | None = None
         self._jobs: list[Future[_Written]] = []
         self._is_abandoned = threading.Event()
         self._has_archive_checksums = torch.serialization.get_crc32_options()
@@ -214,7 +224,7 @@ class Save:
         self._begin = time.monotonic()
         with _errors_on_all_ranks(self._refusal):
             if dist.get_rank() == 0:
-                if files.is_remote(self.path) and not (self.path / META).is_file():
+                if is_remote(self.path) and not (self.path / META).is_file():
                     self._partial = self.path  # an object store would have to copy all of it
                 self._lock = _start_partial(self.path, self._partial)
         self._partial = self.path.with_name(_broadcast(self._partial.name))
@@ -242,7 +252,7 @@ class Save:
 
     def _write(self, name: str, content: bytes | Shards) -> _Written:
         results = []
-        with files.synced_file(self._partial / name, _BUFFER) as stream:
+        with synced_file(self._partial / name, _BUFFER) as stream:
             file = _ChecksummedFile(stream, self._is_abandoned)
             if isinstance(content, bytes):
                 file.write(content)
@@ -300,10 +310,10 @@ class Save:
         with contextlib.suppress(
             Exception
         ):  # a store's client raises any type; what stays is no complete checkpoint
-            if dist.get_rank() == 0 and not files.is_remote(self._partial):
+            if dist.get_rank() == 0 and not is_remote(self._partial):
                 shutil.rmtree(self._partial)
             elif dist.get_rank() == 0 and not (self._partial / META).is_file():
-                files.delete_from_store(
+                delete_from_store(
                     self._partial
                 )  # else it is complete, and what it replaces may be gone
         self._release()
@@ -321,7 +331,7 @@ class Save:
 
     def _complete(self, written: Sequence[_Written]) -> None:
         """Write the files of rank 0 alone, ``meta.pt`` last, which marks the checkpoint as complete."""
-        partial, sizes = self._partial, files.file_sizes(self._partial)
+        partial, sizes = self._partial, file_sizes(self._partial)
         for name, checksums, _ in written:
             if sizes.get(name) != checksums.size:
                 raise CheckpointError(
@@ -333,12 +343,12 @@ class Save:
         of_table, of_meta = (
             FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta)
         )
-        files.write_checksums(
+        write_checksums(
             partial, {**{name: sums for name, sums, _ in written}, TABLE: of_table, META: of_meta}
         )
-        with files.synced_file(partial / META) as stream:
+        with synced_file(partial / META) as stream:
             stream.write(self._meta)
-        files.publish(partial, self.path)
+        publish(partial, self.path)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -360,7 +370,7 @@ _OWN_FILES = (META, COMMON, TABLE, BACKENDS, "*.distcp", "rng_*.pt")
 """Patterns of file names of which a checkpoint has some, also after a save to a store that was killed in its middle."""
 
 
-def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock | None:
+def _start_partial(path: Path, in_store: Path | None = None) -> FolderLock | None:
     """Create an empty directory beside ``path`` to write into, and remove leftovers of killed programs.
 
     In an object store, which has neither directories nor locks, empty ``in_store`` or ``path`` instead.
@@ -375,13 +385,13 @@ def _start_partial(path: Path, in_store: Path | None = None) -> files.FolderLock
         raise CheckpointError(
             f"{path} is a directory of other files, which would be lost; give a new name"
         )
-    if files.is_remote(path):
-        files.delete_from_store(in_store or path)
+    if is_remote(path):
+        delete_from_store(in_store or path)
         return None
-    partial = path.with_name(path.name + files.PARTIAL)
-    files.wait_for_deletions()
-    lock = files.lock_partial(partial, CheckpointError)
-    files.remove_leftovers(path.parent, "*.ckpt")
+    partial = path.with_name(path.name + PARTIAL)
+    wait_for_deletions()
+    lock = lock_partial(partial, CheckpointError)
+    remove_leftovers(path.parent, "*.ckpt")
     return lock
 
 
@@ -398,7 +408,7 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     dist.broadcast_object_list(names, 0)
     path = parent / names[0]
     refusal = f"weights are not written to {path}"
-    with files.failures_as_errors(refusal):
+    with failures_as_errors(refusal):
         _, planner, common = _plan_save(sharded_weights(chunks))
         save_at_once(planner.state_dict, storage_writer=_writer(path), planner=planner)
     rest = {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
@@ -509,8 +519,8 @@ _Written = tuple[str, FileChecksums, list[Any]]
 
 def _writer(folder: Path) -> FileSystemWriter:
     """Torch's writer, of which only the table of contents is used where threads write the files."""
-    kind = FsspecWriter if files.is_remote(folder) else FileSystemWriter
-    return kind(str(folder), sync_files=not files.is_remote(folder))
+    kind = FsspecWriter if is_remote(folder) else FileSystemWriter
+    return kind(str(folder), sync_files=not is_remote(folder))
 
 
 def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
@@ -561,7 +571,7 @@ def _gather_on_rank_0(value: T) -> list[T]:
 @contextlib.contextmanager
 def _errors_on_all_ranks(refusal: str) -> Iterator[None]:
     """Raise on all ranks what the file system makes the block raise on any rank, as ``CheckpointError``."""
-    with raise_on_all_ranks(), files.failures_as_errors(refusal):
+    with raise_on_all_ranks(), failures_as_errors(refusal):
         yield
 
 

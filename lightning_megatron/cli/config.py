@@ -23,7 +23,8 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import advice, foreign_names
 from lightning_megatron.models.layout import check_layout
-from lightning_megatron.storage.publish import failures_as_errors, open_new
+from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.paths import open_new
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.data.preprocess import PreprocessOptions
 from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions
-from lightning_megatron.storage.publish import readable_size
+from lightning_megatron.storage.paths import readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.data.indexed import IndexedDataset

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.errors import ConfigError, DataError, printable, require_number
-from lightning_megatron.storage.publish import as_path, readable_size
+from lightning_megatron.storage.paths import as_path, readable_size
 
 if TYPE_CHECKING:
     from lightning_megatron.convert.source import Source, Stored

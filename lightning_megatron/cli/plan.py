@@ -16,7 +16,8 @@ from lightning_megatron.errors import (
     require_choice,
     require_number,
 )
-from lightning_megatron.storage.publish import failures_as_errors, open_new, save_figure
+from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.paths import open_new, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.planner import Device, Plan, Run

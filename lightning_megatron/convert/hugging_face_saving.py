@@ -32,7 +32,8 @@ from lightning_megatron.convert.weight_files import (
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.storage.publish import PARTIAL, failures_as_errors, staged
+from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.publish import PARTIAL, staged
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -34,7 +34,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import layer_ranges
-from lightning_megatron.storage.publish import failures_as_errors
+from lightning_megatron.storage.failures import failures_as_errors
 
 _RELEASE = "release"
 _VERSION = 3.0

@@ -33,8 +33,9 @@ from lightning_megatron.errors import (
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import Adapters, ModelConfig
+from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import local_folder, named_folder
-from lightning_megatron.storage.publish import failures_as_errors, staged
+from lightning_megatron.storage.publish import staged
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEARS = "all-linear"

@@ -45,7 +45,8 @@ from lightning_megatron.convert.shards import EXPERTS, Key, Region, parse_key
 from lightning_megatron.convert.source import NO_WEIGHTS, Source, Stored
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import variant_of
-from lightning_megatron.storage.publish import CHECKSUMS, file_sizes, verify_checksums
+from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
+from lightning_megatron.storage.paths import file_sizes
 
 COMPANIONS = "hugging_face"
 """Directory in a ``*.ckpt`` with the tokenizer and generation config of the model."""

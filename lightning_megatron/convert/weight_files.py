@@ -19,8 +19,9 @@ import torch
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.source import Stored
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import WEIGHT_FILES
-from lightning_megatron.storage.publish import failures_as_errors, sync
+from lightning_megatron.storage.paths import sync
 
 (WEIGHTS_FILE, INDEX_FILE), _PICKLED_FILES = WEIGHT_FILES
 CONFIG_FILE = "config.json"

@@ -13,12 +13,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.storage.publish import (
-    FileChecksums,
-    staged,
-    verify_checksums,
-    write_checksums,
-)
+from lightning_megatron.storage.checksums import FileChecksums, verify_checksums, write_checksums
+from lightning_megatron.storage.publish import staged
 
 _log = logging.getLogger(__name__)
 

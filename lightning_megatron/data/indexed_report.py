@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.indexed import CHUNK, IndexedDataset, check_dataset
 from lightning_megatron.errors import DataError
-from lightning_megatron.storage.publish import readable_size
+from lightning_megatron.storage.paths import readable_size
 
 MAX_TOKENS_SHOWN = 256
 """Tokens of a document decoded for a preview, at most; a document may be a book."""

@@ -54,15 +54,13 @@ from lightning_megatron.errors import (
 from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.run.nonfinite import WeightOrigin
 from lightning_megatron.run.restarts import FIRST_START, is_of_this_run
-from lightning_megatron.storage.publish import (
-    as_path,
+from lightning_megatron.storage.failures import (
     failures_as_errors,
     is_caused_by_files,
-    is_remote,
-    remove,
     store_failures_as_errors,
-    wait_for_deletions,
 )
+from lightning_megatron.storage.paths import as_path, is_remote
+from lightning_megatron.storage.publish import remove, wait_for_deletions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -54,7 +54,7 @@ from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import LARGEST_COUNT, require_number
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.run.restarts import LAUNCHER
-from lightning_megatron.storage.publish import open_new
+from lightning_megatron.storage.paths import open_new
 
 MARGIN = timedelta(seconds=10)
 """Added to ``timeout`` for collectives, so that a verdict ends the run before they raise."""

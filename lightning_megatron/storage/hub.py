@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.storage.publish import download
+from lightning_megatron.storage.stores import download
 
 Needed = Literal["config", "tokenizer", "model"]
 

@@ -110,7 +110,7 @@ def fsdp_checkpoint(path: Path) -> None:
 
 def update_checksums(path: Path) -> None:
     """Rewrite ``checksums.json`` to match the current files."""
-    from lightning_megatron.storage.publish import CHECKSUMS, FileChecksums, write_checksums
+    from lightning_megatron.storage.checksums import CHECKSUMS, FileChecksums, write_checksums
 
     files = [file for file in path.iterdir() if file.is_file() and file.name != CHECKSUMS]
     write_checksums(path, {file.name: FileChecksums().update(file.read_bytes()) for file in files})

@@ -15,8 +15,8 @@ import torch
 
 from lightning_megatron.checkpoint.find import read_table
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.storage import publish as files
-from lightning_megatron.storage.publish import CHECKSUMS, verify_checksums
+from lightning_megatron.storage import checksums
+from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
 from tests.checkpoint.damage import Damage, flipped_bit, missing, truncated, update_checksums
 from tests.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def _content(name: str) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(files, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(checksums, "SEGMENT", SEGMENT)
     path = tmp_path / "a.ckpt"
     path.mkdir()
     for name in LENGTHS:

@@ -55,14 +55,14 @@ class _Calls:
 
     def __init__(self, folder: Path) -> None:
         from lightning_megatron.checkpoint.save import _ChecksummedFile
-        from lightning_megatron.storage import publish as files
+        from lightning_megatron.storage import publish
 
         self._folder = str(folder)
         self._counter = itertools.count(1)
         self.count = 0
         self.last: int | None = None
         sys.addaudithook(self._hook)
-        for owner, name in ((_ChecksummedFile, "write"), (os, "fsync"), (files, "_exchange")):
+        for owner, name in ((_ChecksummedFile, "write"), (os, "fsync"), (publish, "_exchange")):
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def begin(self, last: int | None = None) -> None:
@@ -97,18 +97,18 @@ def _changes(flags: int) -> bool:
 
 
 def _act(kind: str, state: Any, path: Path, name: str) -> None:
-    from lightning_megatron.storage import publish as files
+    from lightning_megatron.storage import publish
 
     if kind == "remove":
         if int(os.environ["RANK"]) == 0:  # only rank 0 removes checkpoints in a run
-            files.remove(path)
+            publish.remove(path)
     elif kind == "save beside training":
         begin_save(state, {"name": name}, path).finish()
     else:
         if kind == "save without exchange":
-            files._exchange = lambda a, b: False
+            publish._exchange = lambda a, b: False
         save(state, {"name": name}, path)
-    files.wait_for_deletions()
+    publish.wait_for_deletions()
 
 
 def _die_during(path: Path, kind: str, victim: int, share: float) -> None:
@@ -147,7 +147,7 @@ def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
     """Name of the known state that a checkpoint holds, after checking its checksums and tensors."""
     import torch
 
-    from lightning_megatron.storage.publish import CHECKSUMS, verify_checksums
+    from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
 
     assert (path / CHECKSUMS).is_file()
     verify_checksums(path)

@@ -137,7 +137,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checkpoints(address: str) -> list[str]:
-    from lightning_megatron.storage.publish import as_path
+    from lightning_megatron.storage.paths import as_path
 
     return sorted(path.name for path in as_path(address).iterdir() if path.suffix == ".ckpt")
 
@@ -172,7 +172,7 @@ def _fail_during_replacement(address: str) -> list[str]:
     """Let the store fail while a checkpoint is replaced; return the files and the errors afterwards."""
     from lightning_megatron.checkpoint.find import find_newest
     from lightning_megatron.errors import CheckpointError
-    from lightning_megatron.storage.publish import as_path
+    from lightning_megatron.storage.paths import as_path
 
     register()
     run = Run(trainer={"max_steps": 2})
@@ -302,7 +302,7 @@ def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: P
 
     from lightning_megatron import MegatronStrategy
     from lightning_megatron.checkpoint.find import list_checkpoints
-    from lightning_megatron.storage.publish import as_path
+    from lightning_megatron.storage.paths import as_path
 
     register()
     strategy, saver = MegatronStrategy(), checkpoints_at(f"shared://{tmp_path}/run")  # type: ignore[arg-type]

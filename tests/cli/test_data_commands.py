@@ -12,7 +12,7 @@ import pytest
 
 from lightning_megatron.cli import main
 from lightning_megatron.data.indexed_writer import dataset_writers
-from lightning_megatron.storage.publish import readable_size
+from lightning_megatron.storage.paths import readable_size
 from tests.convert.directories import save_as, tiny_llama
 from tests.unit.data.corpus import write_legacy
 

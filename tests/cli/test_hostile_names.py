@@ -239,7 +239,7 @@ def test_tokenizer_and_config_files_send_no_requests(
 
 def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None:
     from lightning_megatron.run.checkpointing import _forget_addresses
-    from lightning_megatron.storage.publish import as_path
+    from lightning_megatron.storage.paths import as_path
 
     mine = as_path("memory://mine/run")
     names = [
@@ -295,7 +295,7 @@ def test_listing_of_a_typed_address_writes_nothing_outside(server: _Server, tmp_
     ],
 )
 def test_names_of_a_listing_stay_below_its_root(name: str) -> None:
-    from lightning_megatron.storage.publish import _listed_name
+    from lightning_megatron.storage.stores import _listed_name
 
     assert "got" in refusal(_listed_name, name, "file", "/root/")
     assert "(link)" in refusal(_listed_name, "/root/a", "link", "/root")

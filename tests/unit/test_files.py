@@ -9,8 +9,10 @@ import pytest
 
 from lightning_megatron.checkpoint.save import _start_partial
 from lightning_megatron.errors import CheckpointError, DataError
-from lightning_megatron.storage import publish as files
-from lightning_megatron.storage.publish import FolderLock, publish, staged
+from lightning_megatron.storage import publish as publishing
+from lightning_megatron.storage.locks import FolderLock
+from lightning_megatron.storage.paths import open_new, open_to_append
+from lightning_megatron.storage.publish import publish, staged
 
 
 def _folder(path: Path, content: str) -> Path:
@@ -26,7 +28,7 @@ def _names(folder: Path) -> list[str]:
 @pytest.fixture(params=["exchange", "two renames"])
 def _exchange_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "two renames":
-        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(publishing, "_exchange", lambda a, b: False)
 
 
 @pytest.mark.usefixtures("_exchange_method")
@@ -42,7 +44,7 @@ def test_publish_replaces_a_file_directory_or_link(tmp_path: Path, old: str) -> 
         path.symlink_to("b.ckpt")
 
     publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
-    files.wait_for_deletions()
+    publishing.wait_for_deletions()
 
     assert _names(tmp_path) == ["a.ckpt", "b.ckpt"]
     assert not path.is_symlink()
@@ -125,7 +127,7 @@ def test_staged_directory_replaces_the_old_one_only_on_success(tmp_path: Path) -
 def test_directory_replaced_inside_a_staged_one_is_not_published(tmp_path: Path) -> None:
     with staged(tmp_path, "model") as partial:
         _folder(partial / "model", "old")
-        files._deleter.submit(time.sleep, 0.2)
+        publishing._deleter.submit(time.sleep, 0.2)
         publish(_folder(partial / "model.partial", "new"), partial / "model")
     assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
 
@@ -167,7 +169,7 @@ def test_a_planted_staging_name_is_refused_and_left_alone(
     _folder(partial, "of somebody else")
     owner = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: owner)
-    monkeypatch.setattr(files, "_is_this_user", lambda owner, folder: False)
+    monkeypatch.setattr(publishing, "_is_this_user", lambda owner, folder: False)
     with (
         pytest.raises(DataError, match="expected a directory of this user"),
         staged(tmp_path, "a", error=DataError),
@@ -186,10 +188,10 @@ def test_leftovers_that_are_links_are_left_alone(tmp_path: Path) -> None:
     victim = _folder(tmp_path / "victim", "mine")
     for name in ("a.ckpt.partial", "a.ckpt.removed", "a.ckpt.replaced"):
         (tmp_path / name).symlink_to(victim)
-    files.remove_leftovers(tmp_path, "*.ckpt")
-    files.remove(tmp_path / "a.ckpt")
+    publishing.remove_leftovers(tmp_path, "*.ckpt")
+    publishing.remove(tmp_path / "a.ckpt")
     publish(_folder(tmp_path / "b.ckpt.partial", "new"), tmp_path / "a.ckpt")
-    files.wait_for_deletions()
+    publishing.wait_for_deletions()
     assert (victim / "meta.pt").read_text() == "mine"
 
 
@@ -200,16 +202,16 @@ def test_a_new_file_replaces_links_and_opens_devices(tmp_path: Path) -> None:
     os.link(victim, tmp_path / "hard")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     for name in ("link", "hard", "dangling", "new"):
-        with files.open_new(tmp_path / name) as file:
+        with open_new(tmp_path / name) as file:
             file.write("new")
         assert (tmp_path / name).read_text() == "new"
     (tmp_path / "rows").symlink_to(victim)
     for _ in range(2):
-        with files.open_to_append(tmp_path / "rows") as file:
+        with open_to_append(tmp_path / "rows") as file:
             file.write("row")
     assert (tmp_path / "rows").read_text() == "rowrow"
     assert victim.read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
-    with files.open_new(Path("/dev/null")) as file:
+    with open_new(Path("/dev/null")) as file:
         file.write("nowhere")
     assert Path("/dev/null").is_char_device()

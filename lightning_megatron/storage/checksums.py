@@ -1,0 +1,150 @@
+"""``checksums.json``: a CRC-32 for every 64 MiB of every other file of a directory, by which damage is located.
+
+CRC-32 detects every flipped bit and every burst of up to 32 bits; it does not protect against deliberate tampering.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.errors import CheckpointError
+from lightning_megatron.storage.paths import file_sizes, synced_file
+
+CHECKSUMS = "checksums.json"
+
+SEGMENT = 64 * 2**20
+"""Bytes covered by one checksum; the last one of a file covers the remainder."""
+
+_READ_SIZE = 4 * 2**20
+_THREADS = 4
+_ALGORITHM = "crc32"
+
+
+@dataclass(kw_only=True)
+class FileChecksums:
+    """Checksums of one file, updated as it is written sequentially."""
+
+    size: int = 0
+    """Bytes so far."""
+    segments: list[int] = field(default_factory=list)
+    """CRC-32 of each segment of ``SEGMENT`` bytes."""
+
+    def update(self, data: bytes | memoryview) -> FileChecksums:
+        """Append bytes; zlib releases the GIL meanwhile."""
+        data = memoryview(data)
+        while len(data) > 0:
+            room = SEGMENT - self.size % SEGMENT
+            if room == SEGMENT:
+                self.segments.append(0)
+            self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
+            self.size += min(room, len(data))
+            data = data[room:]
+        return self
+
+
+def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
+    """Write ``checksums.json`` and sync it."""
+    table = {name: asdict(files[name]) for name in sorted(files)}
+    content = {
+        "algorithm": _ALGORITHM,
+        "segment_bytes": SEGMENT,
+        "files": table,
+        "checksum_of_files": _checksum_of_table(table),
+    }
+    with synced_file(folder / CHECKSUMS) as stream:
+        stream.write(json.dumps(content).encode())
+
+
+def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Verify the checksums of a checkpoint, or of one share of its segments.
+
+    Args:
+        folder: The checkpoint.
+        share: ``(rank, world)``: verify share ``rank`` of ``world`` about equal ones.
+
+    Raises:
+        CheckpointError: If a file is missing, or its size or a checksum differs; names the first such file and bytes.
+    """
+    files, sizes = _read_checksums(folder), file_sizes(folder)
+    for name, checksums in files.items():
+        if name not in sizes:
+            require_file(folder / name)
+        if (size := sizes.get(name)) != checksums.size:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
+            )
+    work = [
+        (name, index)
+        for name, checksums in files.items()
+        for index in range(len(checksums.segments))
+    ]
+    rank, world = share
+    own = work[len(work) * rank // world : len(work) * (rank + 1) // world]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        checksums_read = pool.map(
+            lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), own
+        )
+        for (name, index), crc in zip(own, checksums_read, strict=True):
+            if crc != files[name].segments[index]:
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
+                    f"{min((index + 1) * SEGMENT, files[name].size)}; use an earlier one"
+                )
+
+
+def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
+    try:
+        content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
+        table = content["files"]
+        is_known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        files = {name: FileChecksums(**each) for name, each in table.items()}
+        sizes = [
+            type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT)
+            for each in files.values()
+        ]
+        if (
+            not is_known
+            or not all(sizes)
+            or content["checksum_of_files"] != _checksum_of_table(table)
+        ):
+            raise ValueError("its content has changed since it was written")
+        return files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {CHECKSUMS} cannot be read ({error}); use an earlier one"
+        ) from None
+
+
+def _checksum_of_table(table: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(table, sort_keys=True).encode())
+
+
+def _crc32(file: Path, start: int, size: int) -> int:
+    """CRC-32 of the segment that begins at ``start``, read in small pieces to save memory."""
+    crc, end = 0, min(start + SEGMENT, size)
+    with file.open("rb") as stream:
+        stream.seek(start)
+        for begin in range(
+            start, end, _READ_SIZE
+        ):  # if the file was truncated, the checksum differs
+            crc = zlib.crc32(stream.read(min(_READ_SIZE, end - begin)), crc)
+    return crc
+
+
+def require_file(file: Path) -> None:
+    """Check that a file of a checkpoint exists.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    if not file.is_file():
+        raise CheckpointError(
+            f"checkpoint {file.parent} lacks its file {file.name}: it was never finished, is damaged, or another "
+            "program wrote it; use an earlier one"
+        )
