@@ -177,7 +177,11 @@ def compute_metrics(
     States are synchronized over the data-parallel ranks of the last stage only: other ranks of a replica have seen no
     rows, or the same ones. The last stage then broadcasts the values over the pp group.
     """
-    values = torch.zeros(len(metrics), dtype=torch.float64, device=device)
+    values = torch.zeros(
+        len(metrics),
+        dtype=torch.float64,
+        device=device,
+    )
     if topology.is_last_stage:
         for index, metric in enumerate(metrics.values()):
             metric.process_group = topology.dp_group

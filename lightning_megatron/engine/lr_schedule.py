@@ -200,7 +200,10 @@ class MegatronLRScheduler(OptimizerParamScheduler):
         """Learning rate of a group, times its ``lr_mult``, which Megatron's scheduler ignores."""
         return float(super().get_lr({}) * param_group.get("lr_mult", 1.0))
 
-    def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
+    def get_wd(
+        self,
+        param_group: Mapping[str, Any] | None = None,
+    ) -> float:
         """Weight decay of a group, without its ``wd_mult``."""
         return float(super().get_wd())
 

@@ -91,11 +91,21 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _capture(inputs: Tensors, body: Body, stream: torch.cuda.Stream, pool: Any) -> _Captured:
+def _capture(
+    inputs: Tensors,
+    body: Body,
+    stream: torch.cuda.Stream,
+    pool: Any,
+) -> _Captured:
     static = {name: tensor.clone() for name, tensor in inputs.items()}
     graph = torch.cuda.CUDAGraph()
     # Other threads (a DataLoader's that pins memory) may make calls that a capture in global mode forbids everywhere.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph,
+        pool=pool,
+        stream=stream,
+        capture_error_mode="thread_local",
+    ):
         report = body(static)
     return _Captured(graph=graph, inputs=static, report=report)
 

@@ -170,7 +170,12 @@ def _group_overrides(
         return lambda parameter, name: multipliers_of(name, parameter, options) == multipliers
 
     return {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name=str(group), fn=has(group))): {
+        ParamKey(
+            with_name_predicate=ParamWithNamePredicate(
+                name=str(group),
+                fn=has(group),
+            )
+        ): {
             "lr_mult": group.lr_mult,
             "wd_mult": group.wd_mult,
         }
@@ -272,7 +277,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Do nothing: see the class."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
         loss = None
         if closure is not None:
@@ -347,7 +355,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
             counted, copies = _counted_gradients(part)
             counted_by_group.setdefault(group, []).extend(counted)
             copies_by_group.setdefault(group, []).extend(copies)
-        total = torch.zeros(1, dtype=torch.float32, device=self.loss.device)
+        total = torch.zeros(
+            1,
+            dtype=torch.float32,
+            device=self.loss.device,
+        )
         for group, counted in counted_by_group.items():
             copies = copies_by_group[group]
             gradients = [*counted, 0.0 * self.loss, *copies]
@@ -382,7 +394,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return [part.optimizer for part in self.parts if part.optimizer is not None]
 
     def _finish(
-        self, norm: float, check_finite: Callable[[float], None], *, overflow: bool = False
+        self,
+        norm: float,
+        check_finite: Callable[[float], None],
+        *,
+        overflow: bool = False,
     ) -> None:
         # Gradients that overflow only because of the loss scale are normal in 16-mixed.
         is_nonfinite = not math.isfinite(self.loss if overflow else norm)
@@ -661,7 +677,11 @@ def _shards(
         # The last component is the data-parallel rank: of ranks that hold the same elements, the first one writes.
         replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
         prepended = placement.prepend_axis_num
-        for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
+        for offset, size in boxes(
+            tuple(data.shape),
+            start - begin,
+            stop - begin,
+        ):
             shape, inside = (1,) * prepended + size, (0,) * prepended + offset
             count = math.prod(size)
             yield ShardedTensor(
@@ -680,7 +700,11 @@ def _shards(
             start += count
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def boxes(
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> list[Box]:
     """Split elements ``start`` to ``stop`` of a tensor, in row-major order, into few boxes in the same order."""
     if start >= stop:
         return []
@@ -689,7 +713,11 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
 
-    def within(index: int, begin: int, end: int) -> list[Box]:
+    def within(
+        index: int,
+        begin: int,
+        end: int,
+    ) -> list[Box]:
         return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], begin, end)]
 
     if first > last:

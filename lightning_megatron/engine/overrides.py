@@ -185,7 +185,9 @@ def _annotations(kind: type) -> dict[str, str]:
 
 
 def build_config(
-    kind: type[_Config], chosen: Mapping[str, Any], overrides: Mapping[str, Any]
+    kind: type[_Config],
+    chosen: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> _Config:
     """Build a Megatron config from this package's choices and the user's overrides, which win.
 

@@ -47,22 +47,40 @@ def replacements(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
     resolved = []
     for patch in patches:
         *path, name = patch.attribute.split(".")
-        owner: Any = functools.reduce(getattr, path, importlib.import_module(patch.module))
-        resolved.append((owner, name, patch.replacement(getattr(owner, name, None))))
+        owner: Any = functools.reduce(
+            getattr,
+            path,
+            importlib.import_module(patch.module),
+        )
+        resolved.append(
+            (
+                owner,
+                name,
+                patch.replacement(getattr(owner, name, None)),
+            )
+        )
     return resolved
 
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """All patches of a run on ``device_type``, from the model's construction to the last step."""
     on_gpu = (*ROPE, *(SWIGLU if has_liger() else ()))
-    rows = (*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING, *(on_gpu if device_type == "cuda" else ()))
+    rows = (
+        *MEGATRON,
+        *WEIGHT_GRADIENTS,
+        *LIGHTNING,
+        *(on_gpu if device_type == "cuda" else ()),
+    )
     return tuple(row for row in rows if _is_installed(row.requirement))
 
 
 @functools.cache
 def _is_installed(requirement: str) -> bool:
     parsed = Requirement(requirement)
-    return parsed.specifier.contains(importlib.metadata.version(parsed.name), prereleases=True)
+    return parsed.specifier.contains(
+        importlib.metadata.version(parsed.name),
+        prereleases=True,
+    )
 
 
 def _use(replacement: Any) -> Callable[[Any], Any]:

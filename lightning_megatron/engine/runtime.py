@@ -52,7 +52,12 @@ class Runtime:
         self._parked_rng_state: torch.Tensor | None = None
         """On a CPU: the default random state, the engine's or the user's, that torch does not use at the moment."""
 
-    def seed(self, seed: int, pp_rank: int, cp_rank: int = 0) -> None:
+    def seed(
+        self,
+        seed: int,
+        pp_rank: int,
+        cp_rank: int = 0,
+    ) -> None:
         """Seed the engine's random streams on this rank; every rank must call, after the process groups exist.
 
         Args:
@@ -83,7 +88,11 @@ class Runtime:
         with self.active():
             return {
                 "python": [version, list(internal), gauss],
-                "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+                "numpy": [
+                    str(kind),
+                    torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                    *rest,
+                ],
                 "torch": self._parked_rng_state if self._on_cpu else torch.get_rng_state(),
                 "device": torch.cuda.get_rng_state(),
                 "tracker": dict(get_cuda_rng_tracker().get_states()),
@@ -101,7 +110,13 @@ class Runtime:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state(
+            (
+                kind,
+                keys.numpy().astype(np.uint32),
+                *rest,
+            )
+        )
         with self.active():
             if self._on_cpu:
                 self._parked_rng_state = state["torch"]

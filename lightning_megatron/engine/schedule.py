@@ -273,7 +273,13 @@ class Schedule:
         num_rows = -(-rows // self._num_microbatches) * self._num_microbatches
         return batch if rows == num_rows else self._step.pad_rows(batch, num_rows)
 
-    def _run(self, batch: Batch, num_microbatches: int, *, forward_only: bool) -> StepOutput:
+    def _run(
+        self,
+        batch: Batch,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+    ) -> StepOutput:
         """Run forward (and backward) over the local batch, whose rows are a multiple of ``num_microbatches``."""
         parallel = self._topology.parallel
         lengths = self._step.split_lengths(batch)
@@ -315,7 +321,12 @@ class Schedule:
             return output
         report = balance.end(device)
         shape = replace(shape, expert_counts=report.counts)
-        return replace(output, loss=output.loss + report.loss, experts=report, shape=shape)
+        return replace(
+            output,
+            loss=output.loss + report.loss,
+            experts=report,
+            shape=shape,
+        )
 
     def _replay(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Run the microbatches as CUDA graphs and return their reports; None if Megatron's schedule must run them."""
@@ -414,7 +425,10 @@ class Schedule:
             self._denominators is not None
         ):  # of the gradients; a mismatch makes the loss, and so the norm, NaN
             expected = torch.stack([*self._denominators.values()])
-            loss = loss.masked_fill(~torch.isclose(counts, expected, rtol=1e-3).all(), math.nan)
+            loss = loss.masked_fill(
+                ~torch.isclose(counts, expected, rtol=1e-3).all(),
+                math.nan,
+            )
         return StepOutput(
             loss=loss,
             terms=dict(zip(names, means.unbind(), strict=True)),

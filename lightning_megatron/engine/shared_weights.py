@@ -86,7 +86,9 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
     if dist.get_world_size(pp_group) == 1 or not per_chunk:
         return
     sums = torch.zeros(
-        len(per_chunk[0].weights), *per_chunk[0].shape, device=next(chunks[0].parameters()).device
+        len(per_chunk[0].weights),
+        *per_chunk[0].shape,
+        device=next(chunks[0].parameters()).device,
     )
     of_chunks = (zip(sums, shared.weights.values(), strict=True) for shared in per_chunk)
     pairs = (

@@ -73,7 +73,11 @@ def _without_stale_ddp(chunk: Any) -> Any:
     return chunk.module
 
 
-def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> DistributedDataParallel:
+def _ddp(
+    chunk: torch.nn.Module,
+    settings: EngineSettings,
+    index: int,
+) -> DistributedDataParallel:
     if isinstance(chunk, DistributedDataParallel):
         return chunk
     model = unwrap(chunk)
@@ -98,7 +102,11 @@ def _ddp(chunk: torch.nn.Module, settings: EngineSettings, index: int) -> Distri
     return wrapped
 
 
-def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _require_gradient(
+    module: torch.nn.Module,
+    inputs: Any,
+    output: torch.Tensor,
+) -> torch.Tensor:
     """Forward hook of frozen embeddings: recomputed layers get no gradients unless their input requires one.
 
     megatron-core 0.16.1, tensor_parallel/random.py: ``CheckpointFunction`` does not see the weights.

@@ -31,7 +31,12 @@ class BertChunk(Chunk):
 
     stack_name = "encoder"
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        vp_stage: int | None,
+    ) -> None:
         """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
         if self.pre_process and model.pad_token_id >= 0:
@@ -49,7 +54,11 @@ class BertChunk(Chunk):
         if model.has_pooler:
             self.pooler = Pooler(model, config)
         if model.task == "pretraining":
-            self.binary_head = torch.nn.Linear(model.hidden_size, 2, dtype=config.params_dtype)
+            self.binary_head = torch.nn.Linear(
+                model.hidden_size,
+                2,
+                dtype=config.params_dtype,
+            )
         if model.task == "sequence_classification":
             self.classification_head = Classifier(model, config)
         if model.task in ("token_classification", "question_answering"):
@@ -84,9 +93,10 @@ class BertChunk(Chunk):
         embedded = None
         if self.pre_process:
             if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
-                    input_ids
-                )
+                position_ids = torch.arange(
+                    input_ids.shape[1],
+                    device=input_ids.device,
+                ).expand_as(input_ids)
             if tokentype_ids is None and self.embedding.num_tokentypes > 0:
                 tokentype_ids = torch.zeros_like(input_ids)
             inputs = (input_ids, position_ids, tokentype_ids)
@@ -118,7 +128,11 @@ def _padding_idx_hook(token: int) -> Any:
     Its row of a tied output layer still gets a gradient, as in Hugging Face.
     """
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def hook(
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        output: Tensor,
+    ) -> None:
         if output.requires_grad:
             is_padding = (args[0] == token)[..., None]
             output.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))

@@ -108,14 +108,21 @@ def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     generator = torch.Generator(device=shard.data.device).manual_seed(
         int.from_bytes(digest[:8], "little") >> 1
     )
-    full = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
+    full = torch.empty(
+        global_shape,
+        dtype=torch.float32,
+        device=shard.data.device,
+    )
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
         full.uniform_(-bound, bound, generator=generator)
     else:
         full.normal_(0.0, std, generator=generator)
         if model.architecture == "t5":
-            full *= torch.as_tensor(_t5_std(shard.key, model), device=full.device)
+            full *= torch.as_tensor(
+                _t5_std(shard.key, model),
+                device=full.device,
+            )
     values = full[shard.global_slice()[layer_axes:]]
     shard.data.zero_()[tuple(map(slice, values.shape))] = (
         values  # the remaining rows are vocabulary padding

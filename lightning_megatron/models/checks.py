@@ -14,7 +14,11 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layout import check_function, check_layout
 
 
-def check_model(model: ModelConfig, settings: EngineSettings, function: str | None = None) -> None:
+def check_model(
+    model: ModelConfig,
+    settings: EngineSettings,
+    function: str | None = None,
+) -> None:
     """Check that ``model`` supports the settings of a run.
 
     Args:
@@ -42,7 +46,11 @@ def check_model(model: ModelConfig, settings: EngineSettings, function: str | No
         check_fp8(model, settings.parallel.tp, settings.params_dtype, settings.device)
 
 
-def _refuse(option: str, expected: str, reasons: Mapping[str, bool]) -> None:
+def _refuse(
+    option: str,
+    expected: str,
+    reasons: Mapping[str, bool],
+) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ConfigError(f"{option}: expected {expected}, got {reason}; leave it out")
@@ -129,7 +137,12 @@ def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) ->
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
 
 
-def check_fp8(model: ModelConfig, tp: int, params_dtype: torch.dtype, device: torch.device) -> None:
+def check_fp8(
+    model: ModelConfig,
+    tp: int,
+    params_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Check that the linears of ``model`` can run in fp8.
 
     Raises:

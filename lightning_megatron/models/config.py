@@ -272,7 +272,11 @@ class ModelConfig:
         """
         if isinstance(self.lora, Mapping):  # from a checkpoint
             linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
-            object.__setattr__(self, "lora", Adapters(**{**self.lora, "linears": linears}))
+            object.__setattr__(
+                self,
+                "lora",
+                Adapters(**{**self.lora, "linears": linears}),
+            )
         sizes = (
             "num_layers",
             "hidden_size",

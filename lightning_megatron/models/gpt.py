@@ -41,7 +41,12 @@ class Chunk(LanguageModule):
     stack_name: ClassVar[str] = "decoder"
     """Name of the attribute with the layers, and prefix of their weights' names."""
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        vp_stage: int | None,
+    ) -> None:
         """Create the embedding, if this chunk has it.
 
         Args:
@@ -123,7 +128,9 @@ class Chunk(LanguageModule):
             logits = soft_capped(logits, self.description.logits_softcap)
         is_gathered = logits.shape[-1] == self._padded_vocab_size
         mask_padded_vocab_(
-            logits, self.description.vocab_size, 0 if is_gathered else self.pg_collection.tp.rank()
+            logits,
+            self.description.vocab_size,
+            0 if is_gathered else self.pg_collection.tp.rank(),
         )
         if labels is None:
             return self.gather_tokens(logits.transpose(0, 1).contiguous())
@@ -143,7 +150,10 @@ class Chunk(LanguageModule):
         stack.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the sharded state dict, by Megatron's checkpoint names."""
         state: dict[str, Any]
@@ -161,7 +171,12 @@ class GPTChunk(Chunk):
     Face's rotary scalings are supported; embeddings may be normalized.
     """
 
-    def __init__(self, model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        vp_stage: int | None,
+    ) -> None:
         """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
         self.rotary_length: int | None = None
@@ -229,9 +244,10 @@ class GPTChunk(Chunk):
                 is_token.cumsum(-1) * is_token - 1
             )  # padding: -1, whose row precedes position 0's in OPT
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(
-                input_ids
-            )
+            position_ids = torch.arange(
+                input_ids.shape[1],
+                device=input_ids.device,
+            ).expand_as(input_ids)
         positions = self.own_tokens(position_ids + model.position_offset)
         embedded: Tensor = self.embedding(self.own_tokens(input_ids), positions)
         if model.embedding_layernorm:
@@ -261,7 +277,10 @@ class GPTChunk(Chunk):
         if length not in self._frequencies:
             self._frequencies[length] = self._frequencies_at(length)
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            position_ids = torch.arange(
+                input_ids.shape[1],
+                device=input_ids.device,
+            )[None]
         positions = self.own_tokens(position_ids)
         return rotary_angles(
             positions, self._frequencies[length], interleaved=self.description.rotary_interleaved
@@ -281,7 +300,10 @@ class GPTChunk(Chunk):
         return frequencies.to(torch.cuda.current_device())
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return ``Chunk``'s state dict without the output layer's (empty) extra state, as Megatron's ``GPTModel``."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -166,7 +166,12 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     )
 
 
-def _output_linear(model: ModelConfig, *, has_bias: bool, input_dropout: float = 0.0) -> ModuleSpec:
+def _output_linear(
+    model: ModelConfig,
+    *,
+    has_bias: bool,
+    input_dropout: float = 0.0,
+) -> ModuleSpec:
     params = {"has_bias": has_bias, "has_norm": model.post_norms, "input_dropout": input_dropout}
     return ModuleSpec(module=OutputLinear, params=params)
 
@@ -269,7 +274,12 @@ class OutputLinear(RowParallelLinear):
     """
 
     def __init__(
-        self, *args: Any, has_bias: bool, has_norm: bool, input_dropout: float, **kwargs: Any
+        self,
+        *args: Any,
+        has_bias: bool,
+        has_norm: bool,
+        input_dropout: float,
+        **kwargs: Any,
     ) -> None:
         """Create the linear; ``ModuleSpec.params`` has the arguments that differ between attention and MLP.
 
@@ -296,7 +306,11 @@ class OutputLinear(RowParallelLinear):
                 self._drop_input
             )  # not in forward: adapters read the same input
 
-    def _drop_input(self, linear: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    def _drop_input(
+        self,
+        linear: Any,
+        inputs: tuple[Tensor],
+    ) -> tuple[Tensor]:
         """Apply dropout to the input, [s, b, ffn/tp]."""
         if not self.training:
             return inputs
@@ -320,7 +334,12 @@ class PartialRotaryAttention(SelfAttention):
     """
 
     def __init__(
-        self, *args: Any, width: int, uses_second_angles: bool, factor: float, **kwargs: Any
+        self,
+        *args: Any,
+        width: int,
+        uses_second_angles: bool,
+        factor: float,
+        **kwargs: Any,
     ) -> None:
         """Create the attention; ``ModuleSpec.params`` has the arguments that are not Megatron's.
 
@@ -356,7 +375,8 @@ class PartialRotaryAttention(SelfAttention):
 
     def _unscale_unrotated(self, x: Tensor) -> Tensor:
         return torch.cat(
-            (x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor), dim=-1
+            (x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor),
+            dim=-1,
         )
 
 

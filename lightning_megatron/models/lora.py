@@ -82,8 +82,20 @@ class Adapter(torch.nn.Module):
         self.is_gated = name == "linear_fc1" and model.gated_linear_unit
         weight, config = linear.weight, linear.config
         init = {"dtype": weight.dtype, "device": weight.device}
-        self.A = torch.nn.Parameter(torch.empty(sum(parts) * self.rank, weight.shape[1], **init))
-        self.B = torch.nn.Parameter(torch.empty(weight.shape[0], self.rank, **init))
+        self.A = torch.nn.Parameter(
+            torch.empty(
+                sum(parts) * self.rank,
+                weight.shape[1],
+                **init,
+            )
+        )
+        self.B = torch.nn.Parameter(
+            torch.empty(
+                weight.shape[0],
+                self.rank,
+                **init,
+            )
+        )
         shard, full = (self.A, self.B) if self.is_row else (self.B, self.A)
         set_tensor_model_parallel_attributes(shard, True, int(self.is_row), 1)
         # Megatron sums its gradients over the tp group, whose ranks have seen a shard of the sequence each.
@@ -99,7 +111,10 @@ class Adapter(torch.nn.Module):
         )  # before hooks that need the sum, e.g. norms
 
     def _add(
-        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
+        self,
+        linear: Any,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Any],
     ) -> tuple[Tensor, Any]:
         # Called as a module: with overlapped parameter all-gathers, module hooks wait for the parameters.
         return self(inputs[0], output[0]), output[1]
@@ -132,7 +147,10 @@ class Adapter(torch.nn.Module):
             low = (row if self.is_row else column)(low, group=group)
         flat = output.reshape(-1, output.shape[-1])
         return torch.addmm(
-            flat, low.reshape(len(flat), -1), self._expanded_b().t(), alpha=self.scale
+            flat,
+            low.reshape(len(flat), -1),
+            self._expanded_b().t(),
+            alpha=self.scale,
         ).view_as(output)
 
     def _project_down(self, x: Tensor) -> Tensor:
@@ -144,7 +162,8 @@ class Adapter(torch.nn.Module):
         forks = self.is_row and linear.tp_group.size() > 1 and not linear.sequence_parallel
         with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             return torch.cat(
-                [F.linear(F.dropout(x, self.dropout), a) for a in self.A.split(self.rank)], dim=-1
+                [F.linear(F.dropout(x, self.dropout), a) for a in self.A.split(self.rank)],
+                dim=-1,
             )
 
     def _expanded_b(self) -> Tensor:
@@ -158,7 +177,10 @@ class Adapter(torch.nn.Module):
         return self.scale * (self._expanded_b().float() @ self.A.float())
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the sharded state dict of A and B."""
         (linear,) = self.base

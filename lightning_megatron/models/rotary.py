@@ -14,7 +14,10 @@ from lightning_megatron.models.config import RopeScaling
 
 
 def inverse_frequencies(
-    width: int, base: float, scaling: RopeScaling | None, seq_length: int | None = None
+    width: int,
+    base: float,
+    scaling: RopeScaling | None,
+    seq_length: int | None = None,
 ) -> torch.Tensor:
     """Rotary frequencies of a head's pairs: [width / 2], float32, radians per position, on the CPU.
 
@@ -36,7 +39,11 @@ def inverse_frequencies(
 
 
 def scaled_frequencies(
-    rope: Mapping[str, Any], width: int, base: float, original: int, seq_length: int | None = None
+    rope: Mapping[str, Any],
+    width: int,
+    base: float,
+    original: int,
+    seq_length: int | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Scaled frequencies, as ``inverse_frequencies``, and attention factor, computed by transformers.
 

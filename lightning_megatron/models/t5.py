@@ -240,7 +240,10 @@ class T5Stack(LayerStack):
         return 0 if cache is None else cache.length
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return Megatron-Core's sharded state dict, with the relative position table saved by its first chunk only."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -302,9 +305,18 @@ class RelativeBias(MegatronModule):
         bucket_of: Any = RelativePositionEmbedding._relative_position_bucket
         distances = torch.arange(-max_distance, max_distance + 1)
         buckets = bucket_of(None, distances, bidirectional, num_buckets, max_distance)
-        self.register_buffer("buckets", buckets.to(self.weight.device), persistent=False)
+        self.register_buffer(
+            "buckets",
+            buckets.to(self.weight.device),
+            persistent=False,
+        )
 
-    def forward(self, length: int, attention_mask: Tensor | None, queries: int) -> Tensor:
+    def forward(
+        self,
+        length: int,
+        attention_mask: Tensor | None,
+        queries: int,
+    ) -> Tensor:
         """Compute the additive bias of the scores, masked keys included; without ``bidirectional`` it is causal.
 
         Args:
@@ -316,7 +328,10 @@ class RelativeBias(MegatronModule):
             [b or 1, heads/tp, queries, s] in the weight's dtype; at cp > 1 this rank's heads or queries of it. Computed
             once per chunk: all layers of the stack in it keep the same tensor for their backward passes.
         """
-        positions = torch.arange(-(-length // _ALIGNMENT) * _ALIGNMENT, device=self.weight.device)
+        positions = torch.arange(
+            -(-length // _ALIGNMENT) * _ALIGNMENT,
+            device=self.weight.device,
+        )
         distances = positions - positions[length - queries : length, None]
         buckets = self.buckets[
             distances.clamp(-self.max_distance, self.max_distance) + self.max_distance

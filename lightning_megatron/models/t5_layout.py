@@ -83,7 +83,11 @@ def balanced_layout(
     for _ in range(num_chunks):
         best = {
             end: min(
-                (max(slowest, cost), squares + cost * cost, (*cut, end - start))
+                (
+                    max(slowest, cost),
+                    squares + cost * cost,
+                    (*cut, end - start),
+                )
                 for start, (slowest, squares, cut) in best.items()
                 if start <= end
                 for cost in [total[end] - total[start]]

@@ -141,7 +141,12 @@ class TrainStep(ABC):
         """
         return {}
 
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+    def update_metrics(
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Output,
+    ) -> None:
         """Update ``metrics`` with a microbatch of an evaluation, on the last stage; rows without loss must not count.
 
         Args:
@@ -206,6 +211,11 @@ class MaskedLossStep(TrainStep):
         """Return ``perplexity`` of the targets."""
         return {"perplexity": Perplexity()}
 
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+    def update_metrics(
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Output,
+    ) -> None:
         """Update the metrics with the weighted losses of one microbatch."""
         metrics["perplexity"].update(output.float(), batch["loss_mask"])

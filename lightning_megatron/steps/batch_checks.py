@@ -54,7 +54,12 @@ def rename_keys(
     return {name: batch[key] for name, key in keys.items()}
 
 
-def check_values(name: str, values: Tensor, is_valid: Tensor, rule: str) -> None:
+def check_values(
+    name: str,
+    values: Tensor,
+    is_valid: Tensor,
+    rule: str,
+) -> None:
     """Raise unless all ``values`` are valid.
 
     Args:
@@ -74,7 +79,11 @@ def check_values(name: str, values: Tensor, is_valid: Tensor, rule: str) -> None
 
 
 def check_range(
-    name: str, values: Tensor, limit: int | None, rule: str, ignored: tuple[int, ...] = ()
+    name: str,
+    values: Tensor,
+    limit: int | None,
+    rule: str,
+    ignored: tuple[int, ...] = (),
 ) -> None:
     """Raise unless all ``values`` are in 0..limit-1 or in ``ignored``.
 
@@ -90,14 +99,22 @@ def check_range(
     """
     is_valid = values >= 0 if limit is None else (values >= 0) & (values < limit)
     if ignored:
-        is_valid |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
+        is_valid |= torch.isin(
+            values,
+            torch.tensor(ignored, dtype=values.dtype),
+        )
     allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
     check_values(
         name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed
     )
 
 
-def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+def check_shape(
+    name: str,
+    tensor: Tensor,
+    rule: str,
+    *shapes: tuple[int, ...],
+) -> None:
     """Raise unless ``tensor`` has one of ``shapes``.
 
     Raises:
@@ -110,7 +127,12 @@ def check_shape(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) 
         )
 
 
-def check_integers(name: str, tensor: Tensor, rule: str, *shapes: tuple[int, ...]) -> None:
+def check_integers(
+    name: str,
+    tensor: Tensor,
+    rule: str,
+    *shapes: tuple[int, ...],
+) -> None:
     """Raise unless ``tensor`` has an integer dtype and, if given, one of ``shapes``.
 
     Raises:
@@ -157,7 +179,12 @@ def check_tokens(
         )
 
 
-def check_token_inputs(batch: Batch, rows: int, length: int, model: ModelConfig) -> None:
+def check_token_inputs(
+    batch: Batch,
+    rows: int,
+    length: int,
+    model: ModelConfig,
+) -> None:
     """Check the inputs of GPT and BERT other than tokens: attention mask, positions, token types, and loss weights.
 
     Raises:

@@ -156,7 +156,12 @@ class BertTrainStep(MaskedLossStep):
         renamed = self._renamed(batch)
         tokens = renamed["input_ids"]
         batch_checks.check_tokens("input_ids", tokens, self.model)
-        batch_checks.check_token_inputs(renamed, tokens.shape[0], tokens.shape[1], self.model)
+        batch_checks.check_token_inputs(
+            renamed,
+            tokens.shape[0],
+            tokens.shape[1],
+            self.model,
+        )
         self._check_first_tokens(renamed)
         for head in self._heads.values():
             self._check_labels(head, renamed)
@@ -186,7 +191,13 @@ class BertTrainStep(MaskedLossStep):
                     f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
                 )
             batch_checks.check_values(name, labels, labels.isfinite(), "finite")
-            batch_checks.check_shape(name, labels, rule, (rows, n), *([(rows,)] if n == 1 else []))
+            batch_checks.check_shape(
+                name,
+                labels,
+                rule,
+                (rows, n),
+                *([(rows,)] if n == 1 else []),
+            )
             if problem == "multi_label_classification":
                 batch_checks.check_values(
                     name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})"
@@ -233,7 +244,10 @@ class BertTrainStep(MaskedLossStep):
             else:
                 targets = labels.float().reshape(-1, self.model.num_labels)
                 counted = torch.ones_like(targets)
-            prepared |= {head.targets: targets, head.mask: base.target_weights(counted, renamed)}
+            prepared |= {
+                head.targets: targets,
+                head.mask: base.target_weights(counted, renamed),
+            }
         return prepared
 
     def _renamed(self, batch: Batch) -> Batch:
@@ -242,7 +256,12 @@ class BertTrainStep(MaskedLossStep):
         required = dict.fromkeys(("input_ids", *(head.labels for head in self._heads.values())), "")
         if "next_sentence_label" in required:
             required["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
-        known = {*_INPUTS, "sample_mask", *required, *_OPTIONAL.get(task, ())}
+        known = {
+            *_INPUTS,
+            "sample_mask",
+            *required,
+            *_OPTIONAL.get(task, ()),
+        }
         return batch_checks.rename_keys(
             batch, known, required, f"BertTrainStep for task {task!r}", MEGATRON_NAMES
         )
@@ -301,7 +320,11 @@ class BertTrainStep(MaskedLossStep):
             return (logits - targets).square()
         if self._problem == "multi_label_classification":
             return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+        losses = F.cross_entropy(
+            logits.movedim(-1, 1),
+            targets,
+            reduction="none",
+        )
         return 0.5 * losses if self.model.task == "question_answering" else losses
 
     def metrics(self) -> dict[str, Metric]:
@@ -330,10 +353,19 @@ class BertTrainStep(MaskedLossStep):
                 "accuracy": Accuracy(**options, average="micro"),
                 "f1": F1Score(**options, average="macro"),
             }
-        options = {"task": "multilabel" if n > 1 else "binary", "num_labels": n, "average": "macro"}
+        options = {
+            "task": "multilabel" if n > 1 else "binary",
+            "num_labels": n,
+            "average": "macro",
+        }
         return {"accuracy": Accuracy(**options), "f1": F1Score(**options)}
 
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+    def update_metrics(
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Output,
+    ) -> None:
         """Update the metrics with one microbatch; targets with weight 0 do not count."""
         if "lm_loss" in self._heads:
             super().update_metrics(metrics, batch, output[0])

@@ -110,7 +110,12 @@ class GPTTrainStep(MaskedLossStep):
         name = "text" if "text" in batch else "input_ids"
         if name == "text":
             batch_checks.check_integers("text", batch["text"], "token ids")
-            batch_checks.check_tokens("text", batch["text"].clamp(min=0), self.model, shortest=2)
+            batch_checks.check_tokens(
+                "text",
+                batch["text"].clamp(min=0),
+                self.model,
+                shortest=2,
+            )
         else:
             batch_checks.check_tokens("input_ids", batch["input_ids"], self.model)
         rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
@@ -120,7 +125,11 @@ class GPTTrainStep(MaskedLossStep):
                 "labels", batch["labels"], "each token's label at its own position", (rows, length)
             )
             batch_checks.check_range(
-                "labels", batch["labels"], self.model.vocab_size, "vocab_size", (base.IGNORE_INDEX,)
+                "labels",
+                batch["labels"],
+                self.model.vocab_size,
+                "vocab_size",
+                (base.IGNORE_INDEX,),
             )
         if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
             del batch["attention_mask"]
@@ -217,9 +226,16 @@ def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
         tokens: [b, s].
         eod_token: The last token of each document.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    positions = torch.arange(
+        tokens.shape[1],
+        device=tokens.device,
+    ).expand_as(tokens)
     starts = torch.zeros_like(tokens)
-    starts[:, 1:] = torch.where(tokens[:, :-1] == eod_token, positions[:, 1:], 0)
+    starts[:, 1:] = torch.where(
+        tokens[:, :-1] == eod_token,
+        positions[:, 1:],
+        0,
+    )
     return positions - starts.cummax(-1).values
 
 
@@ -302,7 +318,11 @@ class LastWordTrainStep(GPTTrainStep):
     ) -> tuple[Output, LossFunc]:
         """Run a microbatch: ``TokenOutput`` on the last stage, with all-reduces over tp; hidden states before it."""
         batch = self.get_batch(data_iterator)
-        output = model(batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"))
+        output = model(
+            batch["tokens"],
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+        )
         chunk: Any = unwrap(model)
         if chunk.post_process:
             predicted = metrics.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
@@ -323,7 +343,12 @@ class LastWordTrainStep(GPTTrainStep):
         return {**super().metrics(), "last_word_accuracy": metrics.WeightedMean()}
 
     @override
-    def update_metrics(self, metrics: Mapping[str, Metric], batch: Batch, output: Output) -> None:
+    def update_metrics(
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Output,
+    ) -> None:
         """Update the metrics with one microbatch; rows without targets (or with weight 0) do not count."""
         super().update_metrics(metrics, batch, output.losses)
         is_target = batch["loss_mask"] > 0

@@ -17,8 +17,16 @@ class WeightedMean(Metric):
     def __init__(self) -> None:
         """Create the sums of weighted values and of weights."""
         super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state(
+            "total",
+            torch.zeros((), dtype=torch.float64),
+            dist_reduce_fx="sum",
+        )
+        self.add_state(
+            "weight",
+            torch.zeros((), dtype=torch.float64),
+            dist_reduce_fx="sum",
+        )
 
     def update(self, values: Tensor, weights: Tensor) -> None:
         """Add values and their weights, both of the same shape."""

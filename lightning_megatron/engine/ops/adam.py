@@ -87,7 +87,14 @@ class FusedAdam(MasterOptimizer):
         self.state_names = ("exp_avg", "exp_avg_sq")
         self._tables: dict[int, Any] = {}
         super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0}
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "betas": betas,
+                "eps": eps,
+                "step": 0,
+            },
         )
 
     @torch.no_grad()
@@ -104,7 +111,10 @@ class FusedAdam(MasterOptimizer):
                 continue
             # The kernel reads one step tensor per parameter and writes none, so all can be the same.
             step = torch.full(
-                (), float(group["step"]), dtype=torch.float32, device=parameters[0].device
+                (),
+                float(group["step"]),
+                dtype=torch.float32,
+                device=parameters[0].device,
             )
             kernel(
                 parameters,
@@ -142,19 +152,34 @@ class FusedAdam(MasterOptimizer):
         lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
         key = tuple(tuple(0 if x is None else x.data_ptr() for x in tensors) for tensors in lists)
         if self._tables.get(id(group), ((), ()))[0] != key:
-            table = adam_table(key, [p.numel() for p in parameters], parameters[0].device)
+            table = adam_table(
+                key,
+                [p.numel() for p in parameters],
+                parameters[0].device,
+            )
             self._tables[id(group)] = key, table
         low = next((x.dtype for x in lows if x is not None), None)
         self.has_copied = self.model_params is not None
         table = self._tables[id(group)][1]
-        adam_step(table, low, group, self.grad_scale, self.found_inf, decoupled=self.adam_w_mode)
+        adam_step(
+            table,
+            low,
+            group,
+            self.grad_scale,
+            self.found_inf,
+            decoupled=self.adam_w_mode,
+        )
 
 
 class FusedSGD(MasterOptimizer):
     """SGD with momentum, which is stored as ``exp_avg``: the engine's checkpoints know only Adam's names."""
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.0
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
     ) -> None:
         """Accept the arguments that ``megatron.core.optimizer`` passes to torch's SGD.
 
@@ -165,7 +190,14 @@ class FusedSGD(MasterOptimizer):
             momentum: Decay of the accumulated gradient; 0 keeps no state.
         """
         self.state_names = ("exp_avg",) if momentum != 0.0 else ()
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -200,7 +232,9 @@ def with_leaf_shards(original: Callable[..., Any]) -> Any:
 
 
 def copy(
-    this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None
+    this: Sequence[Tensor],
+    that: Sequence[Tensor],
+    overflow_buf: Tensor | None = None,
 ) -> None:
     """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
     if this:

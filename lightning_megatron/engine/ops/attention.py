@@ -166,7 +166,11 @@ class SDPAttention(MegatronModule):
         with fork:
             if step is not None:
                 out = self._attend_dense(
-                    q, k, v, step.additive_mask(window, self._alibi_of(q), q.dtype), dropout
+                    q,
+                    k,
+                    v,
+                    step.additive_mask(window, self._alibi_of(q), q.dtype),
+                    dropout,
                 )
             elif attention_bias is not None:
                 out = _sdpa_with_mask(
@@ -185,13 +189,23 @@ class SDPAttention(MegatronModule):
                 )
             else:
                 pattern = Pattern(
-                    num_queries=sq, num_keys=sk, causal=causal, window=window, cross=self.is_cross
+                    num_queries=sq,
+                    num_keys=sk,
+                    causal=causal,
+                    window=window,
+                    cross=self.is_cross,
                 )
                 out = self._attend_masked(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
 
     def _attend_masked(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pattern: Pattern, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        pattern: Pattern,
+        dropout: float,
     ) -> Tensor:
         """Attend with a mask, causality over cached keys, a window, ALiBi or a soft cap: [b, np, sq, hn]."""
         if mask is None or mask.dim() == 2:  # segments
@@ -202,7 +216,13 @@ class SDPAttention(MegatronModule):
                 runs = MASK_CACHE.get(mask, "runs", segment_runs)
             if runs is not None:
                 return attend_varlen(
-                    q, k, v, runs, causal=pattern.causal, dropout=dropout, scale=self.softmax_scale
+                    q,
+                    k,
+                    v,
+                    runs,
+                    causal=pattern.causal,
+                    dropout=dropout,
+                    scale=self.softmax_scale,
                 )
         alibi = self._alibi_of(q)
         make = partial(_additive_mask, pattern, alibi, q.dtype, q.device)
@@ -212,16 +232,34 @@ class SDPAttention(MegatronModule):
         return self._attend_dense(q, k, v, added, dropout)
 
     def _attend_dense(
-        self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        added: Tensor | None,
+        dropout: float,
     ) -> Tensor:
         """Attend with a dense additive mask: [b, np, sq, hn]."""
         if self.softcap is not None:
-            return attend_capped(q, k, v, added, dropout, self.softmax_scale, self.softcap)
+            return attend_capped(
+                q,
+                k,
+                v,
+                added,
+                dropout,
+                self.softmax_scale,
+                self.softcap,
+            )
         assert added is not None, "expected an additive mask: attention without one is plain"
         return _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
 
     def _attend_flex(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, pattern: Pattern
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Tensor | None,
+        pattern: Pattern,
     ) -> Tensor:
         """Attend by FlexAttention: [b, np, sq, hn]."""
         if segments is None:
@@ -235,7 +273,14 @@ class SDPAttention(MegatronModule):
             None if key_biases is None else (key_biases, key_biases[..., pattern.first_query :])
         )
         # All that a graph is specialized on except lengths: layers of one kind share a graph.
-        heads = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, torch.is_grad_enabled())
+        heads = (
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[3],
+            q.dtype,
+            torch.is_grad_enabled(),
+        )
         hidden = (pattern.causal, pattern.window, pattern.cross)
         kind = (
             *heads,
@@ -245,7 +290,15 @@ class SDPAttention(MegatronModule):
             self.softmax_scale,
         )
         function = compiled_flex(kind) if q.is_cuda else flex
-        return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
+        return function(
+            q,
+            k,
+            v,
+            blocks,
+            biases,
+            self.softcap,
+            self.softmax_scale,
+        )
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """ALiBi of the heads of ``q``, [b, np, sq, hn]; None without ALiBi."""
@@ -271,7 +324,10 @@ def _additive_mask(
     """Dense additive mask of a mask, a pattern and ALiBi; None if nothing is added."""
     hidden = masks.hidden_keys(mask, pattern, device)
     biases = _key_biases(
-        alibi, mask if mask is not None and mask.dim() == 2 else None, pattern, device
+        alibi,
+        mask if mask is not None and mask.dim() == 2 else None,
+        pattern,
+        device,
     )
     if hidden is None and biases is None:
         return None
@@ -280,7 +336,10 @@ def _additive_mask(
 
 
 def _key_biases(
-    alibi: Alibi | None, segments: Tensor | None, pattern: Pattern, device: torch.device
+    alibi: Alibi | None,
+    segments: Tensor | None,
+    pattern: Pattern,
+    device: torch.device,
 ) -> Tensor | None:
     """ALiBi biases of the keys, [b, np, sk] or [np, sk], fp32; None without ALiBi."""
     if alibi is None:
@@ -331,7 +390,12 @@ def attend_capped(
 
 
 def _sdpa_with_mask(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor, dropout: float, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Attention by torch's scaled_dot_product_attention or, for one query, split-K: [b, np, sq, hn].
 
@@ -362,5 +426,12 @@ def _sdpa_with_mask(
         # The memory-efficient kernel has no GQA; repeated heads cost less than the [b, np, s, s] of the fallback.
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     with sdpa_kernel(_BACKENDS_WITH_MASK):
-        out = F.scaled_dot_product_attention(q, k, v, added, dropout_p=dropout, scale=scale)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            added,
+            dropout_p=dropout,
+            scale=scale,
+        )
     return out.reshape(shape)

@@ -77,7 +77,12 @@ class ContextParallel:
         """Slice a per-query tensor to the queries that this rank attends with."""
         return full if self.exchanges_heads else self.own_tokens(full, dim)
 
-    def own_tokens(self, full: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
+    def own_tokens(
+        self,
+        full: Tensor,
+        dim: int = 1,
+        rank: int | None = None,
+    ) -> Tensor:
         """Slice a per-token tensor to the tokens of this rank (or of ``rank``), in order.
 
         Args:
@@ -174,23 +179,44 @@ class ContextParallelAttention(SDPAttention):
             query, key, value = (
                 x for message in messages for x in exchange(*message, split_dim=2, concat_dim=0)
             )
-            return exchange(attend(query, key, value, mask, kind, bias), split_dim=0, concat_dim=2)[
-                0
-            ]
-        gathered: Tensor = _GatherKeys.apply(torch.stack((key, value), dim=1), context.group)  # type: ignore[no-untyped-call]
+            return exchange(
+                attend(query, key, value, mask, kind, bias),
+                split_dim=0,
+                concat_dim=2,
+            )[0]
+        gathered: Tensor = _GatherKeys.apply(
+            torch.stack((key, value), dim=1),
+            context.group,
+        )  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
                 gathered, mask = _rotate_own_last(context, gathered, mask)
             else:
                 gathered = context.restore_order(gathered)
-            return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
+            return attend(
+                query,
+                gathered[:, 0],
+                gathered[:, 1],
+                mask,
+                kind,
+                bias,
+            )
         gathered, outputs = context.restore_order(gathered), []
         for run, index in zip(
             query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True
         ):
             end = (index + 1) * len(run)
             run_mask = None if mask is None else _first_keys(mask, end)
-            outputs.append(attend(run, gathered[:end, 0], gathered[:end, 1], run_mask, kind, bias))
+            outputs.append(
+                attend(
+                    run,
+                    gathered[:end, 0],
+                    gathered[:end, 1],
+                    run_mask,
+                    kind,
+                    bias,
+                )
+            )
         return torch.cat(outputs)
 
     @override
@@ -199,7 +225,8 @@ class ContextParallelAttention(SDPAttention):
         if alibi is None or not context.exchanges_heads:
             return alibi
         return replace(
-            alibi, first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads
+            alibi,
+            first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads,
         )
 
 

@@ -59,7 +59,12 @@ class GroupedExperts(MegatronModule):
         set_tensor_model_parallel_attributes(weight, True, 0, 1)
         return weight
 
-    def forward(self, tokens: Tensor, ends: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        probs: Tensor,
+    ) -> tuple[Tensor, None]:
         """Run each token through its expert.
 
         Args:
@@ -91,7 +96,10 @@ class GroupedExperts(MegatronModule):
         return (activated * probs[:, None]).to(hidden.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One entry per matrix of each expert, as for ``SequentialMLP``."""
         build, replica = partial(self._shards, sharded_offsets), (0, 0, self._dp.rank())
@@ -104,7 +112,12 @@ class GroupedExperts(MegatronModule):
 
     @torch.no_grad()
     def _shards(
-        self, offsets: Any, key: str, weight: Tensor, replica: Any, flattened: Any
+        self,
+        offsets: Any,
+        key: str,
+        weight: Tensor,
+        replica: Any,
+        flattened: Any,
     ) -> list[ShardedTensor]:
         axes, count = len(offsets), len(weight)
         return [
@@ -112,7 +125,11 @@ class GroupedExperts(MegatronModule):
                 key,
                 expert,
                 *offsets,
-                (axes, self._ep.rank() * count + index, self._ep.size() * count),
+                (
+                    axes,
+                    self._ep.rank() * count + index,
+                    self._ep.size() * count,
+                ),
                 replica_id=replica,
                 prepend_axis_num=axes + 1,
             )
@@ -127,10 +144,19 @@ class _GroupedMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weights: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(tokens, ends)
         ctx.weights = weights
-        products: Tensor = F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+        products: Tensor = F.grouped_mm(
+            tokens,
+            weights.transpose(1, 2),
+            offs=ends,
+        )
         return products
 
     @staticmethod

@@ -60,7 +60,13 @@ def flex(
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
 
-    def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def modify(
+        score: Tensor,
+        row: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+    ) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if biases is None:
@@ -73,7 +79,13 @@ def flex(
     score_mod = None if biases is None and cap is None else modify
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = flex_attention(
-        q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=grouped,
     )
     return out
 
@@ -85,6 +97,10 @@ def compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
     Each kind has its own code object: torch limits recompilations per code object to eight, then runs it uncompiled.
     """
     name = f"_flex_{next(_FUNCTION_IDS)}"
-    function = types.FunctionType(flex.__code__.replace(co_name=name), globals(), name)
+    function = types.FunctionType(
+        flex.__code__.replace(co_name=name),
+        globals(),
+        name,
+    )
     compiled: Callable[..., Tensor] = torch.compile(function)
     return compiled

@@ -58,7 +58,11 @@ MEASURED_SPEEDUPS = {2048: 1.22, 4096: 1.31}
 
 
 def quantize(
-    x: Tensor, dtype: torch.dtype, *, columns: bool = True, group: dist.ProcessGroup | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    columns: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Operand:
     """Quantize ``x`` to fp8 with one scale.
 
@@ -76,11 +80,34 @@ def quantize(
     return _cast(x, dtype, amax, rows=True, columns=columns)
 
 
-def _cast(x: Tensor, dtype: torch.dtype, amax: Tensor, *, rows: bool, columns: bool) -> Operand:
+def _cast(
+    x: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor,
+    *,
+    rows: bool,
+    columns: bool,
+) -> Operand:
     m, n = x.shape
-    quantized = torch.empty((m, n), dtype=dtype, device=x.device) if rows else None
+    quantized = (
+        torch.empty(
+            (m, n),
+            dtype=dtype,
+            device=x.device,
+        )
+        if rows
+        else None
+    )
     padded = -(-m // ALIGNMENT) * ALIGNMENT
-    transposed = torch.empty((n, padded), dtype=dtype, device=x.device) if columns else None
+    transposed = (
+        torch.empty(
+            (n, padded),
+            dtype=dtype,
+            device=x.device,
+        )
+        if columns
+        else None
+    )
     if x.is_cuda:
         from lightning_megatron.engine.ops.triton.fp8 import fp8_cast  # Triton is on GPUs only
 
@@ -115,10 +142,20 @@ class Fp8Linear(SplitLinear):
 
     @override
     def operand(
-        self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False
+        self,
+        x: Tensor,
+        *,
+        columns: bool,
+        is_gathered: bool,
+        is_gradient: bool = False,
     ) -> Operand:
         group = self.collectives.group if is_gathered else None
-        return quantize(x.contiguous(), E5M2 if is_gradient else E4M3, columns=columns, group=group)
+        return quantize(
+            x.contiguous(),
+            E5M2 if is_gradient else E4M3,
+            columns=columns,
+            group=group,
+        )
 
     @override
     def weight_operand(self, weight: Tensor, *, columns: bool) -> Operand:
@@ -130,13 +167,27 @@ class Fp8Linear(SplitLinear):
     @override
     def transposed(self, rows: Tensor) -> Tensor:
         """Transpose fp8 rows, exactly: the scale is 1."""
-        unscaled = torch.full((1,), torch.finfo(rows.dtype).max, device=rows.device)
-        columns: Tensor = _cast(rows, rows.dtype, unscaled, rows=False, columns=True).columns
+        unscaled = torch.full(
+            (1,),
+            torch.finfo(rows.dtype).max,
+            device=rows.device,
+        )
+        columns: Tensor = _cast(
+            rows,
+            rows.dtype,
+            unscaled,
+            rows=False,
+            columns=True,
+        ).columns
         return columns
 
     @override
     def product(
-        self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        scales: Scales,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
     ) -> Product:
         def write(rows: Tensor, out: Tensor) -> Tensor:
             # cuBLAS assumes that its output is aligned as torch's own allocations are, and of this dtype (gradients may
@@ -147,7 +198,12 @@ class Fp8Linear(SplitLinear):
             )
             target = out if fits else None
             product = torch._scaled_mm(
-                rows, weight.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=target
+                rows,
+                weight.t(),
+                *scales,
+                out_dtype=dtype,
+                use_fast_accum=fast,
+                out=target,
             )
             product = product if target is out else out.copy_(product)
             return product if bias is None else product.add_(bias)

@@ -108,7 +108,12 @@ class TokenStep:
         self._is_token = is_token
         self._masks: dict[Hashable, Tensor] = {}
 
-    def additive_mask(self, window: int | None, alibi: Alibi | None, dtype: torch.dtype) -> Tensor:
+    def additive_mask(
+        self,
+        window: int | None,
+        alibi: Alibi | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Additive mask, [b, np or 1, 1, slots], computed once in a pass for all layers of a kind.
 
         Args:
@@ -127,5 +132,9 @@ class TokenStep:
                 biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
                 # Relative to the query, whose key is at ``slot``: small for near keys, as in ``relative_biases``.
                 bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
-            self._masks[key] = masks.additive_mask(hidden[:, None, None], bias, dtype)
+            self._masks[key] = masks.additive_mask(
+                hidden[:, None, None],
+                bias,
+                dtype,
+            )
         return self._masks[key]

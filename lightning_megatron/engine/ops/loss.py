@@ -39,7 +39,15 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, 
     total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
     column = labels - first
     own = logits.gather(-1, column.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1).float()
-    return largest, total, torch.where((column >= 0) & (column < width), own, 0.0)
+    return (
+        largest,
+        total,
+        torch.where(
+            (column >= 0) & (column < width),
+            own,
+            0.0,
+        ),
+    )
 
 
 def logits_gradient(
@@ -64,7 +72,12 @@ class VocabParallelLoss(torch.autograd.Function):
     """Cross-entropy of each token over a vocabulary that is sharded over a TP group; collective over it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp_group: Any,
+    ) -> Tensor:
         """Losses [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
         ctx.first = dist.get_rank(tp_group) * logits.shape[-1]
         largest, total, own = compiled_for(logits, row_statistics)(logits, labels, ctx.first)
@@ -103,5 +116,9 @@ def token_losses(logits: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
 
 def language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """``LanguageModule.compute_language_model_loss``: losses [b, s] of labels [b, s] and logits [s, b, v/tp]."""
-    loss = token_losses(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
+    loss = token_losses(
+        logits,
+        labels.transpose(0, 1).contiguous(),
+        self.pg_collection.tp,
+    )
     return loss.transpose(0, 1).contiguous()

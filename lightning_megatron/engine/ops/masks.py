@@ -63,12 +63,22 @@ def segment_ids(segments: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         keys = (segments != 0).int()
         return keys.new_ones(keys.shape[0], pattern.num_queries), keys
     keys = segments.int()
-    unique = torch.arange(-1, -1 - pattern.num_keys, -1, dtype=torch.int32, device=keys.device)
+    unique = torch.arange(
+        -1,
+        -1 - pattern.num_keys,
+        -1,
+        dtype=torch.int32,
+        device=keys.device,
+    )
     keys = torch.where(keys == 0, unique, keys)
     return keys[:, pattern.first_query :], keys
 
 
-def hidden_keys(mask: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor | None:
+def hidden_keys(
+    mask: Tensor | None,
+    pattern: Pattern,
+    device: torch.device,
+) -> Tensor | None:
     """Boolean mask, True for hidden keys: [b or 1, 1, sq or 1, sk]; None if no key is hidden.
 
     Args:
@@ -83,25 +93,37 @@ def hidden_keys(mask: Tensor | None, pattern: Pattern, device: torch.device) -> 
         queries = torch.arange(
             pattern.num_queries if pattern.hides or not pattern.cross else 1, device=device
         )
-        rows = torch.arange(1 if segments is None else len(segments), device=device)[:, None, None]
+        rows = torch.arange(
+            1 if segments is None else len(segments),
+            device=device,
+        )[:, None, None]
         sees = _mask_mod(ids, pattern)
-        hidden = ~sees(rows, None, queries[:, None], torch.arange(pattern.num_keys, device=device))[
-            :, None
-        ]
+        hidden = ~sees(
+            rows,
+            None,
+            queries[:, None],
+            torch.arange(pattern.num_keys, device=device),
+        )[:, None]
     if mask is None or segments is not None:
         return hidden
     return mask if hidden is None else mask | hidden
 
 
-def additive_mask(hidden: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def additive_mask(
+    hidden: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Additive attention mask: the bias, and MASKED_SCORE for hidden keys, [b or 1, np or 1, sq or 1, sk]."""
     if hidden is None:
         assert bias is not None, "expected a mask or a bias, got neither"
         return bias.to(dtype)
     if bias is None:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, MASKED_SCORE
-        )
+        return torch.zeros(
+            hidden.shape,
+            dtype=dtype,
+            device=hidden.device,
+        ).masked_fill_(hidden, MASKED_SCORE)
     # Overwritten, not added: a large bias plus MASKED_SCORE could unhide the key, or overflow in float16.
     return bias.to(dtype).masked_fill(hidden, MASKED_SCORE)
 
@@ -148,7 +170,11 @@ BLOCK = 128
 """Tokens per block of a block mask; FlexAttention's default."""
 
 
-def block_mask(segments: Tensor | None, pattern: Pattern, device: torch.device) -> BlockMask:
+def block_mask(
+    segments: Tensor | None,
+    pattern: Pattern,
+    device: torch.device,
+) -> BlockMask:
     """FlexAttention's list of blocks to compute; its memory is per pair of blocks, never [sq, sk].
 
     Args:
@@ -203,7 +229,12 @@ def _mask_mod(ids: tuple[Tensor, Tensor] | None, pattern: Pattern) -> Callable[.
     causal, window, shift = pattern.causal, pattern.window, pattern.first_query
     query_ids, key_ids = ids if ids is not None else (None, None)
 
-    def sees(row: Tensor, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    def sees(
+        row: Tensor,
+        head: Any,
+        query: Tensor,
+        key: Tensor,
+    ) -> Tensor:
         visible = row >= 0
         if query_ids is not None and key_ids is not None:
             visible = query_ids[row, query] == key_ids[row, key]
@@ -221,9 +252,10 @@ def _block_ranges(queries: Tensor, keys: Tensor) -> list[Tensor]:
     ranges = []
     for values, axis in ((queries, 2), (keys, 1)):
         length = values.shape[1]
-        positions = torch.arange(-(-length // BLOCK) * BLOCK, device=values.device).clamp(
-            max=length - 1
-        )
+        positions = torch.arange(
+            -(-length // BLOCK) * BLOCK,
+            device=values.device,
+        ).clamp(max=length - 1)
         blocks = values[:, positions].unflatten(1, (-1, BLOCK))
         ranges += [blocks.amin(-1).unsqueeze(axis), blocks.amax(-1).unsqueeze(axis)]
     return ranges
@@ -231,7 +263,15 @@ def _block_ranges(queries: Tensor, keys: Tensor) -> list[Tensor]:
 
 def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Number of key blocks of each query block, [b, 1, nq], and their indices first, [b, 1, nq, nk]; int32."""
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    order = (
+        blocks.int()
+        .argsort(
+            dim=-1,
+            descending=True,
+            stable=True,
+        )
+        .int()
+    )
     return blocks.sum(-1).int()[:, None].contiguous(), order[:, None].contiguous()
 
 
@@ -266,8 +306,19 @@ def slopes(num_heads: int) -> Tensor:
     def series(count: int, exponents: Tensor) -> Tensor:
         return torch.tensor(2.0 ** -(8.0 / count)).pow(exponents)
 
-    first = series(power, torch.arange(1, power + 1, dtype=torch.int32))
-    rest = series(2 * power, torch.arange(1, 2 * (num_heads - power) + 1, 2, dtype=torch.int32))
+    first = series(
+        power,
+        torch.arange(1, power + 1, dtype=torch.int32),
+    )
+    rest = series(
+        2 * power,
+        torch.arange(
+            1,
+            2 * (num_heads - power) + 1,
+            2,
+            dtype=torch.int32,
+        ),
+    )
     return torch.cat([first, rest])
 
 

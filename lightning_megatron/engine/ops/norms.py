@@ -73,7 +73,13 @@ class Norm(torch.nn.Module):
         )
         return is_plain and x.is_cuda and self.shape[0] <= MAX_FUSED_COLUMNS
 
-    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
+    def add(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        probability: float,
+    ) -> Tensor:
         """Compute ``residual + dropout(x + bias)``, [..., hidden_size], and its norm for the next ``forward``.
 
         Args:
@@ -89,7 +95,15 @@ class Norm(torch.nn.Module):
         ):  # DDP's, which waits for the all-gather of parameters
             hook(self, ())
         weight: Tensor = self.weight.float() + 1.0 if self.zero_centered else self.weight
-        self._precomputed = add_norm(x, bias, residual, weight, self.bias, self.eps, probability)
+        self._precomputed = add_norm(
+            x,
+            bias,
+            residual,
+            weight,
+            self.bias,
+            self.eps,
+            probability,
+        )
         return self._precomputed[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +120,13 @@ class Norm(torch.nn.Module):
         if self.is_rms:
             out = F.rms_norm(x, self.shape, scale, self.eps)
         else:
-            out = F.layer_norm(x, self.shape, scale, None if self.zero_centered else bias, self.eps)
+            out = F.layer_norm(
+                x,
+                self.shape,
+                scale,
+                None if self.zero_centered else bias,
+                self.eps,
+            )
         if self.zero_centered:
             out = torch.addcmul(out if bias is None else out + bias, out, weight)
         return out.to(self.weight.dtype)
@@ -124,7 +144,12 @@ class NormOfAllHeads(Norm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        num_heads: int,
     ) -> None:
         """Create an RMSNorm over ``num_heads`` (of all ranks; for ``ModuleSpec.params``) x ``hidden_size`` columns."""
         super().__init__(config, num_heads * hidden_size, eps)
@@ -148,7 +173,10 @@ class BiasDropoutAdd:
     """Megatron's bias, dropout and residual addition; on CUDA fused with the norm that follows."""
 
     def __init__(
-        self, probability: float | None = None, multiplier: float = 1.0, config: Any = None
+        self,
+        probability: float | None = None,
+        multiplier: float = 1.0,
+        config: Any = None,
     ) -> None:
         """Set what differs from Megatron's, which passes ``config`` in one of its specs.
 

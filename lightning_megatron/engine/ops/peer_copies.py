@@ -43,7 +43,11 @@ class Product:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Compute the product into a new tensor."""
-        out = rows.new_empty(len(rows), self.width, dtype=self.dtype)
+        out = rows.new_empty(
+            len(rows),
+            self.width,
+            dtype=self.dtype,
+        )
         self.write(rows, out)
         return out
 
@@ -67,12 +71,17 @@ class Collectives:
         """
         gathered = x.new_empty(self.size * len(x), x.shape[1])
         dist.all_gather_into_tensor(
-            gathered.view(torch.uint8), x.view(torch.uint8), self.group
+            gathered.view(torch.uint8),
+            x.view(torch.uint8),
+            self.group,
         )  # any dtype, also fp8
         return gathered, product(gathered)
 
     def matmul_reduce_scatter(
-        self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None
+        self,
+        x: Tensor,
+        product: Product,
+        overlap: Callable[[], object] | None = None,
     ) -> Tensor:
         """Multiply rows and reduce-scatter the product; collective over the group.
 
@@ -92,7 +101,12 @@ class Collectives:
         handle.wait()
         return shard
 
-    def all_to_all(self, *tensors: Tensor, split_dim: int, concat_dim: int) -> tuple[Tensor, ...]:
+    def all_to_all(
+        self,
+        *tensors: Tensor,
+        split_dim: int,
+        concat_dim: int,
+    ) -> tuple[Tensor, ...]:
         """Send each rank its chunk along ``split_dim``, and concatenate received chunks along ``concat_dim``.
 
         Differentiable, and collective over the group.
@@ -104,8 +118,15 @@ class Collectives:
         """
         # One message: the ranks first, then the dimension in which the tensors differ.
         packed = [x.unflatten(split_dim, (self.size, -1)).movedim(split_dim, 0) for x in tensors]
-        received = all_to_all(self.group, torch.cat(packed, dim=split_dim + 1))
-        parts = torch.split(received, [x.shape[split_dim + 1] for x in packed], dim=split_dim + 1)
+        received = all_to_all(
+            self.group,
+            torch.cat(packed, dim=split_dim + 1),
+        )
+        parts = torch.split(
+            received,
+            [x.shape[split_dim + 1] for x in packed],
+            dim=split_dim + 1,
+        )
         return tuple(
             part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts
         )
@@ -114,7 +135,12 @@ class Collectives:
 class Window:
     """Memory on each rank of a group into which the other ranks can write, for one message of each at a time."""
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        device: torch.device,
+    ) -> None:
         """Allocate the memory on all ranks; collective over ``group``.
 
         Args:
@@ -126,7 +152,12 @@ class Window:
 
         # Double-buffered: a rank that reaches the next barrier has read the messages of the previous exchange.
         self._memory = symmetric.rendezvous(
-            symmetric.empty(2 * group.size() * num_bytes, dtype=torch.uint8, device=device), group
+            symmetric.empty(
+                2 * group.size() * num_bytes,
+                dtype=torch.uint8,
+                device=device,
+            ),
+            group,
         )
         self.num_bytes, self._size, self._turn = num_bytes, group.size(), 0
 
@@ -137,7 +168,12 @@ class Window:
     def buffer(self, source: int, target: int, like: Tensor) -> Tensor:
         """Buffer on rank ``target`` for the message of rank ``source``, shaped as ``like``."""
         offset = (self._turn * self._size + source) * self.num_bytes // like.element_size()
-        buffer: Tensor = self._memory.get_buffer(target, like.shape, like.dtype, offset)
+        buffer: Tensor = self._memory.get_buffer(
+            target,
+            like.shape,
+            like.dtype,
+            offset,
+        )
         return buffer
 
     def barrier(self) -> None:
@@ -159,7 +195,11 @@ class PeerCopies(Collectives):
     def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         main, window, stream = torch.cuda.current_stream(), *self._prepare(x)
         gathered = x.new_empty(self.size * len(x), x.shape[1])
-        products = x.new_empty(len(gathered), product.width, dtype=product.dtype)
+        products = x.new_empty(
+            len(gathered),
+            product.width,
+            dtype=product.dtype,
+        )
         outputs, rows = products.split(len(x)), gathered.split(len(x))
         started = main.record_event()
         product.write(x, outputs[self.rank])
@@ -179,10 +219,17 @@ class PeerCopies(Collectives):
 
     @override
     def matmul_reduce_scatter(
-        self, x: Tensor, product: Product, overlap: Callable[[], object] | None = None
+        self,
+        x: Tensor,
+        product: Product,
+        overlap: Callable[[], object] | None = None,
     ) -> Tensor:
         rows = x.split(len(x) // self.size)
-        total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
+        total = x.new_empty(
+            len(rows[0]),
+            product.width,
+            dtype=product.dtype,
+        )
         main, window, stream = torch.cuda.current_stream(), *self._prepare(total)
         parts = []  # kept alive until they have been sent
         for rank in self._others:
@@ -201,11 +248,21 @@ class PeerCopies(Collectives):
         return total
 
     @override
-    def all_to_all(self, *tensors: Tensor, split_dim: int, concat_dim: int) -> tuple[Tensor, ...]:
+    def all_to_all(
+        self,
+        *tensors: Tensor,
+        split_dim: int,
+        concat_dim: int,
+    ) -> tuple[Tensor, ...]:
         copied: tuple[Tensor, ...] = _AllToAll.apply(self, split_dim, concat_dim, *tensors)  # type: ignore[no-untyped-call]
         return copied
 
-    def _exchange(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
+    def _exchange(
+        self,
+        tensors: Sequence[Tensor],
+        split_dim: int,
+        concat_dim: int,
+    ) -> list[Tensor]:
         sent = [x.chunk(self.size, split_dim) for x in tensors]
         outputs = [
             x.new_empty([n * self.size if d == concat_dim else n for d, n in enumerate(x.shape)])
@@ -266,7 +323,11 @@ def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
     is_supported = len(set(hosts)) == 1
     if is_supported:
         try:
-            Window(group, 64, torch.device("cuda", torch.cuda.current_device()))
+            Window(
+                group,
+                64,
+                torch.device("cuda", torch.cuda.current_device()),
+            )
         except RuntimeError as error:
             rank_zero_warn(
                 f"peer copies are not supported, ranks communicate by NCCL alone: {error}"

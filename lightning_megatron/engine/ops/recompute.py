@@ -41,7 +41,11 @@ class RecomputedOutput:
         self._recompute: Callable[[], Tensor] | None = None
         self._output: Tensor | None = None
 
-    def checkpoint(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def checkpoint(
+        self,
+        function: Callable[..., Tensor],
+        *inputs: Any,
+    ) -> Tensor:
         """Call ``function(*inputs)`` and return its output."""
         output = self._output = function(*inputs)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]

@@ -46,7 +46,11 @@ class Router(TopKRouter):
         self._num_layers = sum(frequency) if isinstance(frequency, list) else self.config.num_layers
         self.num_tokens: Tensor | None = None
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def routing(
+        self,
+        logits: Tensor,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Select the experts of each token.
 
         Args:
@@ -63,7 +67,11 @@ class Router(TopKRouter):
             probs, experts = torch.topk(scores, self.topk, dim=-1)
         else:
             scores = torch.sigmoid(logits)
-            experts = torch.topk(scores + self.expert_bias, self.topk, dim=-1).indices
+            experts = torch.topk(
+                scores + self.expert_bias,
+                self.topk,
+                dim=-1,
+            ).indices
             probs = scores.gather(1, experts)
             scores = scores / scores.sum(
                 dim=-1, keepdim=True
@@ -114,7 +122,9 @@ class LoadReport:
     def min_load(self) -> Tensor:
         """[]: the smallest relative load of an expert; 0 if an expert learns nothing."""
         return torch.where(
-            self.counts.sum(dim=1, keepdim=True) > 0, self._relative_loads, torch.inf
+            self.counts.sum(dim=1, keepdim=True) > 0,
+            self._relative_loads,
+            torch.inf,
         ).amin()
 
     @property
@@ -125,7 +135,11 @@ class LoadReport:
 class LoadBalance:
     """Measures and balances the load of the experts in this rank's model chunks."""
 
-    def __init__(self, config: TransformerConfig, chunks: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        chunks: Iterable[torch.nn.Module],
+    ) -> None:
         self._shape = (config.num_layers, 1 + config.num_moe_experts)
         self._bias_rate = config.moe_router_bias_update_rate
         self._routers = [

@@ -29,7 +29,12 @@ def num_key_splits(q: Tensor, k: Tensor) -> int:
 
 
 def attend_split_k(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor, splits: int, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor,
+    splits: int,
+    scale: float | None,
 ) -> Tensor:
     """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hn].
 

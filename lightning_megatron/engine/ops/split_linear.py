@@ -90,12 +90,21 @@ class SplitLinear:
         output: Tensor
         if self.is_active:
             output = _LinearProduct.apply(  # type: ignore[no-untyped-call]
-                input.flatten(0, -2), weight, bias, self, torch.is_grad_enabled()
+                input.flatten(0, -2),
+                weight,
+                bias,
+                self,
+                torch.is_grad_enabled(),
             )
             # Not in the autograd function, whose output the models may overwrite.
             output = output.view(-1, *input.shape[1:-1], output.shape[-1])
         else:
-            output = self.original(input=input, weight=weight, bias=bias, **options)
+            output = self.original(
+                input=input,
+                weight=weight,
+                bias=bias,
+                **options,
+            )
         has_scattered = self.is_active and self.module.sequence_parallel  # as part of the product
         reduces = self.is_row and self.collectives.size > 1 and not has_scattered
         return reduce_over_tp(output, self.module) if reduces else output
@@ -103,7 +112,12 @@ class SplitLinear:
     # ---- operands: as they are here, quantized in fp8.py ----
 
     def operand(
-        self, x: Tensor, *, columns: bool, is_gathered: bool, is_gradient: bool = False
+        self,
+        x: Tensor,
+        *,
+        columns: bool,
+        is_gathered: bool,
+        is_gradient: bool = False,
     ) -> Operand:
         """Operand of inputs or gradients, [tokens, n].
 
@@ -124,7 +138,11 @@ class SplitLinear:
         return rows.t()
 
     def product(
-        self, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        scales: Scales,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
     ) -> Product:
         """Product ``rows @ weight.t() + bias`` in ``dtype``; weight: [n, k]."""
 
@@ -165,9 +183,21 @@ class _LinearProduct(torch.autograd.Function):
         is_split = linear.module.sequence_parallel
         ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
         keeps_input = has_backward and ctx.needs_input_grad[1]
-        x = linear.operand(rows, columns=keeps_input and not ctx.gathers, is_gathered=ctx.gathers)
+        x = linear.operand(
+            rows,
+            columns=keeps_input and not ctx.gathers,
+            is_gathered=ctx.gathers,
+        )
         w = linear.weight_operand(weight, columns=has_backward or linear.module.training)
-        product, saved = linear.product(w.rows, (x.scale, w.scale), rows.dtype, bias), x.columns
+        product, saved = (
+            linear.product(
+                w.rows,
+                (x.scale, w.scale),
+                rows.dtype,
+                bias,
+            ),
+            x.columns,
+        )
         if ctx.gathers:
             saved, output = linear.collectives.all_gather_matmul(x.rows, product)
         elif ctx.scatters:
@@ -175,7 +205,12 @@ class _LinearProduct(torch.autograd.Function):
         else:
             output = product(x.rows)
         if has_backward:
-            ctx.save_for_backward(saved if keeps_input else None, x.scale, w.columns, w.scale)
+            ctx.save_for_backward(
+                saved if keeps_input else None,
+                x.scale,
+                w.columns,
+                w.scale,
+            )
             ctx.linear, ctx.weight = linear, weight
         return output
 
@@ -186,7 +221,12 @@ class _LinearProduct(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = gradients[0].contiguous()
         columns = needs_weight and not ctx.scatters
-        dy = linear.operand(rows, columns=columns, is_gathered=ctx.scatters, is_gradient=True)
+        dy = linear.operand(
+            rows,
+            columns=columns,
+            is_gathered=ctx.scatters,
+            is_gradient=True,
+        )
         product = linear.product(weight, (dy.scale, weight_scale), rows.dtype)
         d_input: Tensor | None
         d_parameters: list[Tensor | None] = [None, None]

@@ -74,7 +74,12 @@ def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
         return row_sums(x, positions)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
     return (
-        padded[positions].sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+        padded[positions]
+        .sum(
+            dim=1,
+            dtype=torch.promote_types(x.dtype, torch.float32),
+        )
+        .to(x.dtype)
     )
 
 
@@ -82,7 +87,12 @@ class _Permute(torch.autograd.Function):
     """Permute rows, or sum them back (``inverse``); each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Permutation, inverse: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        order: Permutation,
+        inverse: bool,
+    ) -> Tensor:
         ctx.order, ctx.inverse = order, inverse
         return _sum_rows(x, order.positions) if inverse else x.index_select(0, order.rows)
 
@@ -210,9 +220,16 @@ class AllToAllDispatcher(Dispatcher):
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
         is_on_rank = (routing_map // self._num_local)[:, :, None] == self._ranks
         is_sent = is_on_rank.any(dim=1)
-        counts = torch.stack((is_sent.sum(dim=0), is_on_rank.sum(dim=(0, 1))), dim=1)
+        counts = torch.stack(
+            (is_sent.sum(dim=0), is_on_rank.sum(dim=(0, 1))),
+            dim=1,
+        )
         # For each destination rank (rows, assignments to its experts), and last the number of this rank's tokens.
-        counts = F.pad(counts, (0, 0, 0, 1), value=len(tokens))
+        counts = F.pad(
+            counts,
+            (0, 0, 0, 1),
+            value=len(tokens),
+        )
         all_counts = counts.new_empty(self.ep_size * len(counts), 2)
         dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
         all_counts = all_counts.view(self.ep_size, *counts.shape)
@@ -222,7 +239,10 @@ class AllToAllDispatcher(Dispatcher):
         ).tolist()
         self._splits = [rows for rows, _ in to_ranks], [rows for rows, _ in from_ranks]
         self._num_assignments = sum(assignments for _, assignments in from_ranks)
-        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        metadata = torch.cat(
+            (probs, routing_map.to(probs.dtype)),
+            dim=1,
+        )
         return self._prepare_rows(
             tokens, metadata, is_sent, max(count for count, _ in token_counts)
         )
@@ -239,7 +259,9 @@ class AllToAllDispatcher(Dispatcher):
             max_rows: Largest n of the group's ranks.
         """
         self._to_ranks = sort_rows(
-            self._ranks.where(is_sent, self.ep_size), self.ep_size, sum(self._splits[0])
+            self._ranks.where(is_sent, self.ep_size),
+            self.ep_size,
+            sum(self._splits[0]),
         )
         return permute(rows, self._to_ranks), permute(metadata, self._to_ranks)
 

@@ -34,7 +34,10 @@ def segment_runs(segments: Tensor) -> SegmentRuns | None:
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     row, column = begins.nonzero(as_tuple=True)
     is_segment = ids[row, column] != 0
-    pairs = torch.stack((row, ids[row, column]), dim=1)[is_segment]
+    pairs = torch.stack(
+        (row, ids[row, column]),
+        dim=1,
+    )[is_segment]
     if len(torch.unique(pairs, dim=0)) < len(pairs):
         return None
     bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()

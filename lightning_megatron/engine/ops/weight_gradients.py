@@ -62,7 +62,11 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
     """
 
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *options: Any,
     ) -> Tensor:
         if bias is None:
             return original(ctx, input, weight, bias, *options)
@@ -77,7 +81,11 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
             gathered = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
             dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
             input = gathered
-        product = torch.addmm(bias, input.flatten(0, -2), weight.t())
+        product = torch.addmm(
+            bias,
+            input.flatten(0, -2),
+            weight.t(),
+        )
         # Not a view, whose padding columns could not be overwritten (models/gpt.py).
         output: Tensor = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])
         return output
@@ -97,7 +105,11 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
         rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
-        weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
+        weight.main_grad.index_put_(
+            (ids.flatten(),),
+            rows,
+            accumulate=True,
+        )
         # For a tied weight the output layer returns the zeros to autograd.
         return None, None if getattr(weight, "zero_out_wgrad", False) else placeholder_gradient(
             weight

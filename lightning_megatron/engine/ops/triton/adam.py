@@ -18,7 +18,11 @@ from torch import Tensor
 _CHUNK = 8192
 """Elements per program."""
 _BLOCK = 1024
-_TRITON_DTYPES = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TRITON_DTYPES = {
+    None: None,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @triton.jit
@@ -66,7 +70,11 @@ AdamKey = tuple[tuple[int, ...], ...]
 """Addresses of weights, gradients, first and second moments (fp32), and 16-bit copies of the weights (0: none)."""
 
 
-def adam_table(key: AdamKey, sizes: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+def adam_table(
+    key: AdamKey,
+    sizes: Sequence[int],
+    device: torch.device,
+) -> tuple[Tensor, int]:
     """Five addresses and the number of elements of each chunk, [chunks, 6] int64; and the alignment of all addresses.
 
     Args:
@@ -79,7 +87,9 @@ def adam_table(key: AdamKey, sizes: Sequence[int], device: torch.device) -> tupl
     offset = _CHUNK * (torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor])
     addresses = torch.tensor(key)[:, tensor]
     addresses = torch.where(
-        addresses == 0, 0, addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None]
+        addresses == 0,
+        0,
+        addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None],
     )
     rows = (
         torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None]))

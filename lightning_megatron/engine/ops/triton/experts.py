@@ -13,16 +13,26 @@ from torch import Tensor
 
 
 @triton.jit
-def _row_sums(x, positions, out, rows, width, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+def _row_sums(
+    x,
+    positions,
+    out,
+    rows,
+    width,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(COUNT):
         position = tl.load(positions + row * COUNT + i)
-        total += tl.load(x + position * width + column, inside & (position < rows), 0.0).to(
-            tl.float32
-        )
+        total += tl.load(
+            x + position * width + column,
+            inside & (position < rows),
+            0.0,
+        ).to(tl.float32)
     tl.store(out + row * width + column, total, inside)
 
 
@@ -34,7 +44,13 @@ def row_sums(x: Tensor, positions: Tensor) -> Tensor:
     if len(positions):
         grid = (len(positions), triton.cdiv(x.shape[1], columns))
         _row_sums[grid](
-            x, positions, out, len(x), x.shape[1], COUNT=positions.shape[1], COLUMNS=columns
+            x,
+            positions,
+            out,
+            len(x),
+            x.shape[1],
+            COUNT=positions.shape[1],
+            COLUMNS=columns,
         )
     return out
 
@@ -52,4 +68,10 @@ def _add(total, x, count, BLOCK: tl.constexpr):
 def add_to(total: Tensor, x: Tensor) -> None:
     """Add ``x`` to ``total`` in place, of the same shape and any dtypes; computed in fp32."""
     assert total.is_contiguous(), "expected a contiguous gradient buffer"
-    _add[(triton.cdiv(x.numel(), 4096),)](total, x.contiguous(), x.numel(), BLOCK=4096, num_warps=8)
+    _add[(triton.cdiv(x.numel(), 4096),)](
+        total,
+        x.contiguous(),
+        x.numel(),
+        BLOCK=4096,
+        num_warps=8,
+    )

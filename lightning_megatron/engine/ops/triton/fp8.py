@@ -38,17 +38,29 @@ def _fp8_cast(
         MAX, largest
     )
     if ROWS:
-        tl.store(rows + offset, values.to(rows.dtype.element_ty), mask=inside)
+        tl.store(
+            rows + offset,
+            values.to(rows.dtype.element_ty),
+            mask=inside,
+        )
     if COLUMNS:
         offset = at_n[:, None].to(tl.int64) * stride + at_m[None, :]
         inside = (at_n[:, None] < n) & (at_m[None, :] < stride)
-        tl.store(columns + offset, tl.trans(values.to(columns.dtype.element_ty)), mask=inside)
+        tl.store(
+            columns + offset,
+            tl.trans(values.to(columns.dtype.element_ty)),
+            mask=inside,
+        )
     if block_m + block_n == 0:
         tl.store(scale, tl.math.div_rn(largest, MAX))
 
 
 def fp8_cast(
-    x: Tensor, amax: Tensor, smallest: float, rows: Tensor | None, columns: Tensor | None
+    x: Tensor,
+    amax: Tensor,
+    smallest: float,
+    rows: Tensor | None,
+    columns: Tensor | None,
 ) -> Tensor:
     """Cast ``x`` to fp8, with ``amax`` as the largest value of the format; returns the scale, [1], fp32.
 

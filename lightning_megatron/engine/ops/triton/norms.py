@@ -24,7 +24,11 @@ from torch import Tensor
 def _dropout_mask(seed, row, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
     """Dropout mask of a row, True for kept elements: [WIDTH], by 32 random bits each."""
     offset = row * (WIDTH // 4) + tl.arange(0, WIDTH // 4)
-    a, b, c, d = tl.randint4x(tl.load(seed), offset.to(tl.uint32), 7)
+    a, b, c, d = tl.randint4x(
+        tl.load(seed),
+        offset.to(tl.uint32),
+        7,
+    )
     bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.int32, bitcast=True)
     return bits >= DROPPED
 
@@ -37,12 +41,24 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < columns
-    added = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(
+        x + row * columns + column,
+        mask=inside,
+        other=0.0,
+    ).to(tl.float32)
     if HAS_BIAS:
         added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if DROPPED is not None:
-        added = tl.where(_dropout_mask(seed, row, WIDTH, DROPPED), added * keep_scale, 0.0)
-    added += tl.load(residual + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        added = tl.where(
+            _dropout_mask(seed, row, WIDTH, DROPPED),
+            added * keep_scale,
+            0.0,
+        )
+    added += tl.load(
+        residual + row * columns + column,
+        mask=inside,
+        other=0.0,
+    ).to(tl.float32)
     rounded = added.to(total.dtype.element_ty)
     tl.store(total + row * columns + column, rounded, mask=inside)
     h = rounded.to(tl.float32)
@@ -79,7 +95,11 @@ def _add_norm_backward(
         residual_gradient = tl.load(d_total + offset, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(scale + row)
         if not RMS:
-            h = tl.where(inside, h - tl.load(mean + row), 0.0)
+            h = tl.where(
+                inside,
+                h - tl.load(mean + row),
+                0.0,
+            )
         h *= inverse
         d_weight += upstream * h
         d_normed = upstream * gain
@@ -108,14 +128,28 @@ def _add_norm_backward(
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Any, residual: Tensor, weight: Tensor, shift: Any, options: Any
+        ctx: Any,
+        x: Tensor,
+        bias: Any,
+        residual: Tensor,
+        weight: Tensor,
+        shift: Any,
+        options: Any,
     ) -> Any:
         eps, probability = options
         rows, columns = x.shape[:-1].numel(), x.shape[-1]
         total, out = torch.empty_like(x), torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = scale if shift is None else torch.empty_like(scale)
-        seed = torch.randint(2**62, (1,), device=x.device) if probability > 0.0 else scale
+        seed = (
+            torch.randint(
+                2**62,
+                (1,),
+                device=x.device,
+            )
+            if probability > 0.0
+            else scale
+        )
         ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
         width = triton.next_power_of_2(columns)
         dropped = round(probability * (2**32 - 1)) - 2**31 if probability > 0.0 else None
@@ -141,7 +175,11 @@ class _AddNorm(torch.autograd.Function):
         d_residual = torch.empty_like(total)
         d_x = d_residual if ctx.flags["DROPPED"] is None else torch.empty_like(total)
         # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
-        per_multiprocessor, stages = {1: (8, 2), 2: (8, 2), 4: (8, 1)}.get(ctx.num_warps, (2, 1))
+        per_multiprocessor, stages = {
+            1: (8, 2),
+            2: (8, 2),
+            4: (8, 1),
+        }.get(ctx.num_warps, (2, 1))
         # Triton's interpreter runs on the CPU.
         count = (
             torch.cuda.get_device_properties(total.device).multi_processor_count

@@ -48,8 +48,16 @@ def _rotate(
     keys = key + s * key_s + b * key_b + group * key_h + pair
     values = value + s * value_s + b * value_b + group * value_h + pair
     cosines = table + s * table_s + b * table_b + pair
-    cosine = tl.where(is_value, 1.0, tl.load(cosines, mask=pair < HALF, other=0.0))
-    sine = tl.where(is_value, 0.0, tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0))
+    cosine = tl.where(
+        is_value,
+        1.0,
+        tl.load(cosines, mask=pair < HALF, other=0.0),
+    )
+    sine = tl.where(
+        is_value,
+        0.0,
+        tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0),
+    )
     if BACKWARD:
         first, second = tl.load(queries, is_query, 0.0), tl.load(queries + HALF, is_query, 0.0)
         first, second = (
@@ -78,7 +86,12 @@ def _rotate(
 
 
 def _launch_rotate(
-    mixed: Tensor, parts: Sequence[Tensor], table: Tensor, queries: int, *, backward: bool
+    mixed: Tensor,
+    parts: Sequence[Tensor],
+    table: Tensor,
+    queries: int,
+    *,
+    backward: bool,
 ) -> None:
     """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries."""
     s, b, heads, _ = mixed.shape
@@ -99,7 +112,12 @@ def _cos_sin(angles: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, angles: Tensor, queries: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        angles: Tensor,
+        queries: int,
+    ) -> tuple[Tensor, ...]:
         mixed = mixed if mixed.stride(-1) == 1 else mixed.contiguous()
         s, b, heads, width = mixed.shape
         groups = heads // (queries + 2) if queries < heads else 0
@@ -152,7 +170,12 @@ def split_and_rotate(
 def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``_apply_rotary_pos_emb_bshd`` by the kernel, for heads that are normalized before the rotation or shared."""
 
-    def _apply_rotary_pos_emb_bshd(t: Tensor, freqs: Tensor, *options: Any, **named: Any) -> Tensor:
+    def _apply_rotary_pos_emb_bshd(
+        t: Tensor,
+        freqs: Tensor,
+        *options: Any,
+        **named: Any,
+    ) -> Tensor:
         is_standard = not named.get("rotary_interleaved") and not named.get(
             "multi_latent_attention"
         )
