@@ -70,17 +70,21 @@ class Plan:
 
 def engine_step(trainer: Trainer, module: MegatronModule, batch: Batch) -> Callable[[], None]:
     """Return a function that runs one engine step on ``batch``, with the Trainer's model chunks and optimizer."""
+    from lightning_megatron.engine.optimizer import Gradients, MegatronOptimizer
     from lightning_megatron.engine.schedule import Schedule
     from lightning_megatron.strategy import MegatronStrategy
 
-    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+    strategy = trainer.strategy
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, MegatronOptimizer)
     assert isinstance(strategy, MegatronStrategy), (
         "only this package's engine runs without the Trainer"
     )
     schedule = Schedule(list(module.model_chunks or []), strategy.topology)
 
     def step() -> None:
-        optimizer.loss = schedule.train(batch, module.train_step, optimizer).loss  # type: ignore
+        loss = schedule.train(batch, module.train_step, optimizer).loss
+        optimizer.accept(Gradients(loss, check_finite=lambda grad_norm: None))
         optimizer.step()
 
     return step

@@ -37,6 +37,7 @@ from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.ops.fp8 import known_recipe
 from lightning_megatron.engine.optimizer import (
+    Gradients,
     MegatronOptimizer,
     OptimizerContext,
     OptimizerOptions,
@@ -597,9 +598,9 @@ class MegatronStrategy(DDPStrategy):
             fixed_rows = None if getattr(data, "rampup", None) is None else data.micro_batch_size
             output = schedule.train(batch, train_step, optimizer, fixed_rows)
         self._engine_losses.append(EngineLoss.of(output.loss))
-        optimizer.loss, self.step_shape = output.loss, output.shape
+        self.step_shape = output.shape
         limit = self.max_skips_in_a_row if self.on_nan == "skip" else 0
-        optimizer.check_finite = partial(
+        check_finite = partial(
             schedule.check_finite,
             output,
             step=trainer.global_step,
@@ -607,6 +608,7 @@ class MegatronStrategy(DDPStrategy):
             group=self._host_group,
             check_weights=partial(self._check_weights, optimizer, trainer.global_step),
         )
+        optimizer.accept(Gradients(output.loss, check_finite))
         return output
 
     def _check_weights(self, optimizer: MegatronOptimizer, step: int) -> None:

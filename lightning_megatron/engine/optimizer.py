@@ -1,4 +1,4 @@
-"""Megatron's optimizer as a torch optimizer: options, parameter groups, a wrapper for Lightning, and its sharded state.
+"""Megatron's optimizer as a torch optimizer: options, parameter groups, and a wrapper for Lightning.
 
 Lightning and torch's learning-rate schedulers require a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper
 exposes Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
@@ -9,43 +9,30 @@ asynchronously. A gradient that is not finite anywhere, also in a copy that the 
 all ranks. Where steps may be skipped, the host reads it after queueing the update, because learning rates depend
 on it; otherwise after queueing the next step's gradients, so that Python and data preparation overlap with the GPU. A
 step that is not finite never reaches the weights either way.
-
-Checkpoints hold, for each parameter, the entries ``optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`` in the shape of
-the weight: its fp32 master weight and its moments, as in megatron-core's ``fully_reshardable`` format. So a run can be
-resumed with or without distributed optimizer, at any data-parallel size and in another precision. megatron-core 0.16.1
-(optimizer/distrib_optimizer.py) writes that format by gathering everything on every rank, and its optimizers without
-sharding write other names. Here each rank writes and reads exactly what it holds: its shard of a parameter is a range
-of consecutive elements, which is cut into boxes (rest of a row, complete rows, start of a row).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor
 
+from lightning_megatron.engine import optimizer_state
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.ops.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import explains_options
-
-if TYPE_CHECKING:
-    from lightning_megatron.engine.settings import EngineSettings
 
 
 @explains_options
@@ -160,33 +147,34 @@ def _group_overrides(
     chunks: Iterable[torch.nn.Module], options: OptimizerOptions
 ) -> dict[ParamKey, dict[str, float]]:
     """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
-    default = GroupMultipliers()
-    distinct = {
-        multipliers_of(n, p, options) for chunk in chunks for n, p in chunk.named_parameters()
-    }
-    distinct |= {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
+    distinct = {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            distinct.add(multipliers_of(name, parameter, options))
+    distinct.discard(GroupMultipliers())
 
     def has(multipliers: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
         return lambda parameter, name: multipliers_of(name, parameter, options) == multipliers
 
-    return {
-        ParamKey(
-            with_name_predicate=ParamWithNamePredicate(
-                name=str(group),
-                fn=has(group),
-            )
-        ): {
-            "lr_mult": group.lr_mult,
-            "wd_mult": group.wd_mult,
-        }
-        for group in sorted(distinct - {default}, key=lambda g: (g.lr_mult, g.wd_mult))
-    }
+    overrides = {}
+    for group in sorted(distinct, key=lambda each: (each.lr_mult, each.wd_mult)):
+        predicate = ParamWithNamePredicate(name=str(group), fn=has(group))
+        factors = {"lr_mult": group.lr_mult, "wd_mult": group.wd_mult}
+        overrides[ParamKey(with_name_predicate=predicate)] = factors
+    return overrides
 
 
 def _group_name(lr_mult: float, wd_mult: float) -> str:
     """Name of a parameter group, which Lightning's LearningRateMonitor logs as e.g. ``lr/weight_decay``."""
-    decay = {0.0: "no_weight_decay", 1.0: "weight_decay"}.get(wd_mult, f"weight_decay_x{wd_mult:g}")
-    return decay if lr_mult == 1.0 else f"{decay}_lr_x{lr_mult:g}"
+    if wd_mult == 0.0:
+        name = "no_weight_decay"
+    elif wd_mult == 1.0:
+        name = "weight_decay"
+    else:
+        name = f"weight_decay_x{wd_mult:g}"
+    if lr_mult != 1.0:
+        name += f"_lr_x{lr_mult:g}"
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +186,15 @@ class OptimizerContext:
     """Context manager within which Megatron may be called."""
     may_skip: bool
     """Whether training continues after a skipped step: each step's outcome must then be known before the next step."""
+
+
+class Gradients(NamedTuple):
+    """What an update must know of the gradients in the buffers."""
+
+    loss: Tensor
+    """[], fp32, on the device: the loss that they belong to, the same on every rank."""
+    check_finite: Callable[[float], None]
+    """Called on all ranks with their norm (NaN or infinite if the loss is); raises to end the run."""
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
@@ -222,9 +219,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
             ConfigError: If the learning rate is negative.
         """
         require_number("lr", lr)
-        config = _engine_config(options, lr, context.settings)
         self.inner: Any = get_megatron_optimizer(
-            config, chunks, config_overrides=_group_overrides(chunks, options)
+            _engine_config(options, lr, context.settings),
+            chunks,
+            config_overrides=_group_overrides(chunks, options),
         )
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
@@ -236,13 +234,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Maximum global gradient norm of the next step; 0 for no clipping (the norm is computed anyway)."""
         # OneCycleLR and CyclicLR check here whether the groups have a momentum that they can schedule.
         self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
-        self.loss = torch.zeros(())
-        """[], fp32, on the device: the loss that the gradients belong to, the same on every rank."""
-        self._updated_loss = self.loss
-        """The loss of the last update."""
-        self.check_finite: Callable[[float], None] = lambda grad_norm: None
-        """Called on all ranks with the step's gradient norm (NaN or infinite if the loss is); raises to end the run."""
-        self.grad_norm: torch.Tensor | None = None
+        self._gradients: Gradients | None = None
+        """Those of the next step; None before they are computed."""
+        self.grad_norm: Tensor | None = None
         """[], fp32: the last step's gradient norm, perhaps on the device; None before the first step."""
         self._report: OptimizerReport | None = None
         self._outcome: tuple[HostCopy, Callable[[float], None]] | None = None
@@ -273,99 +267,89 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Empty: ``sharded_state_dict`` has the state."""
         return {}
 
+    @property
+    def parts(self) -> list[Any]:
+        """The optimizers that Megatron has chained."""
+        return list(getattr(self.inner, "chained_optimizers", [self.inner]))
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: see the class."""
 
+    def accept(self, gradients: Gradients) -> None:
+        """Take the gradients that are in the buffers now for the next step."""
+        self._gradients = gradients
+
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run ``closure`` (forward and backward), then clip, update and gather. Every rank must call."""
-        loss = None
+        result = None
         if closure is not None:
             self.clip_grad = 0.0  # until the closure's hooks set it
             with torch.enable_grad():
-                loss = closure()
-        if self.loss is self._updated_loss:
+                result = closure()
+        gradients = self._gradients
+        if gradients is None:
             raise ConfigError(
                 "optimizer.step: expected gradients of a new batch, got none since the last update; pass the closure "
                 "that optimizer_step gets, or call it before"
             )
-        self._updated_loss = self.loss
+        self._gradients = None
         with self._context.engine():
             self.settle()  # of the previous step; this one's gradients are queued
-            if self.inner.prepare_grads():  # an overflow of 16-mixed
-                self.grad_norm = torch.tensor(math.nan)
-                self._finish(math.nan, self.check_finite, overflow=True)
+            self._update(gradients)
+        return result
+
+    def _update(self, gradients: Gradients) -> None:
+        overflows = self.inner.prepare_grads()  # of 16-mixed
+        if overflows:
+            self.grad_norm = torch.tensor(math.nan)
+            # Gradients that overflow only because of the loss scale are normal in 16-mixed.
+            if math.isfinite(gradients.loss):
+                self._report = self._make_report(math.nan)
             else:
-                self._masked_update()
-                if not self._settles_late:
-                    self.settle()
-        return loss
-
-    @property
-    def report(self) -> OptimizerReport | None:
-        """Outcome of the last step, None before the first. Waits for the device; never communicates."""
-        if self._outcome is None:
-            return self._report
-        return self._make_report(self._outcome[0].read() ** 0.5)
-
-    @property
-    def has_skipped(self) -> bool:
-        """Whether the last step was skipped, and training goes on. Does not wait for the device."""
-        return self._outcome is None and self._report is not None and self._report.skipped
-
-    def settle(self) -> None:
-        """Read the outcome of the last step, if not yet read. Every rank must call at the same point.
-
-        Raises:
-            NonFiniteError: If the step was not finite, and its ``check_finite`` raises.
-        """
-        if self._outcome is None:
+                self._finish(math.nan, gradients.check_finite)
             return
-        (squared, check_finite), self._outcome = self._outcome, None
-        norm = squared.read() ** 0.5
-        if not math.isfinite(norm):
-            for optimizer in self._masters:
-                optimizer.uncount_step()
-        self._finish(norm, check_finite)
+        self._masked_update(gradients)
+        if not self._settles_late:
+            self.settle()
 
-    def _masked_update(self) -> None:
+    def _masked_update(self, gradients: Gradients) -> None:
         """Queue the update, which the device skips if the gradient norm is not finite."""
-        squared = self._squared_norm()
+        squared = self._squared_norm(gradients.loss)
         self.grad_norm = squared.sqrt().squeeze()
-        found_inf, clip = (~squared.isfinite()).float(), self.clip_grad
+        found_inf = (~squared.isfinite()).float()
         for optimizer in self._masters:
             optimizer.found_inf = found_inf
-            optimizer.grad_scale = ((self.grad_norm + 1e-6) / clip).clamp(min=1.0) if clip else None
+            optimizer.grad_scale = None
+            if self.clip_grad:
+                excess = (self.grad_norm + 1e-6) / self.clip_grad
+                optimizer.grad_scale = excess.clamp(min=1.0)
         # Copied before the update, so that the host need not wait for the update.
-        self._outcome = HostCopy(squared), self.check_finite
+        self._outcome = (HostCopy(squared), gradients.check_finite)
         self.inner.step_with_ready_grads()
 
-    def _squared_norm(self) -> torch.Tensor:
+    def _squared_norm(self, loss: Tensor) -> Tensor:
         """Squared global gradient norm: [1], fp32. NaN or infinite also if the loss is: the host reads only this value.
 
         megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without waiting for the device.
         """
-        counted_by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-        copies_by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        counted_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        copies_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
         # Experts have their own optimizer and, without sharding, their own group of ranks.
         for part, group in zip(self.parts, self._norm_groups, strict=True):
             counted, copies = _counted_gradients(part)
             counted_by_group.setdefault(group, []).extend(counted)
             copies_by_group.setdefault(group, []).extend(copies)
-        total = torch.zeros(
-            1,
-            dtype=torch.float32,
-            device=self.loss.device,
-        )
+        total = torch.zeros(1, dtype=torch.float32, device=loss.device)
         for group, counted in counted_by_group.items():
             copies = copies_by_group[group]
-            gradients = [*counted, 0.0 * self.loss, *copies]
+            gradients = [*counted, 0.0 * loss, *copies]
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
             num_counted = len(counted) + 1
-            squared = torch.linalg.vector_norm(torch.stack(norms[:num_counted])).reshape(1) ** 2.0
+            norm = torch.linalg.vector_norm(torch.stack(norms[:num_counted]))
+            squared = norm.reshape(1) ** 2.0
             if copies:
                 squared += _zero_or_nan(torch.stack(norms[num_counted:]).sum())
             dist.all_reduce(squared, group=group)
@@ -384,46 +368,64 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return all(dist.get_world_size(group) == world_size for group in self._norm_groups)
 
     @property
-    def _settles_late(self) -> bool:
-        """Whether ``settle`` is deferred to the next step: on a GPU it would wait, and no skipped step needs it."""
-        return self.loss.is_cuda and not self._context.may_skip
-
-    @property
     def _masters(self) -> list[MasterOptimizer]:
         """Optimizers of the parts; a part without weights on this rank has none."""
         return [part.optimizer for part in self.parts if part.optimizer is not None]
 
-    def _finish(
-        self,
-        norm: float,
-        check_finite: Callable[[float], None],
-        *,
-        overflow: bool = False,
-    ) -> None:
-        # Gradients that overflow only because of the loss scale are normal in 16-mixed.
-        is_nonfinite = not math.isfinite(self.loss if overflow else norm)
-        if is_nonfinite or not overflow:
-            check_finite(norm)
-        if is_nonfinite:
-            self.skipped_steps += 1
-            self.skips_in_a_row += 1
-        elif not overflow:
+    # ---- its outcome ----------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> OptimizerReport | None:
+        """Outcome of the last step, None before the first. Waits for the device; never communicates."""
+        if self._outcome is None:
+            return self._report
+        squared, _ = self._outcome
+        return self._make_report(squared.read() ** 0.5)
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last step was skipped, and training goes on. Does not wait for the device."""
+        return self._outcome is None and self._report is not None and self._report.skipped
+
+    @property
+    def _settles_late(self) -> bool:
+        """Whether ``settle`` is deferred to the next step: on a GPU it would wait, and no skipped step needs it."""
+        return self._context.settings.device.type == "cuda" and not self._context.may_skip
+
+    def settle(self) -> None:
+        """Read the outcome of the last step, if not yet read. Every rank must call at the same point.
+
+        Raises:
+            NonFiniteError: If the step was not finite, and its ``check_finite`` raises.
+        """
+        if self._outcome is None:
+            return
+        squared, check_finite = self._outcome
+        self._outcome = None
+        norm = squared.read() ** 0.5
+        if not math.isfinite(norm):
+            for optimizer in self._masters:
+                optimizer.uncount_step()
+        self._finish(norm, check_finite)
+
+    def _finish(self, norm: float, check_finite: Callable[[float], None]) -> None:
+        check_finite(norm)
+        if math.isfinite(norm):
             self.skips_in_a_row = 0
             self.has_updated = True
+        else:
+            self.skipped_steps += 1
+            self.skips_in_a_row += 1
         self._report = self._make_report(norm)
 
     def _make_report(self, norm: float) -> OptimizerReport:
+        is_finite = math.isfinite(norm)
         return OptimizerReport(
-            grad_norm=norm if math.isfinite(norm) else math.nan,
-            skipped=not math.isfinite(norm),
+            grad_norm=norm if is_finite else math.nan,
+            skipped=not is_finite,
             skipped_steps=self.skipped_steps,
             loss_scale=self.inner.get_loss_scale().detach().clone(),
         )
-
-    @property
-    def parts(self) -> list[Any]:
-        """The optimizers that Megatron has chained."""
-        return list(getattr(self.inner, "chained_optimizers", [self.inner]))
 
     # ---- the state in a checkpoint --------------------------------------------------------------------------------
 
@@ -440,11 +442,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def state_format(self) -> dict[str, Any]:
         """Properties that must match for one optimizer to load another one's state."""
         config = self.parts[0].config
-        has_momentum = config.optimizer != "sgd" or config.sgd_momentum > 0
+        algorithm = config.optimizer
+        if algorithm == "sgd" and config.sgd_momentum <= 0:
+            algorithm += " without momentum"
         groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups}
         return {
             "implementation": "DistributedOptimizer",  # formerly the only one that could read the format
-            "algorithm": config.optimizer + ("" if has_momentum else " without momentum"),
+            "algorithm": algorithm,
             "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
         }
 
@@ -458,30 +462,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
             is_loading: Whether a checkpoint is about to be loaded: fp32 masters, which are the weights, then get their
                 own memory, because the weights are loaded too, perhaps in lower precision.
         """
-        placements = _placements(models)
-        entries: dict[str, ShardedTensor] = {}
-        for number, held in enumerate(self._param_states()):
-            for name, tensor in held.tensors.items():
-                flat = (
-                    torch.empty_like(tensor)
-                    if is_loading and name == "param" and held.is_own_master
-                    else tensor
-                )
-                shards = _shards(
-                    placements[id(held.parameter)], held, flat, f"optimizer.state.{name}"
-                )
-                entries |= {f"{number}.{name}.{index}": shard for index, shard in enumerate(shards)}
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.param_groups
         ]
-        scaler = getattr(self.parts[0], "grad_scaler", None)
-        return {
-            "param_state": entries,
+        state = {
+            "param_state": optimizer_state.sharded(self.parts, models, is_loading=is_loading),
             "param_state_sharding_type": "fully_reshardable",
             "optimizer": {"param_groups": groups},
-            **({} if scaler is None else {"grad_scaler": scaler.state_dict()}),
         }
+        scaler = getattr(self.parts[0], "grad_scaler", None)
+        if scaler is not None:
+            state["grad_scaler"] = scaler.state_dict()
+        return state
 
     @torch.no_grad()
     def load_sharded_state_dict(self, loaded: Mapping[str, Any]) -> None:
@@ -492,46 +485,15 @@ class MegatronOptimizer(torch.optim.Optimizer):
         Args:
             loaded: ``sharded_state_dict`` after loading; masters and moments are already in place, except fp32 masters.
         """
-        entries = loaded["param_state"]
-        for number, held in enumerate(self._param_states()):
-            prefix = f"{number}.param."
-            # In the order of sharded_state_dict.
-            keys = sorted(
-                (int(key.removeprefix(prefix)), key) for key in entries if key.startswith(prefix)
-            )
-            if held.is_own_master and keys:
-                held.tensors["param"].copy_(torch.cat([entries[key].flatten() for _, key in keys]))
-        saved = {
-            _group_key(group): group for group in loaded.get("optimizer", loaded)["param_groups"]
-        }
-        for group in self.param_groups:
-            kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
-            group.update(
-                {
-                    name: value
-                    for name, value in saved[_group_key(group)].items()
-                    if name not in kept
-                }
-            )
+        optimizer_state.copy_masters(self.parts, loaded["param_state"])
+        optimizer_state.restore_groups(
+            self.param_groups, loaded.get("optimizer", loaded)["param_groups"]
+        )
         for part in self.parts:
             scaler = getattr(part, "grad_scaler", None)
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
-            if isinstance(part, DistributedOptimizer) and part.config.params_dtype is torch.float32:
-                # The weights are the masters, of which each data-parallel rank has restored its shard: all-gather them.
-                for chunk in part.model_chunks:
-                    chunk.start_param_sync(force_sync=True)
-
-    def _param_states(self) -> Iterator[_ParamState]:
-        """This rank's state of each parameter, in a fixed order."""
-        for part in self.parts:
-            for parameter, master, start in _master_weights(part):
-                moments = {
-                    name: part.optimizer.state[master][name].view(-1)
-                    for name in part.optimizer.state_names
-                }
-                tensors = {"param": master.detach().view(-1), **moments}
-                yield _ParamState(parameter, start, isinstance(part, DistributedOptimizer), tensors)
+        optimizer_state.gather_weights(self.parts)
 
 
 def _engine_config(options: OptimizerOptions, lr: float, settings: EngineSettings) -> Any:
@@ -563,10 +525,10 @@ def _counted_gradients(part: Any) -> tuple[list[Tensor], list[Tensor]]:
 
     The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages.
     """
-    has_new_name = hasattr(part, "get_grads_for_grad_norm")  # from megatron-core 0.19 on
-    counted: list[Tensor] = (
-        part.get_grads_for_grad_norm if has_new_name else part.get_main_grads_for_grad_norm
-    )()
+    if hasattr(part, "get_grads_for_grad_norm"):  # from megatron-core 0.19 on
+        counted: list[Tensor] = part.get_grads_for_grad_norm()
+    else:
+        counted = part.get_main_grads_for_grad_norm()
     counted_ids = {id(gradient) for gradient in counted}
     gradients = (parameter.grad for parameter in part.get_parameters())
     copies = [
@@ -580,153 +542,3 @@ def _counted_gradients(part: Any) -> tuple[list[Tensor], list[Tensor]]:
 def _zero_or_nan(value: Tensor) -> Tensor:
     """0 if ``value`` is finite, NaN if it is not; does not wait for the device."""
     return 0.0 * value
-
-
-# ---- shards of the optimizer state --------------------------------------------------------------------------------
-
-_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Keys that identify a parameter group; each rank has all groups, in any order."""
-
-_GROUP_SETTINGS = (
-    "max_lr",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "weight_decay",
-    "betas",
-    "eps",
-    "momentum",
-)
-"""Keys of parameter groups that each run sets; the others, such as ``lr`` and ``step``, are restored on resume."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size along each axis."""
-
-
-class _ParamState(NamedTuple):
-    """State that this rank's optimizer holds of one parameter."""
-
-    parameter: Tensor
-    start: int
-    """Index of the first element held, in row-major order."""
-    is_sharded: bool
-    """Whether other data-parallel ranks hold other elements, instead of the same ones."""
-    tensors: Mapping[str, Tensor]
-    """``param``, the master weight, and the moments by name; each [elements held]."""
-
-    @property
-    def stop(self) -> int:
-        """Index after the last element held."""
-        return self.start + self.tensors["param"].numel()
-
-    @property
-    def is_own_master(self) -> bool:
-        """Whether the master weight is the weight itself, as in fp32."""
-        master = self.tensors["param"].untyped_storage().data_ptr()
-        return bool(self.parameter.untyped_storage().data_ptr() == master)
-
-
-def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[name] for name in _GROUP_IDENTITY)
-
-
-def _master_weights(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield each parameter, its master weight or this rank's shard of it, and the index of its first element."""
-    if isinstance(part, DistributedOptimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            first: int = part._get_model_param_range_map(parameter)["param"].start
-            yield parameter, part.optimizer.param_groups[group]["params"][order], first
-        return
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(
-            part.float16_groups, part.fp32_from_float16_groups, strict=True
-        ):
-            yield from (
-                (parameter, master, 0)
-                for parameter, master in zip(parameters, masters, strict=True)
-            )
-        yield from (
-            (parameter, parameter, 0) for group in part.fp32_from_fp32_groups for parameter in group
-        )
-        return
-    yield from ((parameter, parameter, 0) for parameter in part.get_parameters())
-
-
-def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
-    """Map each parameter's ``id`` to its position in the full model: one sharded tensor, or several."""
-    sharded, _ = extract_sharded_tensors_and_factories(dict(models))
-    placements = {}
-    for placement in nested_values(sharded):
-        is_factory = isinstance(placement, ShardedTensorFactory)
-        placements[id(placement.data)] = (
-            list(nested_values(placement.build())) if is_factory else [placement]
-        )
-    return placements
-
-
-def _shards(
-    placements: Sequence[ShardedTensor], held: _ParamState, flat: Tensor, name: str
-) -> Iterator[ShardedTensor]:
-    """Sharded tensors of the full model that make up ``flat``, the held elements of a state tensor, in its order."""
-    for placement in placements:
-        data = placement.data
-        assert data is not None
-        assert data.is_contiguous(), "shards of a parameter are contiguous"
-        begin = data.storage_offset() - held.parameter.storage_offset()
-        start, stop = max(held.start, begin), min(held.stop, begin + data.numel())
-        # The last component is the data-parallel rank: of ranks that hold the same elements, the first one writes.
-        replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
-        prepended = placement.prepend_axis_num
-        for offset, size in boxes(
-            tuple(data.shape),
-            start - begin,
-            stop - begin,
-        ):
-            shape, inside = (1,) * prepended + size, (0,) * prepended + offset
-            count = math.prod(size)
-            yield ShardedTensor(
-                key=f"{name}.{placement.key}",
-                data=flat[start - held.start :][:count].view(shape),
-                dtype=flat.dtype,
-                local_shape=shape,
-                global_shape=placement.global_shape,
-                global_offset=tuple(
-                    a + b for a, b in zip(placement.global_offset, inside, strict=True)
-                ),
-                axis_fragmentations=None,
-                replica_id=replica,
-                allow_shape_mismatch=placement.allow_shape_mismatch,
-            )
-            start += count
-
-
-def boxes(
-    shape: tuple[int, ...],
-    start: int,
-    stop: int,
-) -> list[Box]:
-    """Split elements ``start`` to ``stop`` of a tensor, in row-major order, into few boxes in the same order."""
-    if start >= stop:
-        return []
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-
-    def within(
-        index: int,
-        begin: int,
-        end: int,
-    ) -> list[Box]:
-        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], begin, end)]
-
-    if first > last:
-        return within(last, start - last * row, stop - last * row)
-    complete = (
-        [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    )
-    return [
-        *within(first - 1, start - (first - 1) * row, row),
-        *complete,
-        *within(last, 0, stop - last * row),
-    ]

@@ -164,6 +164,8 @@ class Flip:
 
 def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
     """Flip the bit on its rank; whether the rank holds the element."""
+    from lightning_megatron.engine.optimizer_state import param_states
+
     if int(os.environ["RANK"]) != flip.rank:
         return False
     (parameter,) = (
@@ -174,7 +176,7 @@ def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
     tensor = parameter.data
     start = 0
     if flip.tensor != "weight":
-        for held in trainer.strategy.megatron_optimizer._param_states():
+        for held in param_states(trainer.strategy.megatron_optimizer.parts):
             if held.parameter is parameter:
                 tensor = held.tensors[flip.tensor]
                 start = held.start
