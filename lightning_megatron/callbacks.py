@@ -36,7 +36,7 @@ from lightning_megatron.planner import DEVICES, GIB, make_run, plan
 from lightning_megatron.storage.paths import open_to_append, save_figure
 
 if TYPE_CHECKING:
-    from lightning_megatron.engine.schedule import StepShape
+    from lightning_megatron.engine.step import StepShape
 
 __all__ = ["LossCurve", "PerplexityReport", "ProgressLine", "SampleText", "ThroughputMonitor"]
 

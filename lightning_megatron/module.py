@@ -46,8 +46,8 @@ from lightning_megatron.storage.hub import Needed, first_line, local_folder, nam
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from lightning_megatron.engine.schedule import StepOutput
     from lightning_megatron.engine.settings import EngineSettings
+    from lightning_megatron.engine.step import StepOutput
     from lightning_megatron.generate.decode import GenerationOutput, LiveModel
     from lightning_megatron.models.config import ModelConfig
     from lightning_megatron.strategy import MegatronStrategy

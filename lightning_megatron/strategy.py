@@ -46,9 +46,10 @@ from lightning_megatron.engine.optimizer import (
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
-from lightning_megatron.engine.schedule import AllowedSkips, Schedule, StepOutput, StepShape
+from lightning_megatron.engine.schedule import AllowedSkips, Schedule
 from lightning_megatron.engine.settings import EngineSettings, Recipe, Recompute
 from lightning_megatron.engine.shared_weights import freeze_shared_weights
+from lightning_megatron.engine.step import StepOutput, StepShape
 from lightning_megatron.engine.wrap import finish_parameter_gathers, to_16bit, to_ddp
 from lightning_megatron.errors import (
     CheckpointError,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,67 +24,15 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.objective import Batch, LossFunc, Objective, Output
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
-from lightning_megatron.engine.ops.router import LoadBalance, LoadReport
+from lightning_megatron.engine.ops.router import LoadBalance
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
+from lightning_megatron.engine.step import StepOutput, StepShape
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, NonFiniteError, divisors
 
 Observer: TypeAlias = Callable[[Batch, Output], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """Sizes of the global batch of one optimizer step."""
-
-    micro_batch_size: int
-    """Rows of one microbatch."""
-    num_microbatches: int
-    """Microbatches of one data-parallel rank."""
-    seq_length: int
-    """Tokens per row."""
-    data_parallel_size: int
-    """Data-parallel ranks."""
-    lengths: tuple[int, ...] = ()
-    """Tokens per row of each sequence if there are several (T5's encoder and decoder), otherwise empty."""
-    expert_counts: torch.Tensor | None = field(default=None, compare=False)
-    """[layers, experts], fp32, the same on every rank: tokens routed to each expert in a training step."""
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of the global batch."""
-        return self.micro_batch_size * self.num_microbatches * self.data_parallel_size
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the global batch, padding included."""
-        return self.global_batch_size * self.seq_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """The losses of one step; the same values on every rank, on the device (reading one waits for the GPU)."""
-
-    loss: torch.Tensor
-    """[], fp32: the sum of the terms."""
-    terms: Mapping[str, torch.Tensor]
-    """[], fp32 each: the mean of each term over the targets of the global batch."""
-    num_targets: Mapping[str, torch.Tensor]
-    """[], fp32 each: the number of these targets."""
-    shape: StepShape
-    microbatch_losses: torch.Tensor
-    """[num_microbatches], fp32: summed losses of each microbatch of this rank; empty before the last stage."""
-    experts: LoadReport | None = None
-    """Load of a training step's experts, whose auxiliary loss is part of ``loss`` but not a term; None otherwise."""
-
-    @property
-    def expert_metrics(self) -> dict[str, torch.Tensor]:
-        """Metrics of experts to log, [] each, on the device; empty without experts."""
-        if (load := self.experts) is None:
-            return {}
-        loads = {"expert_load_max": load.max_load, "expert_load_min": load.min_load}
-        return {"load_balancing_loss": load.loss, **loads}
 
 
 class AllowedSkips(NamedTuple):
@@ -103,7 +51,10 @@ class Schedule:
     _observe: Observer | None
 
     def __init__(
-        self, chunks: list[Any], topology: Topology, graphs: MicrobatchGraphs | None = None
+        self,
+        chunks: list[Any],
+        topology: Topology,
+        graphs: MicrobatchGraphs | None = None,
     ) -> None:
         """Set up the schedule of (wrapped) chunks; for training, before the optimizer is built.
 
@@ -121,14 +72,17 @@ class Schedule:
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [
-            (n, p, p.requires_grad) for chunk in chunks for n, p in chunk.named_parameters()
+            (name, weight, weight.requires_grad)
+            for chunk in chunks
+            for name, weight in chunk.named_parameters()
         ]
         self._denominators: dict[str, torch.Tensor] | None = None
         self._denominator_buffers: dict[tuple[str, ...], torch.Tensor] = {}
         self._targets_seen: list[torch.Tensor] = []
         self._graphs = graphs
-        has_experts = self._configs[0].num_moe_experts is not None
-        self._balance = LoadBalance(self._configs[0], chunks) if has_experts else None
+        self._balance: LoadBalance | None = None
+        if self._configs[0].num_moe_experts is not None:
+            self._balance = LoadBalance(self._configs[0], chunks)
 
     def train(
         self,
@@ -155,12 +109,14 @@ class Schedule:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         optimizer.inner.zero_grad()
-        self._step, self._observe = train_step, None
+        self._step = train_step
+        self._observe = None
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
         if micro_batch_size is not None:
             return self._run(prepared, rows // micro_batch_size, forward_only=False)
-        self._train_rows = self._train_rows or rows
+        if self._train_rows is None:
+            self._train_rows = rows
         # The last batch of an epoch may be smaller.
         if rows == self._train_rows and rows % self._num_microbatches != 0:
             raise ConfigError(_uneven_batch(rows, self._num_microbatches))
@@ -176,7 +132,8 @@ class Schedule:
             train_step: The objective.
             observe: Called on the last stage with each microbatch and the model's output for it.
         """
-        self._step, self._observe = train_step, observe
+        self._step = train_step
+        self._observe = observe
         prepared = self._padded(train_step.prepare_batch(batch))
         return self._run(prepared, self._num_microbatches, forward_only=True)
 
@@ -225,8 +182,10 @@ class Schedule:
             )
         if math.isfinite(grad_norm):
             return
-        auxiliary = 0.0 if output.experts is None else output.experts.loss
-        if not math.isfinite(output.loss) and math.isfinite(sum(output.terms.values()) + auxiliary):
+        total = sum(output.terms.values())
+        if output.experts is not None:
+            total = total + output.experts.loss
+        if not math.isfinite(output.loss) and math.isfinite(total):
             raise ConfigError(
                 f"{type(self._step).__name__}.counts: expected the numbers of targets that loss_func returns, got "
                 "others; override both, or let counts return None"
@@ -255,7 +214,8 @@ class Schedule:
         for rank, losses_of_rank in enumerate(of_ranks):
             for loss, number, dp_rank in losses_of_rank:
                 if not math.isfinite(loss):
-                    return f"the loss of microbatch {number} on rank {rank} (data-parallel rank {dp_rank}) is {loss}"
+                    place = f"rank {rank} (data-parallel rank {dp_rank})"
+                    return f"the loss of microbatch {number} on {place} is {loss}"
         return "a gradient is NaN or infinite (the loss is not) on an unknown rank"
 
     def _set_engine_hooks(self, optimizer: MegatronOptimizer) -> None:
@@ -271,7 +231,9 @@ class Schedule:
         """Pad the batch with rows without loss to a multiple of ``num_microbatches``."""
         rows = _num_rows(batch)
         num_rows = -(-rows // self._num_microbatches) * self._num_microbatches
-        return batch if rows == num_rows else self._step.pad_rows(batch, num_rows)
+        if rows == num_rows:
+            return batch
+        return self._step.pad_rows(batch, num_rows)
 
     def _run(
         self,
@@ -294,49 +256,55 @@ class Schedule:
             lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
         balance = None if forward_only else self._balance
-        self._denominators = None if forward_only else self._global_counts(batch, balance)
         self._targets_seen = []
-        rows_of = (tensor.chunk(num_microbatches) for tensor in batch.values())
-        microbatches = [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
+        self._denominators = None
+        if not forward_only:
+            self._denominators = self._global_counts(batch, balance)
+        microbatches = _split_rows(batch, num_microbatches)
         device = next(iter(batch.values())).device
-        if not forward_only and (reports := self._replay(microbatches)) is not None:
+        reports = None if forward_only else self._replay(microbatches)
+        if reports is not None:
             return self._reduce(reports, shape, device)
+        output = self._reduce(self._pipeline(microbatches, shape, forward_only), shape, device)
+        if balance is None:
+            return output
+        load = balance.end(device)
+        return replace(
+            output,
+            loss=output.loss + load.loss,
+            experts=load,
+            shape=replace(shape, expert_counts=load.counts),
+        )
+
+    def _pipeline(
+        self, microbatches: list[Batch], shape: StepShape, forward_only: bool
+    ) -> list[torch.Tensor]:
+        """Run the microbatches through Megatron's schedule and return their reports."""
+        is_interleaved = self._topology.parallel.vpp is not None
         iterators = [iter(microbatches) for _ in self._chunks]
         with contextlib.ExitStack() as stack:
             if self._fp8_linears:
                 stack.enter_context(quantized_weights(self._fp8_linears))
             if self._graphs is not None:
                 stack.enter_context(self._graphs.on_stream())
-            reports = get_forward_backward_func()(
+            reports: list[torch.Tensor] = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
-                data_iterator=iterators if parallel.vpp else iterators[0],
-                model=self._chunks if parallel.vpp else self._chunks[0],
-                num_microbatches=num_microbatches,
+                data_iterator=iterators if is_interleaved else iterators[0],
+                model=self._chunks if is_interleaved else self._chunks[0],
+                num_microbatches=shape.num_microbatches,
                 seq_length=shape.seq_length,
                 micro_batch_size=shape.micro_batch_size,
                 forward_only=forward_only,
             )
-        output = self._reduce(reports, shape, device)
-        if balance is None:
-            return output
-        report = balance.end(device)
-        shape = replace(shape, expert_counts=report.counts)
-        return replace(
-            output,
-            loss=output.loss + report.loss,
-            experts=report,
-            shape=shape,
-        )
+        return reports
 
     def _replay(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
         """Run the microbatches as CUDA graphs and return their reports; None if Megatron's schedule must run them."""
-        if (
-            self._graphs is None
-            or self._denominators is None
-            or not self._graphs.is_ready(microbatches[0])
-        ):
+        graphs = self._graphs
+        if graphs is None or self._denominators is None or not graphs.is_ready(microbatches[0]):
             return None
-        (chunk,), (config,) = self._chunks, self._configs
+        (chunk,) = self._chunks
+        (config,) = self._configs
 
         def body(microbatch: Batch) -> torch.Tensor:
             output, report = self._forward_step(iter([microbatch]), chunk)
@@ -345,29 +313,35 @@ class Schedule:
             config.grad_scale_func(loss).backward()
             return values
 
-        reports = [self._graphs.run(each, body) for each in microbatches]
+        reports = [graphs.run(microbatch, body) for microbatch in microbatches]
         self._finalize_gradients(self._chunks)
         return reports
 
     def _global_counts(
         self, batch: Batch, balance: LoadBalance | None
     ) -> dict[str, torch.Tensor] | None:
-        """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance."""
-        counts, names = self._step.counts(batch), self._step.loss_terms
+        """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance.
+
+        Returns:
+            The targets by term; None if they are unknown.
+
+        Raises:
+            ConfigError: If they are unknown but needed.
+        """
+        names = self._step.loss_terms
+        counts = self._step.counts(batch)
         if counts is None:
             if len(names) > 1 or balance is not None:
-                terms = f"loss terms {', '.join(names)}{' and that of the load of experts' if balance else ''}"
+                terms = f"loss terms {', '.join(names)}"
+                if balance is not None:
+                    terms += " and that of the load of experts"
                 raise ConfigError(
                     f"{type(self._step).__name__} has the {terms} but cannot count targets; implement counts()"
                 )
             return None
         packed = [counts[name].float() for name in names]
         if balance is not None:
-            mask = batch.get("attention_mask")
-            tokens = _num_rows(batch) * self._step.seq_length(batch)
-            packed.append(
-                packed[0].new_full((), tokens) if mask is None else (mask != 0).sum().float()
-            )
+            packed.append(self._count_tokens(batch, packed[0]))
         totals = torch.stack(packed)
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:
@@ -376,6 +350,13 @@ class Schedule:
         totals = totals[: len(names)].clamp(min=1.0)
         buffer = self._denominator_buffers.setdefault(tuple(names), totals).copy_(totals)
         return dict(zip(names, buffer.unbind(), strict=True))
+
+    def _count_tokens(self, batch: Batch, like: torch.Tensor) -> torch.Tensor:
+        """Tokens of the local batch without padding: [], fp32, on the device of ``like``."""
+        mask = batch.get("attention_mask")
+        if mask is not None:
+            return (mask != 0).sum().float()
+        return like.new_full((), _num_rows(batch) * self._step.seq_length(batch))
 
     def _forward_step(
         self, data_iterator: Iterator[Batch], model: torch.nn.Module
@@ -392,43 +373,44 @@ class Schedule:
         return output, report
 
     def _scaled_loss(
-        self, loss_func: LossFunc, output: Output
+        self,
+        loss_func: LossFunc,
+        output: Output,
     ) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
         terms = loss_func(output)
         ordered = [terms[name] for name in self._step.loss_terms]
-        report = torch.stack(
-            [torch.stack([term.sum.detach().float(), term.targets.float()]) for term in ordered]
-        )
+        pairs = [torch.stack([each.sum.detach().float(), each.targets.float()]) for each in ordered]
+        report = torch.stack(pairs)
         if self._denominators is None:
-            self._targets_seen += [term.targets.detach().float() for term in ordered]
-            return torch.stack([term.sum for term in ordered]).sum(), 0, report
-        loss = torch.stack([terms[name].sum / n for name, n in self._denominators.items()]).sum()
-        return loss, 0, report
+            self._targets_seen += [each.targets.detach().float() for each in ordered]
+            losses = [each.sum for each in ordered]
+        else:
+            losses = [terms[name].sum / count for name, count in self._denominators.items()]
+        return torch.stack(losses).sum(), 0, report
 
     def _reduce(
         self, reports: list[torch.Tensor], shape: StepShape, device: torch.device
     ) -> StepOutput:
         """Sum each term's [sum, count] over microbatches and dp, and broadcast them from the last stage."""
         names = self._step.loss_terms
+        topology = self._topology
         total = torch.zeros(len(names), 2, device=device)
-        per_microbatch = torch.stack(reports) if self._topology.is_last_stage else total[:0, None]
-        if self._topology.is_last_stage:
+        per_microbatch = total[:0, None]
+        if topology.is_last_stage:
+            per_microbatch = torch.stack(reports)
             total = per_microbatch.sum(0)
-            dist.all_reduce(total, group=self._topology.dp_group)
-        if self._topology.parallel.pp > 1:
-            dist.broadcast(total, self._topology.last_stage, group=self._topology.pp_group)
+            dist.all_reduce(total, group=topology.dp_group)
+        if topology.parallel.pp > 1:
+            dist.broadcast(total, topology.last_stage, group=topology.pp_group)
         counts = total[:, 1].clamp(min=1.0)
         means = total[:, 0] / counts
         loss = means.sum()
-        if (
-            self._denominators is not None
-        ):  # of the gradients; a mismatch makes the loss, and so the norm, NaN
+        if self._denominators is not None:
+            # The gradients' own counts: a mismatch makes the loss, and so the norm, NaN.
             expected = torch.stack([*self._denominators.values()])
-            loss = loss.masked_fill(
-                ~torch.isclose(counts, expected, rtol=1e-3).all(),
-                math.nan,
-            )
+            agree = torch.isclose(counts, expected, rtol=1e-3).all()
+            loss = loss.masked_fill(~agree, math.nan)
         return StepOutput(
             loss=loss,
             terms=dict(zip(names, means.unbind(), strict=True)),
@@ -456,12 +438,10 @@ class Schedule:
         if self._denominators is not None:
             return
         topology = self._topology
-        device = next(chunks[0].parameters()).device
-        count = (
-            torch.stack(self._targets_seen).sum()
-            if self._targets_seen
-            else torch.zeros((), device=device)
-        )
+        if self._targets_seen:
+            count = torch.stack(self._targets_seen).sum()
+        else:
+            count = torch.zeros((), device=next(chunks[0].parameters()).device)
         if topology.parallel.pp > 1:
             dist.broadcast(count, topology.last_stage, group=topology.pp_group)
         dist.all_reduce(count, group=topology.dp_group)
@@ -471,9 +451,17 @@ class Schedule:
 
 def _uneven_batch(rows: int, num_microbatches: int) -> str:
     """Error message for rows of a full batch that cannot be split into equal microbatches."""
-    message = f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches}"
-    fix = f"give the DataLoader a batch_size that is a multiple of {num_microbatches}"
-    return f"{message} of equal size; {fix}, or choose num_microbatches from {', '.join(map(str, divisors(rows)))}"
+    choices = ", ".join(str(divisor) for divisor in divisors(rows))
+    return (
+        f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches} of equal size; give the "
+        f"DataLoader a batch_size that is a multiple of {num_microbatches}, or choose num_microbatches from {choices}"
+    )
+
+
+def _split_rows(batch: Batch, count: int) -> list[Batch]:
+    """Split a prepared batch into ``count`` microbatches."""
+    rows_of = (tensor.chunk(count) for tensor in batch.values())
+    return [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
 
 
 def _num_rows(batch: Batch) -> int:
