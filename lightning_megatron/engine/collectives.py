@@ -149,7 +149,9 @@ def _kind(rows: torch.Tensor) -> str:
 
 
 def all_gather_rows(
-    rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup
+    rows: torch.Tensor,
+    counts: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """All-gather ``rows`` in rank order; ``counts`` is the number of rows of each rank. Every rank must call."""
     if len(counts) == 1:
@@ -170,7 +172,9 @@ def all_gather_rows(
 
 
 def compute_metrics(
-    metrics: Mapping[str, Metric], topology: Topology, device: torch.device
+    metrics: Mapping[str, Metric],
+    topology: Topology,
+    device: torch.device,
 ) -> dict[str, float]:
     """Values of metrics that the last stage has updated, on every rank; each rank must call with the same names.
 

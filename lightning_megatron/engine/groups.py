@@ -110,7 +110,9 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
 
 
 def _replica_group(
-    parallel: ParallelConfig, timeout: timedelta, backend: str | None = None
+    parallel: ParallelConfig,
+    timeout: timedelta,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Create this rank's tp x cp x pp group. Collective over the world."""
     # Megatron numbers ranks along tp first, then along cp, dp and pp.

@@ -79,7 +79,9 @@ class LRSchedule:
                 require_choice(name, value, _STYLES[name])
             elif value is not None:
                 require_number(
-                    name, value, at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0
+                    name,
+                    value,
+                    at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0,
                 )
         if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
@@ -114,7 +116,10 @@ class LRSchedule:
 
 
 def scheduler_settings(
-    schedule: LRSchedule, lr: float, weight_decay: float, total_steps: int | None
+    schedule: LRSchedule,
+    lr: float,
+    weight_decay: float,
+    total_steps: int | None,
 ) -> Mapping[str, Any]:
     """Arguments of Megatron's scheduler for a run of ``total_steps`` optimizer steps.
 

@@ -46,6 +46,8 @@ class Objective(Protocol):
         """Number of targets of each loss term in a prepared batch; None if unknown before the forward pass."""
 
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[Output, LossFunc]:
         """Run the forward pass of a microbatch through a model chunk of this rank."""

@@ -123,7 +123,9 @@ class OptimizerReport:
 
 
 def multipliers_of(
-    name: str, parameter: torch.Tensor, options: OptimizerOptions
+    name: str,
+    parameter: torch.Tensor,
+    options: OptimizerOptions,
 ) -> GroupMultipliers:
     """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
 
@@ -453,7 +455,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         }
 
     def sharded_state_dict(
-        self, models: Mapping[str, Any], *, is_loading: bool = False
+        self,
+        models: Mapping[str, Any],
+        *,
+        is_loading: bool = False,
     ) -> dict[str, Any]:
         """Build the state dict: sharded tensors that view the live state, and plain data; every rank must call.
 

@@ -76,7 +76,10 @@ def param_states(parts: Iterable[Any]) -> Iterator[ParamState]:
 
 
 def sharded(
-    parts: Iterable[Any], models: Mapping[str, Any], *, is_loading: bool
+    parts: Iterable[Any],
+    models: Mapping[str, Any],
+    *,
+    is_loading: bool,
 ) -> dict[str, ShardedTensor]:
     """Sharded tensors of all masters and moments, which view the live state.
 

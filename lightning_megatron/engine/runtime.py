@@ -69,7 +69,8 @@ class Runtime:
         with self.active():
             user_state = torch.get_rng_state()
             model_parallel_cuda_manual_seed(
-                seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank, force_reset_rng=True
+                seed + _PP_STRIDE * pp_rank + _CP_STRIDE * cp_rank,
+                force_reset_rng=True,
             )
             engine_state = torch.get_rng_state()
             torch.set_rng_state(user_state)

@@ -123,7 +123,10 @@ class Schedule:
         return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
 
     def evaluate(
-        self, batch: Batch, train_step: Objective, observe: Observer | None = None
+        self,
+        batch: Batch,
+        train_step: Objective,
+        observe: Observer | None = None,
     ) -> StepOutput:
         """Compute the losses of ``batch``, with any number of rows.
 
@@ -277,7 +280,10 @@ class Schedule:
         )
 
     def _pipeline(
-        self, microbatches: list[Batch], shape: StepShape, forward_only: bool
+        self,
+        microbatches: list[Batch],
+        shape: StepShape,
+        forward_only: bool,
     ) -> list[torch.Tensor]:
         """Run the microbatches through Megatron's schedule and return their reports."""
         is_interleaved = self._topology.parallel.vpp is not None
@@ -359,7 +365,9 @@ class Schedule:
         return like.new_full((), _num_rows(batch) * self._step.seq_length(batch))
 
     def _forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[Output, Any]:
         microbatch = next(data_iterator)
         progress.ticks += 1
@@ -390,7 +398,10 @@ class Schedule:
         return torch.stack(losses).sum(), 0, report
 
     def _reduce(
-        self, reports: list[torch.Tensor], shape: StepShape, device: torch.device
+        self,
+        reports: list[torch.Tensor],
+        shape: StepShape,
+        device: torch.device,
     ) -> StepOutput:
         """Sum each term's [sum, count] over microbatches and dp, and broadcast them from the last stage."""
         names = self._step.loss_terms

@@ -27,7 +27,9 @@ def unwrap(chunk: torch.nn.Module) -> Any:
 
 
 def to_16bit(
-    chunks: torch.nn.ModuleList, dtype: torch.dtype, fp8: Recipe | None
+    chunks: torch.nn.ModuleList,
+    dtype: torch.dtype,
+    fp8: Recipe | None,
 ) -> torch.nn.ModuleList:
     """Wrap chunks to compute in ``dtype`` and return fp32 from the last stage, unless ``dtype`` is fp32.
 
@@ -43,7 +45,9 @@ def to_16bit(
 
 
 def to_ddp(
-    chunks: torch.nn.ModuleList, settings: EngineSettings, graphs: MicrobatchGraphs | None = None
+    chunks: torch.nn.ModuleList,
+    settings: EngineSettings,
+    graphs: MicrobatchGraphs | None = None,
 ) -> torch.nn.ModuleList:
     """Wrap chunks in DDP for training: fp32 gradient buffers, reduced over dp; on the stream of ``graphs``, if any."""
     config = unwrap(chunks[0]).config

@@ -155,7 +155,11 @@ def _gather_sequence(shard: Tensor) -> Tensor:
 
 
 def _linear(
-    rows: int, columns: int, config: TransformerConfig, *, on_sequence_shard: bool
+    rows: int,
+    columns: int,
+    config: TransformerConfig,
+    *,
+    on_sequence_shard: bool,
 ) -> torch.nn.Linear:
     linear = torch.nn.Linear(rows, columns, dtype=config.params_dtype)
     for parameter in linear.parameters():
@@ -213,7 +217,10 @@ class Classifier(MegatronModule):
         )
         per_token = model.task != "sequence_classification"
         self.dense = _linear(
-            model.hidden_size, model.num_labels, config, on_sequence_shard=per_token
+            model.hidden_size,
+            model.num_labels,
+            config,
+            on_sequence_shard=per_token,
         )
         self.is_sharded: bool = config.sequence_parallel and per_token
 

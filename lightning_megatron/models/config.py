@@ -420,7 +420,9 @@ _POSITIONS: dict[str, PositionEmbedding] = {
 
 
 def with_variant(
-    model: ModelConfig, position_embedding_type: str | None, attention_head_type: str | None
+    model: ModelConfig,
+    position_embedding_type: str | None,
+    attention_head_type: str | None,
 ) -> ModelConfig:
     """Replace position embedding and attention heads of ``model`` by variants that its Hugging Face config cannot set.
 

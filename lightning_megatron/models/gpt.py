@@ -103,7 +103,10 @@ class Chunk(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def predictions(
-        self, hidden: Tensor, labels: Tensor | None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        runtime_gather_output: bool | None = None,
     ) -> Tensor:
         """Compute logits [b, s, v/tp or v], or with ``labels`` [b, s] per-token losses, [b, s] fp32.
 
@@ -235,7 +238,10 @@ class GPTChunk(Chunk):
         )
 
     def _embed(
-        self, input_ids: Tensor, position_ids: Tensor | None, segments: Tensor | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        segments: Tensor | None,
     ) -> Tensor:
         model = self.description
         if position_ids is None and model.position_offset and segments is not None:
@@ -283,14 +289,19 @@ class GPTChunk(Chunk):
             )[None]
         positions = self.own_tokens(position_ids)
         return rotary_angles(
-            positions, self._frequencies[length], interleaved=self.description.rotary_interleaved
+            positions,
+            self._frequencies[length],
+            interleaved=self.description.rotary_interleaved,
         )
 
     def _frequencies_at(self, length: int | None) -> Tensor:
         model = self.description
         # Megatron-Core supports only the constants of Llama 3.1.
         frequencies = inverse_frequencies(
-            model.rotary_width, model.rotary_base, model.rope_scaling, length
+            model.rotary_width,
+            model.rotary_base,
+            model.rope_scaling,
+            length,
         )
         if model.rotary_base_of_windows is not None:
             window_frequencies = inverse_frequencies(

@@ -83,10 +83,13 @@ def layer_spec(
         ),
     )
     fc2 = _output_linear(
-        model, has_bias=model.add_bias_linear, input_dropout=model.activation_dropout
+        model,
+        has_bias=model.add_bias_linear,
+        input_dropout=model.activation_dropout,
     )
     mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2)
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2),
     )
     names = dict(CHECKPOINT_NAMES)
     if model.has_experts(number):
@@ -99,7 +102,8 @@ def layer_spec(
             input_layernorm=norm_spec(model) if model.pre_norms else IdentityOp,
             self_attention=_self_attention(model, config, number),
             self_attn_bda=ModuleSpec(
-                BiasDropoutAdd, params={"probability": model.attention_output_dropout, **residual}
+                BiasDropoutAdd,
+                params={"probability": model.attention_output_dropout, **residual},
             ),
             pre_cross_attn_layernorm=Norm if has_cross_attention else IdentityOp,
             cross_attention=cross if has_cross_attention else IdentityOp,
@@ -193,7 +197,10 @@ def _core_attention(
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
     window = model.sliding_window if model.has_window(layer) else None
     return partial(
-        _attention_class(config), sliding_window=window, softcap=model.attention_softcap, **options
+        _attention_class(config),
+        sliding_window=window,
+        softcap=model.attention_softcap,
+        **options,
     )
 
 
@@ -251,7 +258,9 @@ class LayerStack(TransformerBlock):
 
 
 def _identity_layer(
-    hidden_states: Tensor, context: Tensor | None, **_: Any
+    hidden_states: Tensor,
+    context: Tensor | None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     return hidden_states, context
 
@@ -319,7 +328,9 @@ class OutputLinear(RowParallelLinear):
 
 
 def _normalize_output(
-    linear: Any, args: Any, output: tuple[Tensor, Tensor | None]
+    linear: Any,
+    args: Any,
+    output: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, None]:
     x, bias = output
     return linear.post_layernorm(x if bias is None else x + bias), None
@@ -355,7 +366,10 @@ class PartialRotaryAttention(SelfAttention):
         self.uses_second_angles = uses_second_angles
 
     def forward(
-        self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Call Megatron's; ``rotary_pos_emb``: angles [s, 1 or b, 1, rotary_width], or twice the width for two sets."""
         if rotary_pos_emb is not None and rotary_pos_emb.shape[-1] > self.rotary_width:
@@ -389,7 +403,10 @@ class BiasedTransformerLayer(TransformerLayer):
 
     @override
     def forward(
-        self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Call Megatron's; ``attention_mask``: [b or 1, np, sq, sk], added to the scores."""
         output: tuple[Tensor, Tensor | None] = super().forward(

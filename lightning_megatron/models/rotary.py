@@ -34,7 +34,11 @@ def inverse_frequencies(
         wavelengths: torch.Tensor = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         return 1.0 / wavelengths
     return scaled_frequencies(
-        asdict(scaling), width, base, scaling.original_max_position_embeddings, seq_length
+        asdict(scaling),
+        width,
+        base,
+        scaling.original_max_position_embeddings,
+        seq_length,
     )[0]
 
 
@@ -80,7 +84,9 @@ def scaled_frequencies(
 
 
 def rope_softmax_scale(
-    softmax_scale: float | None, kv_channels: int, scaling: RopeScaling | None
+    softmax_scale: float | None,
+    kv_channels: int,
+    scaling: RopeScaling | None,
 ) -> float | None:
     """Softmax scale that includes the attention factor of yarn and longrope, instead of sines and cosines.
 
@@ -103,7 +109,10 @@ def rope_softmax_scale(
 
 
 def rotary_angles(
-    positions: torch.Tensor, frequencies: torch.Tensor, *, interleaved: bool = False
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    *,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Rotary angles of each dimension at each token's position, in Megatron's order.
 

@@ -54,7 +54,8 @@ def t5_chunks(model: ModelConfig, settings: EngineSettings) -> Callable[[int | N
     overrides = dict(settings.overrides.transformer)
     layout = t5_layout(model, settings.parallel, overrides.pop(OVERRIDE, None))
     config = transformer_config(
-        model, replace(settings, overrides=replace(settings.overrides, transformer=overrides))
+        model,
+        replace(settings, overrides=replace(settings.overrides, transformer=overrides)),
     )
     return partial(T5Chunk, model, config, layer_ranges(model.num_layers, layout))
 
@@ -86,7 +87,9 @@ class T5Chunk(Chunk):
             [len(numbers) for numbers in layout] for layout in zip(*layers, strict=True)
         )
         self.encoder = stack(
-            encoder, is_decoder=False, has_final_norm=model.num_layers - 1 in encoder_layers
+            encoder,
+            is_decoder=False,
+            has_final_norm=model.num_layers - 1 in encoder_layers,
         )
         self.decoder = stack(decoder, is_decoder=True, has_final_norm=self.post_process)
         if (
@@ -279,7 +282,11 @@ class RelativeBias(MegatronModule):
     """[2 * max_distance + 1], int64: bucket of each distance between key and query, from -max_distance on."""
 
     def __init__(
-        self, model: ModelConfig, config: TransformerConfig, *, bidirectional: bool
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        *,
+        bidirectional: bool,
     ) -> None:
         """Create the table.
 
@@ -297,7 +304,10 @@ class RelativeBias(MegatronModule):
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
             torch.empty(
-                num_buckets, heads, dtype=config.params_dtype, device=torch.cuda.current_device()
+                num_buckets,
+                heads,
+                dtype=config.params_dtype,
+                device=torch.cuda.current_device(),
             )
         )
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)

@@ -36,7 +36,9 @@ def layer_ranges(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[r
 
 
 def t5_layout(
-    model: ModelConfig, parallel: ParallelConfig, override: object = None
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    override: object = None,
 ) -> tuple[int, ...]:
     """Number of layers of the joint stack in each chunk, as set by ``override`` or balanced.
 

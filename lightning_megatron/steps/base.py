@@ -113,7 +113,9 @@ class TrainStep(ABC):
 
     @abstractmethod
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[Output, LossFunc]:
         """Run the forward pass of a microbatch through a model chunk of this rank.
 

@@ -200,7 +200,10 @@ class BertTrainStep(MaskedLossStep):
             )
             if problem == "multi_label_classification":
                 batch_checks.check_values(
-                    name, labels, (labels >= 0) & (labels <= 1), f"in 0..1 ({rule})"
+                    name,
+                    labels,
+                    (labels >= 0) & (labels <= 1),
+                    f"in 0..1 ({rule})",
                 )
             return
         shapes = [(rows, length)] if head.per_token else [(rows,), (rows, 1)]
@@ -214,7 +217,11 @@ class BertTrainStep(MaskedLossStep):
                 else labels
             )
             batch_checks.check_range(
-                name, counted, model.vocab_size, "vocab_size", base.IGNORED_LABELS
+                name,
+                counted,
+                model.vocab_size,
+                "vocab_size",
+                base.IGNORED_LABELS,
             )
         elif name == "labels":
             batch_checks.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
@@ -267,7 +274,9 @@ class BertTrainStep(MaskedLossStep):
         )
 
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[Output, LossFunc]:
         """Run a microbatch: losses or logits on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
@@ -383,7 +392,10 @@ class BertTrainStep(MaskedLossStep):
             self._update_label_metrics(metrics, batch, output)
 
     def _update_label_metrics(
-        self, metrics: Mapping[str, Metric], batch: Batch, output: Tensor
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Tensor,
     ) -> None:
         targets, counted = batch["targets"], batch["loss_mask"] > 0
         if self._problem == "single_label_classification":

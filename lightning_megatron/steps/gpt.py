@@ -122,7 +122,10 @@ class GPTTrainStep(MaskedLossStep):
         batch_checks.check_token_inputs(batch, rows, length, self.model)
         if "labels" in batch:
             batch_checks.check_integers(
-                "labels", batch["labels"], "each token's label at its own position", (rows, length)
+                "labels",
+                batch["labels"],
+                "each token's label at its own position",
+                (rows, length),
             )
             batch_checks.check_range(
                 "labels",
@@ -176,7 +179,9 @@ class GPTTrainStep(MaskedLossStep):
         return prepared
 
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[torch.Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
@@ -314,7 +319,9 @@ class LastWordTrainStep(GPTTrainStep):
 
     @override
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[Output, LossFunc]:
         """Run a microbatch: ``TokenOutput`` on the last stage, with all-reduces over tp; hidden states before it."""
         batch = self.get_batch(data_iterator)

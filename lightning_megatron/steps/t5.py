@@ -130,7 +130,9 @@ class T5TrainStep(MaskedLossStep):
         }
 
     def forward_step(
-        self, data_iterator: Iterator[Batch], model: torch.nn.Module
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
     ) -> tuple[torch.Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s_dec] on the last stage, hidden states of both stacks before it."""
         batch = self.get_batch(data_iterator)
@@ -147,7 +149,11 @@ class T5TrainStep(MaskedLossStep):
 def _renamed(batch: Batch) -> Batch:
     """Return the batch by Hugging Face's names."""
     return batch_checks.rename_keys(
-        batch, _KNOWN, {"input_ids": "", "labels": ""}, "T5TrainStep", MEGATRON_NAMES
+        batch,
+        _KNOWN,
+        {"input_ids": "", "labels": ""},
+        "T5TrainStep",
+        MEGATRON_NAMES,
     )
 
 

@@ -174,7 +174,12 @@ class SDPAttention(MegatronModule):
                 )
             elif attention_bias is not None:
                 out = _sdpa_with_mask(
-                    q, k, v, attention_bias.to(q.dtype), dropout, self.softmax_scale
+                    q,
+                    k,
+                    v,
+                    attention_bias.to(q.dtype),
+                    dropout,
+                    self.softmax_scale,
                 )
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
@@ -383,7 +388,9 @@ def attend_capped(
     )
     scores = soft_capped(products.view(rows, heads, queries, -1), cap)
     weights = torch.softmax(
-        scores if added is None else scores + added, dim=-1, dtype=torch.float32
+        scores if added is None else scores + added,
+        dim=-1,
+        dtype=torch.float32,
     ).to(v.dtype)
     dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
     return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
@@ -419,7 +426,13 @@ def _sdpa_with_mask(
     if not q.is_cuda:
         grouped = q.shape[1] != groups
         out = F.scaled_dot_product_attention(
-            q, k, v, added, dropout_p=dropout, scale=scale, enable_gqa=grouped
+            q,
+            k,
+            v,
+            added,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=grouped,
         )
         return out.reshape(shape)
     if (repeats := q.shape[1] // groups) > 1:

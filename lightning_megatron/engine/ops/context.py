@@ -247,7 +247,9 @@ def _first_keys(mask: Tensor, end: int) -> Tensor:
 
 
 def _rotate_own_last(
-    context: ContextParallel, gathered: Tensor, mask: Tensor | None
+    context: ContextParallel,
+    gathered: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate keys that were gathered rank by rank, and their mask, so that this rank's come last, like its queries.
 

@@ -43,7 +43,9 @@ class GroupedExperts(MegatronModule):
         self._ep, self._dp = pg_collection.ep, pg_collection.expt_dp
         width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, num_local_experts
         self.linear_fc1 = self._create_weight(
-            count, (2 if config.gated_linear_unit else 1) * width, hidden
+            count,
+            (2 if config.gated_linear_unit else 1) * width,
+            hidden,
         )
         self.linear_fc2 = self._create_weight(count, hidden, width)
 
@@ -77,7 +79,9 @@ class GroupedExperts(MegatronModule):
         """
         activated = RecomputedOutput()
         hidden = activated.checkpoint(
-            self._activation, _grouped_matmul(tokens, self.linear_fc1, ends), probs
+            self._activation,
+            _grouped_matmul(tokens, self.linear_fc1, ends),
+            probs,
         )
         output = _grouped_matmul(hidden, self.linear_fc2, ends)
         if recomputes_cheap_outputs(self.config):

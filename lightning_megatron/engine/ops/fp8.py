@@ -212,7 +212,11 @@ class Fp8Linear(SplitLinear):
 
     @override
     def add_weight_gradient(
-        self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales
+        self,
+        main_grad: Tensor,
+        gradient: Tensor,
+        inputs: Tensor,
+        scales: Scales,
     ) -> None:
         product = self.product(inputs, scales, torch.float32)
         if self.has_gradient:

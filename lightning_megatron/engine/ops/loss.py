@@ -51,7 +51,11 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, 
 
 
 def logits_gradient(
-    logits: Tensor, labels: Tensor, first: int, log_sum: Tensor, upstream: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    log_sum: Tensor,
+    upstream: Tensor,
 ) -> Tensor:
     """Gradient of the logits, (softmax - one-hot) * upstream: [s, b, v/tp], in the logits' dtype.
 
@@ -97,7 +101,11 @@ class VocabParallelLoss(torch.autograd.Function):
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
         gradient = compiled_for(logits, logits_gradient)(
-            logits, labels, ctx.first, log_sum, upstream[0]
+            logits,
+            labels,
+            ctx.first,
+            log_sum,
+            upstream[0],
         )
         return gradient, None, None
 

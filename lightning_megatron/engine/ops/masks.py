@@ -91,7 +91,8 @@ def hidden_keys(
         ids = None if segments is None else segment_ids(segments, pattern)
         # If visibility depends on the key's segment alone, one query represents all.
         queries = torch.arange(
-            pattern.num_queries if pattern.hides or not pattern.cross else 1, device=device
+            pattern.num_queries if pattern.hides or not pattern.cross else 1,
+            device=device,
         )
         rows = torch.arange(
             1 if segments is None else len(segments),
@@ -329,7 +330,10 @@ def _local_slopes(alibi: Alibi, device: torch.device) -> Tensor:
 
 
 def key_biases(
-    alibi: Alibi, segments: Tensor | None, num_keys: int, device: torch.device
+    alibi: Alibi,
+    segments: Tensor | None,
+    num_keys: int,
+    device: torch.device,
 ) -> Tensor:
     """ALiBi bias of each key's position: [b, np/tp, sk] fp32, without a mask [np/tp, sk].
 

@@ -196,7 +196,9 @@ class BiasDropoutAdd:
         plain = get_bias_dropout_add(training, fused)
 
         def add(
-            x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+            x_with_bias: tuple[Tensor, Tensor | None],
+            residual: Tensor,
+            probability: float,
         ) -> Tensor:
             probability = probability if self.probability is None else self.probability
             x, bias = x_with_bias

@@ -304,7 +304,11 @@ class PeerCopies(Collectives):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, copies: PeerCopies, split_dim: int, concat_dim: int, *tensors: Tensor
+        ctx: Any,
+        copies: PeerCopies,
+        split_dim: int,
+        concat_dim: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.copies, ctx.split_dim, ctx.concat_dim = copies, split_dim, concat_dim
         return tuple(copies._exchange(tensors, split_dim, concat_dim))

@@ -88,7 +88,10 @@ def recompute_activation(original: Callable[..., _Output]) -> Callable[..., _Out
     """
 
     def forward(
-        self: Any, hidden_states: Tensor, per_token_scale: Any = None, **others: Any
+        self: Any,
+        hidden_states: Tensor,
+        per_token_scale: Any = None,
+        **others: Any,
     ) -> _Output:
         config = self.config
         recomputes = recomputes_cheap_outputs(config)

@@ -83,7 +83,11 @@ class Router(TopKRouter):
         return probs, experts
 
     def _attach_aux_loss(
-        self, probs: Tensor, scores: Tensor, experts: Tensor, padding_mask: Tensor | None
+        self,
+        probs: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        padding_mask: Tensor | None,
     ) -> Tensor:
         """Return ``probs`` with the backward pass of the auxiliary loss attached."""
         assert self.num_tokens is not None

@@ -53,7 +53,12 @@ def attend_split_k(
     added = added.expand(rows, groups, splits, repeats, -1).flatten(0, 1)
     # The operator beneath torch's scaled_dot_product_attention, which itself does not return the log-sum-exps.
     outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries, keys, values, added, True, scale=scale
+        queries,
+        keys,
+        values,
+        added,
+        True,
+        scale=scale,
     )
     combined: Tensor = _compiled_combine()(outputs, log_sums)
     return combined.view(rows, groups, repeats, width)

@@ -84,7 +84,11 @@ class SplitLinear:
         return bool(self.module.training) and torch.is_grad_enabled()
 
     def __call__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         """Map [s or s/tp, b, in] to [s or s/tp, b, out]; ``options`` are for Megatron's own product."""
         output: Tensor
@@ -153,13 +157,21 @@ class SplitLinear:
         return Product(len(weight), dtype, write)
 
     def add_weight_gradient(
-        self, main_grad: Tensor, gradient: Tensor, inputs: Tensor, scales: Scales
+        self,
+        main_grad: Tensor,
+        gradient: Tensor,
+        inputs: Tensor,
+        scales: Scales,
     ) -> None:
         """Add ``gradient @ inputs.t()`` to main_grad, [out, in]; gradient: [out, tokens], inputs: [in, tokens]."""
         accumulate_weight_gradient(inputs.t(), gradient.t(), main_grad)
 
     def weight_gradient(
-        self, weight: Any, gradient: Tensor, inputs: Tensor, scales: Scales
+        self,
+        weight: Any,
+        gradient: Tensor,
+        inputs: Tensor,
+        scales: Scales,
     ) -> Tensor | None:
         """Weight gradient ``gradient @ inputs.t()``; a placeholder if it is added to ``main_grad`` instead."""
         if not (self.module.gradient_accumulation_fusion and hasattr(weight, "main_grad")):
@@ -235,7 +247,10 @@ class _LinearProduct(torch.autograd.Function):
             if needs_weight:
                 inputs = linear.transposed(x) if ctx.gathers else x
                 d_parameters[0] = linear.weight_gradient(
-                    ctx.weight, columns, inputs, (dy.scale, x_scale)
+                    ctx.weight,
+                    columns,
+                    inputs,
+                    (dy.scale, x_scale),
                 )
             if needs_bias:
                 d_parameters[1] = rows.sum(0)

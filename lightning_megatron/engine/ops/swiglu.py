@@ -31,7 +31,9 @@ def liger_swiglu(original: Any) -> type:
 
         @staticmethod
         def apply(
-            input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False
+            input: Tensor,
+            fp8_input_store: bool = False,
+            cpu_offload_input: bool = False,
         ) -> Tensor:
             if (
                 fp8_input_store or cpu_offload_input

@@ -62,7 +62,10 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
     assignments = order[:total]
     return Permutation(
-        assignments // destinations.shape[1], assignments, positions.view_as(destinations), ends
+        assignments // destinations.shape[1],
+        assignments,
+        positions.view_as(destinations),
+        ends,
     )
 
 
@@ -147,7 +150,10 @@ class Dispatcher(MoETokenDispatcher):
         )
 
     def dispatch_preprocess(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+        self,
+        tokens: Tensor,
+        routing_map: Tensor,
+        probs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Prepare the rows to send to each rank.
 
@@ -214,7 +220,10 @@ class AllToAllDispatcher(Dispatcher):
         return torch.arange(self.ep_size, device=torch.cuda.current_device())
 
     def dispatch_preprocess(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+        self,
+        tokens: Tensor,
+        routing_map: Tensor,
+        probs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See ``Dispatcher``; rows are sorted by rank."""
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
@@ -244,11 +253,18 @@ class AllToAllDispatcher(Dispatcher):
             dim=1,
         )
         return self._prepare_rows(
-            tokens, metadata, is_sent, max(count for count, _ in token_counts)
+            tokens,
+            metadata,
+            is_sent,
+            max(count for count, _ in token_counts),
         )
 
     def _prepare_rows(
-        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+        self,
+        rows: Tensor,
+        metadata: Tensor,
+        is_sent: Tensor,
+        max_rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Rows and metadata in the order in which they are sent.
 
@@ -298,7 +314,11 @@ class AllGatherDispatcher(AllToAllDispatcher):
     """
 
     def _prepare_rows(
-        self, rows: Tensor, metadata: Tensor, is_sent: Tensor, max_rows: int
+        self,
+        rows: Tensor,
+        metadata: Tensor,
+        is_sent: Tensor,
+        max_rows: int,
     ) -> tuple[Tensor, Tensor]:
         padding = (0, 0, 0, max_rows - len(rows))
         return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)

@@ -29,7 +29,11 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
     elif main_grad.is_cuda:
         # torch >= 2.10: accumulates half-precision products in float32, in the GEMM's epilogue.
         torch.addmm(
-            main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad
+            main_grad,
+            grad_output.t(),
+            total_input,
+            out_dtype=main_grad.dtype,
+            out=main_grad,
         )
     else:
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
@@ -72,7 +76,14 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
             return original(ctx, input, weight, bias, *options)
         fuses, reduces, is_sequence_parallel, *others = options
         original(
-            ctx, input[:0], weight, bias, fuses, reduces, False, *others
+            ctx,
+            input[:0],
+            weight,
+            bias,
+            fuses,
+            reduces,
+            False,
+            *others,
         )  # prepares ctx for backward
         ctx.save_for_backward(input, weight)
         ctx.sequence_parallel = is_sequence_parallel

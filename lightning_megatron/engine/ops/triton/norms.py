@@ -111,7 +111,9 @@ def _add_norm_backward(
         tl.store(d_residual + offset, gradient, mask=inside)
         if DROPPED is not None:
             gradient = tl.where(
-                _dropout_mask(seed, row, WIDTH, DROPPED), gradient * keep_scale, 0.0
+                _dropout_mask(seed, row, WIDTH, DROPPED),
+                gradient * keep_scale,
+                0.0,
             )
             tl.store(d_x + offset, gradient, mask=inside)
         if HAS_BIAS:
@@ -188,7 +190,10 @@ class _AddNorm(torch.autograd.Function):
         )
         programs = min(per_multiprocessor * count, rows)
         partial = torch.empty(
-            3 if ctx.flags["HAS_BIAS"] else 2, programs, columns, device=total.device
+            3 if ctx.flags["HAS_BIAS"] else 2,
+            programs,
+            columns,
+            device=total.device,
         )
         _add_norm_backward[(programs,)](
             total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
@@ -228,6 +233,11 @@ def add_norm(
     """
     x, residual = x.contiguous(), residual.contiguous()
     outputs: tuple[Tensor, Tensor] = _AddNorm.apply(
-        x, bias, residual, weight, shift, (eps, probability)
+        x,
+        bias,
+        residual,
+        weight,
+        shift,
+        (eps, probability),
     )
     return outputs

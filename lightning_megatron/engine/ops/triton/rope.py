@@ -147,7 +147,10 @@ def rotate(t: Tensor, angles: Tensor) -> Tensor:
 
 
 def split_and_rotate(
-    mixed: Tensor, query_angles: Tensor, key_angles: Tensor, widths: Sequence[int]
+    mixed: Tensor,
+    query_angles: Tensor,
+    key_angles: Tensor,
+    widths: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the fused QKV projection into rotated queries [s, b, np, hn] and keys, and values, [s, b, ng, hn].
 
@@ -162,7 +165,9 @@ def split_and_rotate(
     del key_angles
     heads = mixed.view(*mixed.shape[:2], -1, widths[1])
     split: tuple[Tensor, Tensor, Tensor] = _Rotate.apply(
-        heads, query_angles, widths[0] // widths[1]
+        heads,
+        query_angles,
+        widths[0] // widths[1],
     )
     return split
 
