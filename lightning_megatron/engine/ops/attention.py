@@ -105,11 +105,12 @@ class SDPAttention(MegatronModule):
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
         self._has_plain_scores = alibi is None and softcap is None
-        has_slopes = alibi is not None and config.tensor_model_parallel_size > 1
-        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank() if has_slopes else 0
-        self.dropout: float = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        self.tp_rank = 0
+        if alibi is not None and config.tensor_model_parallel_size > 1:
+            self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.dropout: float = config.attention_dropout
+        if attention_dropout is not None:
+            self.dropout = attention_dropout
         # With sequence parallelism the whole layer already runs in the fork (transformer/transformer_block.py).
         self.forks_rng: bool = (
             config.tensor_model_parallel_size > 1 and not config.sequence_parallel
@@ -148,47 +149,32 @@ class SDPAttention(MegatronModule):
         if self.kv_cache is not None:
             k, v = self.kv_cache.append(k, v)
             step = self.kv_cache.step
-        causal, sk = kind in CAUSAL and sq > 1, k.shape[2]
-        window = (
-            None
-            if self.sliding_window is None or sk <= self.sliding_window
-            else self.sliding_window
-        )
+        sk = k.shape[2]
+        causal = kind in CAUSAL and sq > 1
+        window = self.sliding_window
+        if window is not None and sk <= window:
+            window = None
         # Without a mask torch's kernels attend to all keys, or causally from the first key on.
         is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
         # Forking the tracker copies random states on the host, so only for actual dropout.
-        fork = (
-            get_cuda_rng_tracker().fork()
-            if dropout > 0.0 and self.forks_rng
-            else contextlib.nullcontext()
-        )
+        fork: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if dropout > 0.0 and self.forks_rng:
+            fork = get_cuda_rng_tracker().fork()
         with fork:
             if step is not None:
-                out = self._attend_dense(
-                    q,
-                    k,
-                    v,
-                    step.additive_mask(window, self._alibi_of(q), q.dtype),
-                    dropout,
-                )
+                added = step.additive_mask(window, self._alibi_of(q), q.dtype)
+                out = self._attend_dense(q, k, v, added, dropout)
             elif attention_bias is not None:
-                out = _sdpa_with_mask(
-                    q,
-                    k,
-                    v,
-                    attention_bias.to(q.dtype),
-                    dropout,
-                    self.softmax_scale,
-                )
+                added = attention_bias.to(q.dtype)
+                out = _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
                     q,
                     k,
                     v,
-                    None,
-                    dropout,
-                    causal,
+                    dropout_p=dropout,
+                    is_causal=causal,
                     scale=self.softmax_scale,
                     enable_gqa=np != k.shape[1],
                 )
@@ -231,9 +217,10 @@ class SDPAttention(MegatronModule):
                 )
         alibi = self._alibi_of(q)
         make = partial(_additive_mask, pattern, alibi, q.dtype, q.device)
-        added = (
-            make(None) if mask is None else MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
-        )
+        if mask is None:
+            added = make(None)
+        else:
+            added = MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
         return self._attend_dense(q, k, v, added, dropout)
 
     def _attend_dense(
@@ -246,15 +233,8 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """Attend with a dense additive mask: [b, np, sq, hn]."""
         if self.softcap is not None:
-            return attend_capped(
-                q,
-                k,
-                v,
-                added,
-                dropout,
-                self.softmax_scale,
-                self.softcap,
-            )
+            scale = self.softmax_scale
+            return attend_capped(q, k, v, added, dropout, scale, self.softcap)
         assert added is not None, "expected an additive mask: attention without one is plain"
         return _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
 
@@ -274,9 +254,9 @@ class SDPAttention(MegatronModule):
                 segments, pattern, lambda own: masks.block_mask(own, pattern, own.device)
             )
         key_biases = _key_biases(self._alibi_of(q), segments, pattern, q.device)
-        biases = (
-            None if key_biases is None else (key_biases, key_biases[..., pattern.first_query :])
-        )
+        biases = None
+        if key_biases is not None:
+            biases = (key_biases, key_biases[..., pattern.first_query :])
         # All that a graph is specialized on except lengths: layers of one kind share a graph.
         heads = (
             q.shape[0],
@@ -295,27 +275,22 @@ class SDPAttention(MegatronModule):
             self.softmax_scale,
         )
         function = compiled_flex(kind) if q.is_cuda else flex
-        return function(
-            q,
-            k,
-            v,
-            blocks,
-            biases,
-            self.softcap,
-            self.softmax_scale,
-        )
+        return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """ALiBi of the heads of ``q``, [b, np, sq, hn]; None without ALiBi."""
         if self.alibi is None:
             return None
+        scale = self.softmax_scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
         # Not num_attention_heads_per_partition, which counts the heads of a group if there are fewer groups than ranks.
         return Alibi(
             kind=self.alibi,
             num_heads=self.config.num_attention_heads,
             first_head=self.tp_rank * q.shape[1],
             num_local_heads=q.shape[1],
-            scale=q.shape[3] ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+            scale=scale,
         )
 
 
@@ -327,16 +302,14 @@ def _additive_mask(
     mask: Tensor | None,
 ) -> Tensor | None:
     """Dense additive mask of a mask, a pattern and ALiBi; None if nothing is added."""
+    has_segments = mask is not None and mask.dim() == 2
     hidden = masks.hidden_keys(mask, pattern, device)
-    biases = _key_biases(
-        alibi,
-        mask if mask is not None and mask.dim() == 2 else None,
-        pattern,
-        device,
-    )
+    biases = _key_biases(alibi, mask if has_segments else None, pattern, device)
     if hidden is None and biases is None:
         return None
-    bias = None if biases is None else masks.relative_biases(biases, pattern.num_queries)
+    bias = None
+    if biases is not None:
+        bias = masks.relative_biases(biases, pattern.num_queries)
     return masks.additive_mask(hidden, bias, dtype)
 
 
@@ -351,9 +324,11 @@ def _key_biases(
         return None
     if segments is None:
         return masks.key_biases(alibi, None, pattern.num_keys, device)
-    return MASK_CACHE.get(
-        segments, alibi, lambda own: masks.key_biases(alibi, own, pattern.num_keys, device)
-    )
+
+    def make(own: Tensor) -> Tensor:
+        return masks.key_biases(alibi, own, pattern.num_keys, device)
+
+    return MASK_CACHE.get(segments, alibi, make)
 
 
 def attend_capped(
@@ -377,23 +352,18 @@ def attend_capped(
         cap: Bound of the scaled scores.
     """
     rows, heads, queries, width = q.shape
-    grouped = (
-        rows,
-        k.shape[1],
-        -1,
-        width,
-    )  # heads of a group become queries of one head, so no key is copied
-    products = torch.matmul(q.reshape(grouped), k.transpose(2, 3)) * (
-        width**-0.5 if scale is None else scale
-    )
+    if scale is None:
+        scale = width**-0.5
+    # Heads of a group become queries of one head, so no key is copied.
+    grouped = q.reshape(rows, k.shape[1], -1, width)
+    products = torch.matmul(grouped, k.transpose(2, 3)) * scale
     scores = soft_capped(products.view(rows, heads, queries, -1), cap)
-    weights = torch.softmax(
-        scores if added is None else scores + added,
-        dim=-1,
-        dtype=torch.float32,
-    ).to(v.dtype)
-    dropped = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return torch.matmul(dropped.view(*products.shape), v).view(q.shape)
+    if added is not None:
+        scores = scores + added
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return torch.matmul(weights.view(products.shape), v).view(q.shape)
 
 
 def _sdpa_with_mask(
@@ -414,15 +384,17 @@ def _sdpa_with_mask(
         dropout: Probability of dropping a weight.
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
-    shape, groups = q.shape, k.shape[1]
+    shape = q.shape
+    groups = k.shape[1]
     if q.shape[2] == 1:  # heads of a group become queries of one head, so no key is copied
         q = q.reshape(len(q), groups, -1, q.shape[3])
         if added.shape[1] > 1:
             added = added.reshape(len(added), groups, -1, added.shape[3])
         # Split-K is not differentiable: torch's operator gives no gradients of its denominators.
-        splits = 1 if dropout > 0.0 or q.requires_grad or k.requires_grad else num_key_splits(q, k)
-        if splits > 1:
-            return attend_split_k(q, k, v, added, splits, scale).reshape(shape)
+        if dropout == 0.0 and not q.requires_grad and not k.requires_grad:
+            splits = num_key_splits(q, k)
+            if splits > 1:
+                return attend_split_k(q, k, v, added, splits, scale).reshape(shape)
     if not q.is_cuda:
         grouped = q.shape[1] != groups
         out = F.scaled_dot_product_attention(
@@ -435,9 +407,11 @@ def _sdpa_with_mask(
             enable_gqa=grouped,
         )
         return out.reshape(shape)
-    if (repeats := q.shape[1] // groups) > 1:
+    repeats = q.shape[1] // groups
+    if repeats > 1:
         # The memory-efficient kernel has no GQA; repeated heads cost less than the [b, np, s, s] of the fallback.
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.repeat_interleave(repeats, dim=1)
     with sdpa_kernel(_BACKENDS_WITH_MASK):
         out = F.scaled_dot_product_attention(
             q,

@@ -28,9 +28,8 @@ def can_use_flex(q: Tensor, k: Tensor) -> bool:
 
 def has_kernels(q: Tensor) -> bool:
     """Whether a GPU has the kernels of FlexAttention and FlashAttention for the dtype of ``q``."""
-    return (
-        q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _is_ampere_or_newer(q.device)
-    )
+    has_16_bits = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and has_16_bits and _is_ampere_or_newer(q.device)
 
 
 @functools.cache

@@ -60,9 +60,7 @@ class KeyValueCache:
         """
         if not self._buffers:
             # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
-            self._buffers = [
-                new.new_zeros(*new.shape[:2], self._slots, new.shape[3]) for new in (key, value)
-            ]
+            self._buffers = [self._new_buffer(key), self._new_buffer(value)]
         first = self.length
         if self.step is None:
             self.length += key.shape[2]
@@ -73,6 +71,10 @@ class KeyValueCache:
                 buffer.index_copy_(2, self.step.slot, new)
         keys, values = self._visible()
         return keys, values
+
+    def _new_buffer(self, new: Tensor) -> Tensor:
+        rows, groups, _, width = new.shape
+        return new.new_zeros(rows, groups, self._slots, width)
 
     def select(self, rows: Tensor) -> None:
         """Replace row i by row ``rows[i]``; in place if the number of rows stays the same.
@@ -131,7 +133,8 @@ class TokenStep:
             if alibi is not None:
                 biases = masks.key_biases(alibi, self._is_token, self.num_keys, hidden.device)
                 # Relative to the query, whose key is at ``slot``: small for near keys, as in ``relative_biases``.
-                bias = (biases - biases.index_select(-1, self.slot))[:, :, None]
+                bias = biases - biases.index_select(-1, self.slot)
+                bias = bias[:, :, None]
             self._masks[key] = masks.additive_mask(
                 hidden[:, None, None],
                 bias,

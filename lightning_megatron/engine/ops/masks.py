@@ -86,28 +86,27 @@ def hidden_keys(
         pattern: Causality and window.
         device: Device of the result.
     """
-    hidden, segments = None, mask if mask is not None and mask.dim() == 2 else None
-    if segments is not None or pattern.hides:
-        ids = None if segments is None else segment_ids(segments, pattern)
-        # If visibility depends on the key's segment alone, one query represents all.
-        queries = torch.arange(
-            pattern.num_queries if pattern.hides or not pattern.cross else 1,
-            device=device,
-        )
-        rows = torch.arange(
-            1 if segments is None else len(segments),
-            device=device,
-        )[:, None, None]
-        sees = _mask_mod(ids, pattern)
-        hidden = ~sees(
-            rows,
-            None,
-            queries[:, None],
-            torch.arange(pattern.num_keys, device=device),
-        )[:, None]
-    if mask is None or segments is not None:
-        return hidden
-    return mask if hidden is None else mask | hidden
+    if mask is not None and mask.dim() == 2:
+        return _hidden_by_pattern(mask, pattern, device)
+    if not pattern.hides:
+        return mask
+    hidden = _hidden_by_pattern(None, pattern, device)
+    return hidden if mask is None else mask | hidden
+
+
+def _hidden_by_pattern(segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor:
+    num_rows = 1
+    ids = None
+    if segments is not None:
+        num_rows = len(segments)
+        ids = segment_ids(segments, pattern)
+    # If visibility depends on the key's segment alone, one query represents all.
+    is_alike = pattern.cross and not pattern.hides
+    rows = torch.arange(num_rows, device=device)[:, None, None]
+    queries = torch.arange(1 if is_alike else pattern.num_queries, device=device)[:, None]
+    keys = torch.arange(pattern.num_keys, device=device)
+    sees = _mask_mod(ids, pattern)
+    return ~sees(rows, None, queries, keys)[:, None]
 
 
 def additive_mask(
@@ -120,11 +119,8 @@ def additive_mask(
         assert bias is not None, "expected a mask or a bias, got neither"
         return bias.to(dtype)
     if bias is None:
-        return torch.zeros(
-            hidden.shape,
-            dtype=dtype,
-            device=hidden.device,
-        ).masked_fill_(hidden, MASKED_SCORE)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, MASKED_SCORE)
     # Overwritten, not added: a large bias plus MASKED_SCORE could unhide the key, or overflow in float16.
     return bias.to(dtype).masked_fill(hidden, MASKED_SCORE)
 
@@ -144,20 +140,25 @@ class TensorCache:
             name: Distinguishes the values derived from one tensor.
             make: Gets a tensor equal to ``tensor``, which its result may refer to without keeping ``tensor`` alive.
         """
-        memory = _memory_key(tensor)
-        values: dict[Any, Any] | None = next(
-            (v for x, v in self._entries.items() if _memory_key(x) == memory), None
-        )
-        if values is None:
-            values = self._entries[tensor] = {}
+        values = self._values_of(tensor)
         # In-place writes change the version. Inference tensors have none, and are short-lived.
-        key = (name, None if tensor.is_inference() else tensor._version)
+        version = None if tensor.is_inference() else tensor._version
+        key = (name, version)
         if key not in values:
             # Values cached in validation may be used in training, where inference tensors cannot be saved for backward.
             with torch.inference_mode(False), torch.no_grad():
                 values[key] = make(tensor.detach())
         value: _T = values[key]
         return value
+
+    def _values_of(self, tensor: Tensor) -> dict[Hashable, Any]:
+        memory = _memory_key(tensor)
+        values: dict[Hashable, Any]
+        for other, values in self._entries.items():
+            if _memory_key(other) == memory:
+                return values
+        values = self._entries[tensor] = {}
+        return values
 
 
 def _memory_key(x: Tensor) -> Hashable:
@@ -183,22 +184,21 @@ def block_mask(
         pattern: Causality and window.
         device: Device of the result.
     """
-    queries, keys = (
-        torch.arange(n, device=device)[None] for n in (pattern.num_queries, pattern.num_keys)
-    )
+    queries = torch.arange(pattern.num_queries, device=device)[None]
+    keys = torch.arange(pattern.num_keys, device=device)[None]
     q_first, q_last, k_first, k_last = _block_ranges(queries + pattern.first_query, keys)
     # The kernels check the ends of the sequences only in partial blocks.
     full = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
     seen = torch.ones_like(full)
     if pattern.causal:
-        seen, full = seen & (k_first <= q_last), full & (k_last <= q_first)
+        seen = seen & (k_first <= q_last)
+        full = full & (k_last <= q_first)
     if pattern.window is not None:
-        seen, full = (
-            seen & (q_first - k_last < pattern.window),
-            full & (q_last - k_first < pattern.window),
-        )
-    ids = None if segments is None else segment_ids(segments, pattern)
-    if ids is not None:
+        seen = seen & (q_first - k_last < pattern.window)
+        full = full & (q_last - k_first < pattern.window)
+    ids = None
+    if segments is not None:
+        ids = segment_ids(segments, pattern)
         q_min, q_max, k_min, k_max = _block_ranges(*ids)
         seen = seen & (q_min <= k_max) & (k_min <= q_max)
         full = full & (q_min == q_max) & (k_min == k_max) & (q_min == k_min)
@@ -227,8 +227,10 @@ def block_mask_without_segments(pattern: Pattern, device: torch.device) -> Block
 
 def _mask_mod(ids: tuple[Tensor, Tensor] | None, pattern: Pattern) -> Callable[..., Tensor]:
     """FlexAttention's ``mask_mod``, for index tensors of any shapes that broadcast: whether a query sees a key."""
-    causal, window, shift = pattern.causal, pattern.window, pattern.first_query
-    query_ids, key_ids = ids if ids is not None else (None, None)
+    causal = pattern.causal
+    window = pattern.window
+    shift = pattern.first_query
+    query_ids, key_ids = (None, None) if ids is None else ids
 
     def sees(
         row: Tensor,
@@ -253,27 +255,19 @@ def _block_ranges(queries: Tensor, keys: Tensor) -> list[Tensor]:
     ranges = []
     for values, axis in ((queries, 2), (keys, 1)):
         length = values.shape[1]
-        positions = torch.arange(
-            -(-length // BLOCK) * BLOCK,
-            device=values.device,
-        ).clamp(max=length - 1)
+        padded_length = -(-length // BLOCK) * BLOCK
+        positions = torch.arange(padded_length, device=values.device).clamp(max=length - 1)
         blocks = values[:, positions].unflatten(1, (-1, BLOCK))
-        ranges += [blocks.amin(-1).unsqueeze(axis), blocks.amax(-1).unsqueeze(axis)]
+        ranges.append(blocks.amin(-1).unsqueeze(axis))
+        ranges.append(blocks.amax(-1).unsqueeze(axis))
     return ranges
 
 
 def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Number of key blocks of each query block, [b, 1, nq], and their indices first, [b, 1, nq, nk]; int32."""
-    order = (
-        blocks.int()
-        .argsort(
-            dim=-1,
-            descending=True,
-            stable=True,
-        )
-        .int()
-    )
-    return blocks.sum(-1).int()[:, None].contiguous(), order[:, None].contiguous()
+    counts = blocks.sum(-1).int()
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return counts[:, None].contiguous(), order[:, None].contiguous()
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------------------------------
@@ -326,7 +320,8 @@ def slopes(num_heads: int) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _local_slopes(alibi: Alibi, device: torch.device) -> Tensor:
     """Slopes of this rank's heads, [np/tp], fp32, copied to the device once."""
-    return slopes(alibi.num_heads)[alibi.first_head :][: alibi.num_local_heads].to(device)
+    local = slopes(alibi.num_heads)[alibi.first_head :][: alibi.num_local_heads]
+    return local.to(device)
 
 
 def key_biases(
@@ -350,7 +345,8 @@ def key_biases(
         positions = torch.arange(num_keys, device=device)
     else:
         is_token = (segments != 0).long()
-        positions = ((is_token.cumsum(-1) - 1) * is_token)[:, None]
+        positions = (is_token.cumsum(-1) - 1) * is_token
+        positions = positions[:, None]
     per_head = _local_slopes(alibi, device)[:, None]
     if alibi.kind == "bloom":
         return per_head * positions
@@ -367,5 +363,6 @@ def relative_biases(biases: Tensor, num_queries: int) -> Tensor:
         biases: Result of ``key_biases``.
         num_queries: sq; the last query is at the last key.
     """
-    pairs = biases[..., None, :] - biases[..., biases.shape[-1] - num_queries :, None]
+    of_queries = biases[..., biases.shape[-1] - num_queries :]
+    pairs = biases[..., None, :] - of_queries[..., :, None]
     return pairs if pairs.dim() == 4 else pairs[None]

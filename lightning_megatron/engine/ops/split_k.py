@@ -25,7 +25,8 @@ def num_key_splits(q: Tensor, k: Tensor) -> int:
         k.shape[0] * k.shape[1]
     )
     blocks = k.shape[2] // SPLIT_SIZE
-    return max(splits for splits in range(1, max(max_splits, 1) + 1) if blocks % splits == 0)
+    choices = range(1, max(max_splits, 1) + 1)
+    return max(splits for splits in choices if blocks % splits == 0)
 
 
 def attend_split_k(
@@ -47,7 +48,8 @@ def attend_split_k(
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
     rows, groups, repeats, width = q.shape
-    keys, values = (x.unflatten(2, (splits, -1)).flatten(0, 1) for x in (k, v))
+    keys = k.unflatten(2, (splits, -1)).flatten(0, 1)
+    values = v.unflatten(2, (splits, -1)).flatten(0, 1)
     queries = q.flatten(0, 1)[:, None].expand(-1, splits, -1, -1)
     added = added.unflatten(3, (splits, -1)).transpose(2, 3)
     added = added.expand(rows, groups, splits, repeats, -1).flatten(0, 1)
@@ -67,7 +69,8 @@ def attend_split_k(
 def _combine_splits(outputs: Tensor, log_sums: Tensor) -> Tensor:
     """Combine outputs [n, splits, repeats, hn] by log-sum-exps [n, splits, >= repeats], fp32: [n, repeats, hn]."""
     weights = log_sums[:, :, : outputs.shape[2]].softmax(dim=1)
-    return (outputs.float() * weights[..., None]).sum(dim=1).to(outputs.dtype)
+    combined = (outputs.float() * weights[..., None]).sum(dim=1)
+    return combined.to(outputs.dtype)
 
 
 @functools.cache

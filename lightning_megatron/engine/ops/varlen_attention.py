@@ -40,7 +40,8 @@ def segment_runs(segments: Tensor) -> SegmentRuns | None:
     )[is_segment]
     if len(torch.unique(pairs, dim=0)) < len(pairs):
         return None
-    bounds = torch.cat((row * length + column, torch.tensor([rows * length]))).int()
+    end = torch.tensor([rows * length])
+    bounds = torch.cat((row * length + column, end)).int()
     return SegmentRuns(
         cu_seqlens=bounds.to(segments.device, non_blocking=True),
         max_seqlen=int(bounds.diff().max()),
@@ -49,8 +50,10 @@ def segment_runs(segments: Tensor) -> SegmentRuns | None:
 
 def can_use_varlen(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     """Whether variable-length FlashAttention supports these queries and keys ([b, np, s, hn]) and ``pattern``."""
-    fits = q.shape[2] == k.shape[2] and not pattern.cross and pattern.window is None
-    return has_kernels(q) and fits and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    width = q.shape[3]
+    is_supported_width = width % 8 == 0 and width <= 256
+    is_square = q.shape[2] == k.shape[2] and not pattern.cross
+    return has_kernels(q) and is_square and pattern.window is None and is_supported_width
 
 
 def attend_varlen(
@@ -75,8 +78,10 @@ def attend_varlen(
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
     b, np, s, hn = q.shape
-    if (repeats := np // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    repeats = np // k.shape[1]
+    if repeats > 1:
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.repeat_interleave(repeats, dim=1)
     packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
     # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
     out: Tensor = torch.ops.aten._flash_attention_forward(
