@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from benchmarks.data import save_tokenizer, write_corpus
-from lightning_megatron.data.loader import BatchShape, PassOrder, TrainLoader
-from lightning_megatron.datamodules import IndexedDataModule
+from lightning_megatron.data.batch_shape import BatchShape
+from lightning_megatron.data.loader import PassOrder, TrainLoader
+from lightning_megatron.datamodules.indexed import IndexedDataModule
 
 VOCAB_SIZE = 32000
 NUM_SAMPLES = 200_000

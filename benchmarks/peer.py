@@ -20,8 +20,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.cases import Case
-from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.planning.parameters import total_parameters
 
 _LARGEST_REPLICA_PARAMETERS = 2e9
 """Larger models are sharded: fp32 weights, gradients and moments take 16 bytes per parameter."""

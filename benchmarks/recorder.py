@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron.callbacks import StepClock
+from lightning_megatron.callbacks.step_clock import StepClock
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.steps.base import Batch
 

@@ -15,9 +15,10 @@ from benchmarks.cases import Case
 from benchmarks.data import indexed_data, loader
 from benchmarks.recorder import Plan, StepRecorder
 from lightning_megatron import LoRA, MegatronModule, MegatronStrategy
-from lightning_megatron.accounting import AttentionCount, model_flops, peak_flops_per_s
 from lightning_megatron.convert.peft import with_adapters
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.planning.devices import peak_flops_per_s
+from lightning_megatron.planning.flops import AttentionCount, model_flops
 
 CLIP = 1.0
 LR = 1e-4

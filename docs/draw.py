@@ -10,7 +10,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.planner import DEVICES, Run, timeline
+from lightning_megatron.planning.devices import DEVICES
+from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.timeline import timeline
 
 FOLDER = Path(__file__).parent / "pictures"
 LLAMA = {

@@ -1,17 +1,24 @@
 """The public names and their modules, for type checkers and for ``__init__.py``, which parses this file."""
 
-from lightning_megatron.callbacks import LossCurve as LossCurve
-from lightning_megatron.callbacks import PerplexityReport as PerplexityReport
-from lightning_megatron.callbacks import ProgressLine as ProgressLine
-from lightning_megatron.callbacks import SampleText as SampleText
-from lightning_megatron.callbacks import ThroughputMonitor as ThroughputMonitor
+from lightning_megatron.callbacks.loss_curve import LossCurve as LossCurve
+from lightning_megatron.callbacks.perplexity import PerplexityReport as PerplexityReport
+from lightning_megatron.callbacks.progress_line import ProgressLine as ProgressLine
+from lightning_megatron.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+from lightning_megatron.callbacks.sample_text import SampleText as SampleText
+from lightning_megatron.callbacks.spike_guard import SpikeGuard as SpikeGuard
+from lightning_megatron.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
 from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
 from lightning_megatron.convert.peft import LoRA as LoRA
 from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
-from lightning_megatron.datamodules import DatasetDataModule as DatasetDataModule
-from lightning_megatron.datamodules import IndexedDataModule as IndexedDataModule
-from lightning_megatron.datamodules import InstructionDataModule as InstructionDataModule
-from lightning_megatron.datamodules import TextEvaluationDataModule as TextEvaluationDataModule
+from lightning_megatron.datamodules.base import MegatronDataModule as MegatronDataModule
+from lightning_megatron.datamodules.dataset import DatasetDataModule as DatasetDataModule
+from lightning_megatron.datamodules.indexed import IndexedDataModule as IndexedDataModule
+from lightning_megatron.datamodules.instructions import (
+    InstructionDataModule as InstructionDataModule,
+)
+from lightning_megatron.datamodules.text_evaluation import (
+    TextEvaluationDataModule as TextEvaluationDataModule,
+)
 from lightning_megatron.engine.collectives import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
@@ -24,9 +31,6 @@ from lightning_megatron.errors import CheckpointError as CheckpointError
 from lightning_megatron.errors import ConfigError as ConfigError
 from lightning_megatron.errors import DataError as DataError
 from lightning_megatron.generate.options import GenerationOptions as GenerationOptions
-from lightning_megatron.guards import ReplicaCheck as ReplicaCheck
-from lightning_megatron.guards import SpikeGuard as SpikeGuard
-from lightning_megatron.megatron_datamodule import MegatronDataModule as MegatronDataModule
 from lightning_megatron.module import MegatronModule as MegatronModule
 from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
 from lightning_megatron.predictions import gather_predictions as gather_predictions

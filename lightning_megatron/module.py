@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.find import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.convert.hugging_face import load_hugging_face, resolve_tied_output
@@ -35,10 +34,12 @@ from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import explains_options
-from lightning_megatron.generate.inputs import SpecialTokens, inputs_from_batch, special_tokens
+from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.options import GenerationOptions
+from lightning_megatron.generate.special_tokens import SpecialTokens, special_tokens
 from lightning_megatron.models.checks import check_model, size_warning
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
+from lightning_megatron.planning.startup import check_host_memory
 from lightning_megatron.steps import train_step_named
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.storage.hub import Needed, first_line, local_folder, named_folder
@@ -317,7 +318,8 @@ class MegatronModule(pl.LightningModule):
 
         A later ``fit`` of the same Trainer has them already: Lightning would announce that they override themselves.
         """
-        from lightning_megatron.model_summary import MemoryEstimate, whole_summaries
+        from lightning_megatron.callbacks.memory_estimate import MemoryEstimate
+        from lightning_megatron.callbacks.model_summary import whole_summaries
 
         attached: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         has_estimate = any(isinstance(callback, MemoryEstimate) for callback in attached)
@@ -326,8 +328,8 @@ class MegatronModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's model chunks, again only if the engine settings (layout, precision, ...) have changed."""
-        from lightning_megatron.accounting import startup_lines
         from lightning_megatron.models.build import build_chunks
+        from lightning_megatron.planning.startup import startup_lines
 
         settings = self.megatron.settings
         if self.model_chunks is not None and self.built_for == settings:

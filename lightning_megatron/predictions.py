@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_megatron.data.loader import PADDING_ROW, EvaluationLoader, PassLoader
+from lightning_megatron.data.evaluation_loader import EvaluationLoader
+from lightning_megatron.data.loader import PADDING_ROW, PassLoader
 from lightning_megatron.engine.collectives import call_on_all_ranks, data_parallel_group
 from lightning_megatron.errors import ConfigError
 

@@ -139,7 +139,7 @@ homes are in ``__init__.pyi``."""
 
 
 def serve_former_homes(homes: Mapping[str, str]) -> None:
-    """Let ``lightning_megatron.guards.SpikeGuard`` and other former paths lead to the present class.
+    """Let ``lightning_megatron.callbacks.spike_guard.SpikeGuard`` and other former paths lead to the present class.
 
     Args:
         homes: Public name to the module that defines it.

@@ -31,7 +31,16 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weights
 from lightning_megatron.checkpoint.schema import restore_error
-from lightning_megatron.data import loader as loaders
+from lightning_megatron.data.broadcast import broadcast_batch
+from lightning_megatron.data.evaluation_loader import EvaluationLoader
+from lightning_megatron.data.loader import TrainLoader
+from lightning_megatron.data.resumable import (
+    OneShotIterator,
+    ResumableLoader,
+    is_map_style,
+    resize_batches,
+)
+from lightning_megatron.data.workers import let_workers_end
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
@@ -472,30 +481,22 @@ class MegatronStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._module.trainer
-        loaders.let_workers_end(dataloader)
+        let_workers_end(dataloader)
         if not trainer.training:
             check_predict_size(dataloader)
-            return (
-                loaders.EvaluationLoader(dataloader)
-                if loaders.is_map_style(dataloader)
-                else dataloader
-            )
+            return EvaluationLoader(dataloader) if is_map_style(dataloader) else dataloader
         if isinstance(dataloader, Iterator):
-            dataloader = loaders.OneShotIterator(dataloader)
-        loader = loaders.resize_batches(
-            dataloader, self._requested.num_microbatches, self.num_microbatches
-        )
-        if loaders.is_map_style(loader):
+            dataloader = OneShotIterator(dataloader)
+        loader = resize_batches(dataloader, self._requested.num_microbatches, self.num_microbatches)
+        if is_map_style(loader):
             limit = partial(getattr, trainer, "num_training_batches")
-            loader = loaders.ResumableLoader(
+            loader = ResumableLoader(
                 loader, self.topology.dp, limit, first_epoch=trainer.current_epoch
             )
             if (state := self.checkpointing.take_loader_state()) is not None:
                 loader.load_state_dict(state)
-        self._loader_marks_steps = isinstance(
-            loader, (loaders.ResumableLoader, loaders.TrainLoader)
-        )
-        if isinstance(loader, (loaders.ResumableLoader, loaders.TrainLoader)):
+        self._loader_marks_steps = isinstance(loader, (ResumableLoader, TrainLoader))
+        if isinstance(loader, (ResumableLoader, TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
         return loader
 
@@ -516,7 +517,7 @@ class MegatronStrategy(DDPStrategy):
         )
         check, device = getattr(step, "check_batch", None), device or self.root_device
         with torch.inference_mode(False):
-            return loaders.broadcast_batch(batch, self.topology, device, check)
+            return broadcast_batch(batch, self.topology, device, check)
 
     @override
     def on_predict_start(self) -> None:

@@ -56,7 +56,7 @@ PRELOADED = (
     "lightning_megatron.cli.train",
     "lightning_megatron.convert.convert",
     "lightning_megatron.generate.pipeline",
-    "lightning_megatron.model_summary",
+    "lightning_megatron.callbacks.model_summary",
     "lightning_megatron.models.build",
     "tests.cli.command",
     "tests.checkpoint.runs",

@@ -439,7 +439,7 @@ def _samples_to_steps(settings: Settings, option: str) -> str:
     Raises:
         ConfigError: If the number of processes is unknown, or the batch size ramp-up is invalid.
     """
-    from lightning_megatron.data.loader import BatchRampup, BatchShape
+    from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 
     parallel, rows = _layout(settings), settings.setdefault("data.micro_batch_size", 4)
     if (devices := settings["trainer.devices"]) == "auto":

@@ -100,7 +100,8 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     require_number("pp", options.pp, at_least=1, at_most=MOST_PROCESSES // options.tp)
 
     from lightning_megatron.convert.formats import open_source
-    from lightning_megatron.generate.inputs import build_request, encode_prompts
+    from lightning_megatron.generate.request import build_request
+    from lightning_megatron.generate.text import encode_prompts
 
     stored = open_source(options.load_path, options.config, options.iteration, options.base)
     if stored.model.architecture not in ("gpt", "t5"):
@@ -230,7 +231,7 @@ def _with_special_tokens(
 ) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
     from lightning_megatron.convert.companions import generation_config
-    from lightning_megatron.generate.inputs import special_tokens
+    from lightning_megatron.generate.special_tokens import special_tokens
 
     tokens = special_tokens(
         stored.companions if generation_config(stored.companions) else stored.hf_config
@@ -309,7 +310,7 @@ class TextWriter:
 
     def add(self, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
         """Stream one more token of a single completion: [1], -1 once it is finished."""
-        from lightning_megatron.generate.inputs import decode_completion
+        from lightning_megatron.generate.text import decode_completion
 
         self._new += [token for token in tokens.tolist() if token >= 0]
         prompt = [] if self.is_t5 else batch["input_ids"][0].tolist()
@@ -321,7 +322,7 @@ class TextWriter:
 
     def end(self, batch: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
         """Write the completions of a batch, or the rest of the streamed one."""
-        from lightning_megatron.generate.inputs import decode_completions
+        from lightning_megatron.generate.text import decode_completions
 
         for text in decode_completions(self.tokenizer, sequences, **batch, is_t5=self.is_t5):
             self._write(self._format(text) + "\n")

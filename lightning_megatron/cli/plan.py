@@ -20,7 +20,9 @@ from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import open_new, save_figure
 
 if TYPE_CHECKING:
-    from lightning_megatron.planner import Device, Plan, Run
+    from lightning_megatron.planning.devices import Device
+    from lightning_megatron.planning.run import Run
+    from lightning_megatron.planning.search import Plan
 
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 DeviceName = Literal["b200", "h200", "h100", "a100", "a100-40gb"]
@@ -69,8 +71,10 @@ def plan(options: PlanOptions) -> None:
         lightning-megatron plan --model path/to/llama --gpus 8 --memory 80GB --device h100
         lightning-megatron plan --model gpt2 --gpus 4 --seq-length 1024 --global-batch-size 48 --output fit.yaml
     """
-    from lightning_megatron import planner
     from lightning_megatron.engine.parallel import ParallelConfig
+    from lightning_megatron.planning.devices import DEVICES
+    from lightning_megatron.planning.run import Run
+    from lightning_megatron.planning.search import plans
 
     require_number("gpus", options.gpus, at_least=1, at_most=LARGEST_WORLD)
     require_number(
@@ -85,14 +89,14 @@ def plan(options: PlanOptions) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
 
         require_choice("picture", options.picture.suffix[1:] or "png", FigureCanvasBase.filetypes)
-    device: Device = planner.DEVICES[options.device]
+    device: Device = DEVICES[options.device]
     if options.memory is not None:
         device = replace(device, memory=_memory(options.memory))
     model_option, model = described_model(options.model)
     is_t5 = model.architecture == "t5"
     if model.has_position_table:
         ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
-    run = planner.Run(
+    run = Run(
         model=model,
         lengths=(options.seq_length, options.decoder_seq_length)
         if is_t5
@@ -100,10 +104,10 @@ def plan(options: PlanOptions) -> None:
         world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
     )
-    plans = planner.plans(run, options.global_batch_size, device)[: options.top]
-    print("\n".join(_table(plans, device)))
+    found = plans(run, options.global_batch_size, device)[: options.top]
+    print("\n".join(_table(found, device)))
     if options.output is not None:
-        text = _yaml(plans[0], model_option, options)
+        text = _yaml(found[0], model_option, options)
         with (
             failures_as_errors(f"--output {options.output} cannot be written"),
             open_new(options.output) as file,
@@ -113,7 +117,7 @@ def plan(options: PlanOptions) -> None:
             f"\n{options.output} is written: edit its data, then lightning-megatron fit --config {options.output}"
         )
     if options.picture is not None:
-        save_figure(_draw(plans, device), options.picture)
+        save_figure(_draw(found, device), options.picture)
         print(f"\n{options.picture} is drawn")
 
 
@@ -155,7 +159,7 @@ def _table(plans: Sequence[Plan], device: Device) -> Iterator[str]:
 
 def _cells(plan: Plan, device: Device) -> dict[str, str]:
     """One row of the table, by column."""
-    from lightning_megatron.accounting import model_flops
+    from lightning_megatron.planning.flops import model_flops
 
     run, time, memory, parallel = plan.run, plan.time, plan.memory, plan.run.parallel
     row_flops = model_flops(run.model, run.lengths, run.model.padded_vocab_size(parallel.tp))
@@ -226,7 +230,7 @@ def _draw(plans: Sequence[Plan], device: Device) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from lightning_megatron.planner import timeline
+    from lightning_megatron.planning.timeline import timeline
 
     figure = Figure(figsize=(10.0, 8.0), dpi=130, layout="constrained")
     bars, stages = figure.subplots(

@@ -20,7 +20,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.accounting import check_host_memory
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.convert.companions import companion_files, copy_companions
@@ -49,6 +48,7 @@ from lightning_megatron.models.build import build_chunks
 from lightning_megatron.models.config import ModelConfig, variant_of
 from lightning_megatron.models.layout import check_layout
 from lightning_megatron.models.lora import merged
+from lightning_megatron.planning.startup import check_host_memory
 from lightning_megatron.storage.hub import local_folder
 
 _log = logging.getLogger(__name__)

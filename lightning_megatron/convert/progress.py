@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    pass
-
 
 _MIN_BAR_BYTES = 10**9
 """Smaller models load and save too fast for a progress bar to be of use."""

@@ -7,18 +7,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_megatron.convert.rules import VOCABULARY
+from lightning_megatron.convert.shards import Key, Region
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    pass
-from lightning_megatron.convert.shards import Key, Region
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Supported dtypes of stored weights."""

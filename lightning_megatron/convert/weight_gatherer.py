@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_megatron.convert.registry import rules_of
-from lightning_megatron.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    pass
 from lightning_megatron.convert.shards import (
     Key,
     Region,
@@ -23,6 +19,7 @@ from lightning_megatron.convert.shards import (
     sorted_keys,
 )
 from lightning_megatron.convert.source import Stored
+from lightning_megatron.models.config import ModelConfig
 
 
 class WeightGatherer:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lightning_megatron.errors import CheckpointError
-
-if TYPE_CHECKING:
-    pass
 from lightning_megatron.convert.progress import weights_progress
 from lightning_megatron.convert.shards import (
     Key,
@@ -21,6 +17,7 @@ from lightning_megatron.convert.shards import (
     sorted_keys,
 )
 from lightning_megatron.convert.source import Source
+from lightning_megatron.errors import CheckpointError
 
 
 class WeightLoader:

@@ -292,7 +292,7 @@ def _encode_all(
     Raises:
         RuntimeError: If a worker fails or is killed.
     """
-    from lightning_megatron.data.loader import parallel_map
+    from lightning_megatron.data.workers import parallel_map
 
     options: dict[str, Any] = {}
     if workers > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightning_megatron.errors import (
     LARGEST_BATCH,
@@ -15,10 +15,6 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 CPCommType = Literal["auto", "a2a", "all_gather"]
 """Exchange heads for tokens (``a2a``), all-gather keys and values, or choose the first of these that is possible."""

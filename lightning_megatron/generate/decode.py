@@ -31,13 +31,8 @@ from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_r
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.inputs import (
-    Request,
-    SpecialTokens,
-    build_request,
-    check_rows,
-    inputs_for_logits,
-)
+from lightning_megatron.generate.inputs import check_rows
+from lightning_megatron.generate.layout import inputs_for_logits
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.pipeline import (
     ModelInputs,
@@ -45,6 +40,8 @@ from lightning_megatron.generate.pipeline import (
     inference_mode,
     uses_static_cache,
 )
+from lightning_megatron.generate.request import Request, build_request
+from lightning_megatron.generate.special_tokens import SpecialTokens
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch
 

@@ -40,7 +40,8 @@ from lightning_megatron.checkpoint import find as files
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
 from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
-from lightning_megatron.data.loader import ResumableLoader
+from lightning_megatron.data.resumable import ResumableLoader
+from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import (
@@ -51,7 +52,6 @@ from lightning_megatron.errors import (
     NumericsError,
     as_options,
 )
-from lightning_megatron.megatron_datamodule import MegatronDataModule
 from lightning_megatron.run.nonfinite import WeightOrigin
 from lightning_megatron.run.restarts import FIRST_START, is_of_this_run
 from lightning_megatron.storage.failures import (

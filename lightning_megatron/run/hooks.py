@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.megatron_datamodule import MegatronDataModule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -358,10 +358,10 @@ def _written(folder: Path) -> dict[str, str]:
 
 def _read_batches() -> tuple[int, str, str]:
     """Read all samples of an ``IndexedDataModule``; returns what a command does: exit code, stdout and stderr."""
-    from lightning_megatron.data.loader import BatchShape
-    from lightning_megatron.datamodules import IndexedDataModule
+    from lightning_megatron.data.batch_shape import BatchShape
+    from lightning_megatron.datamodules.base import Run
+    from lightning_megatron.datamodules.indexed import IndexedDataModule
     from lightning_megatron.errors import ConfigError
-    from lightning_megatron.megatron_datamodule import Run
 
     shape = BatchShape(
         micro_batch_size=2, num_microbatches=2, data_parallel_size=1, data_parallel_rank=0

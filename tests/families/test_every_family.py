@@ -5,9 +5,9 @@ import math
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_megatron.accounting import rank_parameters
 from lightning_megatron.convert.registry import known_families
 from lightning_megatron.models.t5_layout import t5_layout
+from lightning_megatron.planning.parameters import rank_parameters
 from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, models, page
 from tests.families.parity import FOUR_RANKS, check_family, padded_sentences
 from tests.families.test_gpts import CONFIGS

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import config_object, family_of, model_config
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.planning.parameters import total_parameters
 from tests.families.parity import (
     FOUR_RANKS,
     INTERLEAVED,

@@ -8,7 +8,7 @@ import torch
 
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
-from lightning_megatron.generate.inputs import build_request
+from lightning_megatron.generate.request import build_request
 from tests.generate.models import (
     ENCODER_DECODERS,
     NO_END,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
-from lightning_megatron.accounting import total_parameters
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.planning.parameters import total_parameters
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train
 from tests.parity.training import refusal
 from tests.ranks import run_ranks

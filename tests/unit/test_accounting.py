@@ -8,18 +8,20 @@ import torch
 import transformers
 
 from benchmarks.cases import GPT2_LARGE, LLAMA_8B, T5_LARGE
-from lightning_megatron.accounting import (
+from lightning_megatron.convert.registry import model_config
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.planning.devices import peak_flops_per_s
+from lightning_megatron.planning.flops import (
     AttentionCount,
-    active_parameters,
     forward_flops,
     layer_flops,
     model_flops,
-    peak_flops_per_s,
+)
+from lightning_megatron.planning.parameters import (
+    active_parameters,
     rank_parameters,
     total_parameters,
 )
-from lightning_megatron.convert.registry import model_config
-from lightning_megatron.engine.parallel import ParallelConfig
 
 _LIKE_LLAMA = {
     "hidden_size": 24,

@@ -14,17 +14,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_megatron.accounting import model_flops
-from lightning_megatron.callbacks import (
-    Curve,
-    LossCurve,
-    PerplexityReport,
-    ProgressLine,
-    StepClock,
-    ThroughputMonitor,
-)
+from lightning_megatron.callbacks.loss_curve import Curve, LossCurve
+from lightning_megatron.callbacks.perplexity import PerplexityReport
+from lightning_megatron.callbacks.progress_line import ProgressLine
+from lightning_megatron.callbacks.step_clock import StepClock
+from lightning_megatron.callbacks.throughput import ThroughputMonitor
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.planning.flops import model_flops
 from tests.models import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
@@ -274,7 +271,8 @@ class _FakeClock(Callback):
         self.step_seconds = step_seconds
         self.checkpoint_after = checkpoint_after
         patch.setattr(
-            "lightning_megatron.callbacks.time", SimpleNamespace(perf_counter=lambda: self.now)
+            "lightning_megatron.callbacks.step_clock.time",
+            SimpleNamespace(perf_counter=lambda: self.now),
         )
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:

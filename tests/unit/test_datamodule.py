@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.data.loader import BatchShape
-from lightning_megatron.datamodules import IndexedDataModule
+from lightning_megatron.data.batch_shape import BatchShape
+from lightning_megatron.datamodules.base import Run
+from lightning_megatron.datamodules.indexed import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.megatron_datamodule import Run
 from lightning_megatron.run.restarts import LAUNCHER
 from lightning_megatron.strategy import ScriptLauncher
 from tests.models import QUIET

@@ -9,13 +9,10 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
-from lightning_megatron.generate.inputs import (
-    SpecialTokens,
-    build_request,
-    special_tokens,
-    stop_strings,
-)
 from lightning_megatron.generate.options import GenerationOptions, options_from
+from lightning_megatron.generate.request import build_request
+from lightning_megatron.generate.special_tokens import SpecialTokens, special_tokens
+from lightning_megatron.generate.stop_strings import stop_strings
 from tests.generate.models import model_of
 from tests.tokenizers import byte_level_tokenizer
 

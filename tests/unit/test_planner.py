@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from benchmarks.cases import case_named
-from lightning_megatron import model_summary
+from lightning_megatron.callbacks import memory_estimate
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.planner import DEVICES, GIB, Run, plan, plans, timeline
+from lightning_megatron.planning.devices import DEVICES, GIB
+from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.search import plan, plans
+from lightning_megatron.planning.timeline import timeline
 
 H200 = DEVICES["h200"]
 # Case, micro_batch_size, num_microbatches, GPUs, layout, s/step, peak GiB, whether the model was fitted to it.
@@ -366,7 +369,7 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
     logged: list[str] = []
     for name in ("rank_zero_info", "rank_zero_warn"):
         monkeypatch.setattr(
-            model_summary, name, lambda text, name=name: logged.append(f"{name}: {text}")
+            memory_estimate, name, lambda text, name=name: logged.append(f"{name}: {text}")
         )
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB)
@@ -375,6 +378,6 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
         strategy=strategy, datamodule=data if has_data else None, world_size=4
     )
     module: Any = SimpleNamespace(model_config=run.model)
-    model_summary.MemoryEstimate().setup(trainer, module, "fit")
+    memory_estimate.MemoryEstimate().setup(trainer, module, "fit")
     (line,) = logged
     assert re.search(message, line)

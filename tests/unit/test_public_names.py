@@ -98,7 +98,7 @@ def test_a_saved_configuration_with_former_class_paths_runs(tmp_path: Path) -> N
             },
         },
         "data": {
-            "class_path": "lightning_megatron.datamodules.IndexedDataModule",
+            "class_path": "lightning_megatron.datamodules.indexed.IndexedDataModule",
             "init_args": {"data_path": "unused", "seq_length": 8},
         },
         "trainer": {
@@ -110,8 +110,8 @@ def test_a_saved_configuration_with_former_class_paths_runs(tmp_path: Path) -> N
                 "init_args": {"heartbeat": {"setup": 60}},
             },
             "callbacks": [
-                {"class_path": "lightning_megatron.guards.SpikeGuard"},
-                {"class_path": "lightning_megatron.callbacks.ProgressLine"},
+                {"class_path": "lightning_megatron.callbacks.spike_guard.SpikeGuard"},
+                {"class_path": "lightning_megatron.callbacks.progress_line.ProgressLine"},
             ],
         },
     }

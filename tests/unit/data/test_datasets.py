@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_megatron.datamodules import DatasetDataModule, DatasetSamples
+from lightning_megatron.datamodules.dataset import DatasetDataModule, DatasetSamples
 from lightning_megatron.errors import DataError
 
 datasets = pytest.importorskip("datasets")

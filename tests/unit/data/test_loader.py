@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_megatron.data.loader import (
-    BatchShape,
-    PassLoader,
-    PassOrder,
-    ResumableLoader,
-    TrainLoader,
-)
+from lightning_megatron.data.batch_shape import BatchShape
+from lightning_megatron.data.loader import PassLoader, PassOrder, TrainLoader
+from lightning_megatron.data.resumable import ResumableLoader
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Base class of data modules: one rank per replica reads samples, and runs resume exactly at any layout."""
+"""``MegatronDataModule``: one rank per replica reads samples, and runs resume exactly at any layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_megatron.data.loader import (
-    BatchRampup,
-    BatchShape,
-    PassLoader,
-    PassOrder,
-    Shuffling,
-    TrainLoader,
-)
+from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
+from lightning_megatron.data.loader import PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.splits import SPLIT_NAMES, SplitName
 from lightning_megatron.engine.collectives import call_on_all_ranks
@@ -35,6 +29,7 @@ from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
+
 
 _SPLIT_OF_STAGE: dict[str, SplitName] = {
     "fit": "train",

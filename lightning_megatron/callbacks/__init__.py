@@ -1,0 +1,22 @@
+"""Lightning callbacks, one idea a file.
+
+They read a run through the strategy's public properties; nothing but ``strategy``, ``module`` and ``cli`` imports them.
+"""
+
+from lightning_megatron.callbacks.loss_curve import LossCurve
+from lightning_megatron.callbacks.perplexity import PerplexityReport
+from lightning_megatron.callbacks.progress_line import ProgressLine
+from lightning_megatron.callbacks.replica_check import ReplicaCheck
+from lightning_megatron.callbacks.sample_text import SampleText
+from lightning_megatron.callbacks.spike_guard import SpikeGuard
+from lightning_megatron.callbacks.throughput import ThroughputMonitor
+
+__all__ = [
+    "LossCurve",
+    "PerplexityReport",
+    "ProgressLine",
+    "ReplicaCheck",
+    "SampleText",
+    "SpikeGuard",
+    "ThroughputMonitor",
+]

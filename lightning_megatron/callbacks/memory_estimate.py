@@ -1,0 +1,44 @@
+"""``MemoryEstimate``: the expected memory of training, logged before the model is built."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_megatron.planning.devices import GIB
+from lightning_megatron.planning.memory import memory
+from lightning_megatron.planning.run import make_run
+
+
+class MemoryEstimate(Callback):
+    """Logs the expected memory of training before the model is built, and warns if a GPU has less."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Log the estimate on rank 0; activations are included for data modules with a ``seq_length`` only."""
+        strategy: Any = trainer.strategy
+        if stage != "fit" or strategy.root_device.type != "cuda":
+            return
+        model: Any = pl_module.model_config
+        data: Any = getattr(trainer, "datamodule", None)
+        rows = data.micro_batch_size if hasattr(data, "seq_length") else 0
+        options = data.lengths(model) if rows else {"seq_length": 1, "seq_length_decoder": 1}
+        lengths = tuple(length for name, length in options.items() if name.startswith("seq_length"))
+        run = make_run(
+            model, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size
+        )
+        expected, available = (
+            memory(run),
+            torch.cuda.get_device_properties(strategy.root_device).total_memory,
+        )
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
+        line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {available / GIB:.1f} GiB ({parts})"
+        if expected.total > available:
+            rank_zero_warn(f"{line}; raise tp, pp or dp, lower micro_batch_size, or set recompute")
+        else:
+            rank_zero_info(line if rows else f"{line}, plus activations")

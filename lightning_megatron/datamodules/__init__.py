@@ -1,0 +1,18 @@
+"""Lightning data modules, one a file, and their base.
+
+They decide who reads and where a run goes on; readers and loaders of samples are in ``data``.
+"""
+
+from lightning_megatron.datamodules.base import MegatronDataModule
+from lightning_megatron.datamodules.dataset import DatasetDataModule
+from lightning_megatron.datamodules.indexed import IndexedDataModule
+from lightning_megatron.datamodules.instructions import InstructionDataModule
+from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
+
+__all__ = [
+    "DatasetDataModule",
+    "IndexedDataModule",
+    "InstructionDataModule",
+    "MegatronDataModule",
+    "TextEvaluationDataModule",
+]

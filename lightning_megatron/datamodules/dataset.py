@@ -1,0 +1,183 @@
+"""``DatasetDataModule``: any map-style dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lightning_megatron.data.broadcast import check_batch
+from lightning_megatron.data.samples import Rows
+from lightning_megatron.data.splits import SplitName
+from lightning_megatron.datamodules.base import MegatronDataModule
+from lightning_megatron.errors import (
+    ConfigError,
+    DataError,
+)
+from lightning_megatron.foreign_names import explains_options
+
+
+@explains_options
+class DatasetDataModule(MegatronDataModule):
+    """Map-style datasets with the loaders of indexed datasets: read once per replica, and resumable.
+
+    An item is a dict with the keys that the objective takes (``input_ids``, ``labels``, ...), of the same lengths in
+    all items unless ``collate`` makes them so. One rank of each data-parallel replica reads the items, so they may be
+    random.
+
+    Args:
+        train: A ``datasets.Dataset``, a ``torch.utils.data.Dataset``, a list of dicts, or a directory written by
+            ``datasets.Dataset.save_to_disk``.
+        valid: The same for validation.
+        test: The same for test and prediction.
+        micro_batch_size: Samples in one microbatch of one data-parallel rank.
+        collate: Function that makes one dict of tensors [rows, ...] from a list of items; None stacks them.
+        shuffle: Shuffle the training items, differently in each pass.
+        num_workers: Worker processes that prefetch, on each rank that reads data.
+        seed: Seed of the sample order.
+        rampup_batch_size: First global batch size, increment, and samples until the full size is reached.
+    """
+
+    def __init__(
+        self,
+        train: Any = None,
+        valid: Any = None,
+        test: Any = None,
+        micro_batch_size: int = 4,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        seed: int = 1234,
+        rampup_batch_size: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            micro_batch_size=micro_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            rampup_batch_size=rampup_batch_size,
+        )
+        datasets: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
+        self._sources = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+        if not self._sources:
+            raise ConfigError(
+                "train=None, valid=None and test=None leave nothing to read; give at least one dataset"
+            )
+        self._collate = collate
+        self.shuffling = "every pass" if shuffle else "never"
+
+    @override
+    def open(self, name: SplitName, num_samples: int | None) -> DatasetSamples:
+        if isinstance(folder := self._sources[name], str):
+            self._sources[name] = _load_dataset(folder)
+        return DatasetSamples(self._sources[name], self._collate)
+
+
+class DatasetSamples:
+    """Stacked items of a map-style dataset: ``datasets.Dataset``, ``torch.utils.data.Dataset``, a list of dicts.
+
+    Items are dicts of tensors, arrays, lists or numbers, with one shape per key, or whatever ``collate`` takes.
+    Datasets are duck-typed.
+
+    Args:
+        dataset: Has ``__len__`` and ``__getitem__``, and at least one item.
+        collate: Function that makes one dict of tensors [rows, ...] from a list of items; None stacks them.
+
+    Raises:
+        DataError: If ``dataset`` is empty, a dict of splits, or not map-style.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
+            raise DataError(
+                f"a {type(dataset).__name__} must be one map-style dataset (items by index) of at least one item; for"
+                " several splits pass dataset['train'], for a stream return a DataLoader from train_dataloader"
+            )
+        self._dataset = dataset
+        self._collate = collate
+        # A Hugging Face dataset returns arrays twenty times as fast as lists.
+        kind: Any = (
+            getattr(dataset, "format", None)
+            if collate is None and hasattr(dataset, "with_format")
+            else None
+        )
+        is_lists = kind and kind["type"] is None
+        self._items = dataset.with_format("numpy", columns=kind["columns"]) if is_lists else dataset
+
+    @property
+    def fingerprint(self) -> str:
+        """The dataset's own fingerprint, if it has one (Hugging Face's do); else its length."""
+        own = getattr(self._dataset, "_fingerprint", None)
+        return own if isinstance(own, str) else f"{len(self)} items"
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self._dataset)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """Stack the items at ``indices``.
+
+        Raises:
+            DataError: If items are not dicts, or cannot be stacked.
+        """
+        get_many = getattr(self._items, "__getitems__", None)
+        items = (
+            get_many(list(indices))
+            if get_many is not None
+            else [self._items[index] for index in indices]
+        )
+        if self._collate is not None:
+            batch = check_batch(self._collate(items))
+            if (rows := len(next(iter(batch.values())))) != len(indices):
+                raise DataError(
+                    f"collate gave {rows} rows for {len(indices)} items; return one row per item"
+                )
+            return batch
+        for index, item in zip(indices, items, strict=True):
+            if not isinstance(item, Mapping) or item.keys() != items[0].keys():
+                has = ", ".join(map(repr, item)) if isinstance(item, Mapping) else "no keys"
+                raise DataError(
+                    f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
+                    " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
+                )
+        return {key: _stack(key, [item[key] for item in items], indices) for key in items[0]}
+
+
+def _load_dataset(folder: str) -> Any:
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} is read by the library datasets; pip install datasets"
+        ) from error
+    try:
+        return load_from_disk(folder)
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+    ) as error:  # the library raises IndexError if there are no rows
+        raise DataError(
+            f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
+    try:
+        return torch.stack([_as_tensor(value) for value in values])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"items {', '.join(map(str, indices))} cannot be stacked under {key!r} ({error}); remove the key"
+            " (remove_columns), pad them to one length, or give a collate function that does"
+        ) from None
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Convert ``value`` to a CPU tensor; torch raises if it is not numeric."""
+    tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
+    # torch has few operations for the larger unsigned integers.
+    return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor

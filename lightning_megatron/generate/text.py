@@ -1,0 +1,84 @@
+"""Prompts and completions as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_megatron.data.tokenizer_files import panics_as_errors
+from lightning_megatron.errors import ConfigError
+
+
+def encode_prompts(
+    texts: Sequence[str], tokenizer: Any, *, add_bos: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens and attention mask of prompts, [b, s] each, padded on the left.
+
+    Args:
+        texts: One or more prompts.
+        tokenizer: Of transformers; the special tokens that it adds itself are included.
+        add_bos: Whether to prepend the tokenizer's beginning-of-sequence token where it is missing.
+
+    Raises:
+        ConfigError: If a prompt has no tokens, or the tokenizer no beginning-of-sequence token.
+    """
+    bos = tokenizer.bos_token_id
+    if add_bos and bos is None:
+        raise ConfigError(
+            "add_bos: expected a tokenizer with a bos_token, got one without; leave it out"
+        )
+    with panics_as_errors(getattr(tokenizer, "name_or_path", "tokenizer")):
+        rows: list[list[int]] = [tokenizer.encode(text) for text in texts]
+    if add_bos:
+        rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise ConfigError(
+                f"the prompt {text!r} has no token to continue; give it text, or --add-bos"
+            )
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded([torch.tensor(row) for row in rows]), padded(
+        [torch.ones(len(row), dtype=torch.long) for row in rows]
+    )
+
+
+def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Text of the tokens ``new`` after ``prompt``; decoded alone they could lose the space before the first word."""
+    prompt_text = tokenizer.decode(list(prompt), skip_special_tokens=True)
+    text: str = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
+    return text[len(prompt_text) :]
+
+
+def decode_completions(
+    tokenizer: Any,
+    sequences: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    is_t5: bool = False,
+) -> list[str]:
+    """Text of each completion, without special tokens.
+
+    Args:
+        tokenizer: Of transformers.
+        sequences: What ``generate`` returned, [b * n, s + new]: n sequences per prompt.
+        input_ids: The prompts, [b, s].
+        attention_mask: [b, s]; None for no padding.
+        is_t5: Whether the sequences are those of a T5's decoder: [b * n, 1 + new], without the prompts.
+    """
+    if is_t5:
+        texts: list[str] = tokenizer.batch_decode(sequences[:, 1:], skip_special_tokens=True)
+        return texts
+    copies, width = len(sequences) // len(input_ids), input_ids.shape[1]
+    masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
+    return [
+        decode_completion(
+            tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist()
+        )
+        for index, row in enumerate(sequences.cpu())
+    ]

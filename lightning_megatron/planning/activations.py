@@ -1,0 +1,73 @@
+"""Bytes of activations and logits.
+
+Activation memory follows Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), section 4, adapted to this
+package's layers (no attention matrix is stored).
+"""
+
+from __future__ import annotations
+
+from lightning_megatron.models.layout import comm_type_of
+from lightning_megatron.planning.run import Run
+
+_LOSS_BYTES = 4.5
+"""Bytes allocated per logit of the cross-entropy, gradient included."""
+
+
+def num_logits(run: Run, pp_rank: int) -> float:
+    """Number of logits of a microbatch on one rank; 0 except on the last stage."""
+    parallel, model = run.parallel, run.model
+    if pp_rank < parallel.pp - 1 or not model.has_output_layer:
+        return 0.0
+    padded = model.padded_vocab_size(parallel.tp)
+    return run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
+
+
+def logits_bytes(run: Run, pp_rank: int) -> float:
+    """Bytes of the logits and their gradients."""
+    return _LOSS_BYTES * run.bytes_per_element / 2 * num_logits(run, pp_rank)
+
+
+def ranks_per_token(run: Run) -> float:
+    """Expected number of ranks of its ep group to which a token is dispatched, with balanced experts."""
+    assert run.model.experts is not None
+    return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
+
+
+def layer_bytes(run: Run, layer: int, *, recompute: bool = False) -> float:
+    """Bytes of activations that a layer stores for one microbatch; norms and activations excluded with ``recompute``.
+
+    Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated
+    queries or T5's copy 2 q, attention output 2 q, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
+    to, and one byte per element with dropout.
+    """
+    model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
+    h, f, q = (
+        model.hidden_size,
+        model.mlp_width(layer),
+        model.num_attention_heads * model.kv_channels,
+    )
+    kv, norms = 2 * model.num_query_groups * model.kv_channels, 2
+    topk = model.experts.topk if model.experts is not None and model.has_experts(layer) else 0
+    size = (
+        8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f + 2.0 * h * topk
+    )
+    size += 2 * q * (model.position_embedding_type == "rope")
+    size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
+    if is_decoder:
+        norms, encoder_ratio = 3, run.lengths[0] / run.lengths[-1]
+        size += 4.0 * h + 4 * q + 2 * kv * encoder_ratio + h * (model.hidden_dropout > 0)
+    # Inputs of experts that were received from other ranks are not recomputed.
+    recomputed = 2.0 * f + 2.0 * h * (
+        topk - (ranks_per_token(run) if topk and parallel.ep > 1 else 0)
+    )
+    split, stream = (
+        size - 4.0 * norms * h - recompute * recomputed,
+        2.0 * norms * h * (1 if recompute else 2),
+    )
+    size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
+    if (
+        parallel.cp > 1 and comm_type_of(model, parallel) == "all_gather"
+    ):  # keys and values of all tokens
+        size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
+    tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
+    return tokens * size * run.bytes_per_element / 2 / parallel.cp

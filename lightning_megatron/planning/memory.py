@@ -1,0 +1,55 @@
+"""Peak memory of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.planning.activations import layer_bytes, logits_bytes
+from lightning_megatron.planning.pipeline import warm_up_passes
+from lightning_megatron.planning.run import Breakdown, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Breakdown):
+    """Bytes of the fullest rank, by use."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+
+def memory(run: Run) -> Memory:
+    """Peak memory of the fullest rank, without that of CUDA and NCCL themselves."""
+    return max(
+        (_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total
+    )
+
+
+def _stage_memory(run: Run, pp_rank: int) -> Memory:
+    parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
+    return Memory(
+        weights=run.bytes_per_element * parameters,
+        gradients=4.0 * trained,
+        # Adam's two moments, and an fp32 master copy of 16-bit weights.
+        optimizer=(8.0 if run.bytes_per_element == 4 else 12.0) * run.optimizer_parameters(pp_rank),
+        activations=_activation_bytes(run, pp_rank),
+        logits=logits_bytes(run, pp_rank),
+    )
+
+
+def _activation_bytes(run: Run, pp_rank: int) -> float:
+    """Bytes of activations on a stage when most microbatches are in flight."""
+    parallel, layers = run.parallel, run.layers(pp_rank)
+    chunks = parallel.num_model_chunks
+    in_flight = (
+        min(warm_up_passes(parallel, pp_rank) + 1, parallel.num_microbatches * chunks) / chunks
+    )
+    kept = sum(layer_bytes(run, layer, recompute=run.recompute == "selective") for layer in layers)
+    if run.recompute != "full":
+        return in_flight * kept
+    # Layers are recomputed one at a time, after the logits have been freed.
+    inputs = run.bytes_per_element * run.tokens_per_rank * run.model.hidden_size * len(layers)
+    inputs *= in_flight / (parallel.tp if parallel.uses_sequence_parallel else 1)
+    return inputs + max(0.0, kept / len(layers) - logits_bytes(run, pp_rank))

@@ -1,0 +1,149 @@
+"""A training run that is planned: model, batch and layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.t5_layout import OVERRIDE
+from lightning_megatron.planning.devices import peak_flops_per_s
+from lightning_megatron.planning.parameters import (
+    adapter_parameters,
+    chunk_layout,
+    expert_parameters,
+    rank_parameters,
+)
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.planning.devices import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Model, batch and layout of a training run."""
+
+    model: ModelConfig
+    lengths: tuple[int, ...]
+    """Tokens of a row; for a T5 those of the encoder and of the decoder."""
+    world_size: int
+    """Number of GPUs."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: int = 1
+    """Rows of a microbatch."""
+    distributed_optimizer: bool = True
+    """Whether the optimizer's state is sharded over data-parallel ranks."""
+    recompute: Literal["selective", "full"] | None = None
+    """What the backward pass recomputes: norms and activation functions of MLPs, or full layers."""
+    precision: str = "bf16-mixed"
+    """The Trainer's precision."""
+    cuda_graphs: bool = False
+    """Whether microbatches are replayed as CUDA graphs, without launches from Python."""
+    layout: tuple[int, ...] = field(default=())
+    """Number of layers of each model chunk; empty for the default of ``parallel``."""
+
+    @property
+    def dp(self) -> int:
+        """Number of replicas."""
+        return self.parallel.data_parallel_size(self.world_size)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one weight or activation."""
+        return 4 if self.precision == "32-true" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks, padding included."""
+        return self.micro_batch_size * sum(self.lengths) * self.parallel.num_microbatches * self.dp
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """Tokens of a microbatch per context-parallel rank, padding included."""
+        return self.micro_batch_size * sum(self.lengths) / self.parallel.cp
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Number of layers of each model chunk in pipeline order."""
+        return self.layout or chunk_layout(self.model, self.parallel)
+
+    def layers(self, pp_rank: int) -> list[int]:
+        """Indices in the whole model of a stage's layers, a T5's decoder after its encoder."""
+        ends = list(itertools.accumulate(self.chunks, initial=0))
+        own = range(pp_rank, len(self.chunks), self.parallel.pp)
+        return [layer for chunk in own for layer in range(ends[chunk], ends[chunk + 1])]
+
+    def parameters(self, pp_rank: int) -> dict[int, int]:
+        """Number of parameters on one rank of a stage, by the size of the group that replicates them."""
+        model, parallel = self.model, self.parallel
+        count = rank_parameters(
+            model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
+        )
+        experts = (
+            sum(expert_parameters(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
+        )
+        replicas = self.dp * parallel.cp
+        return Counter({replicas: count - experts}) + Counter(
+            {replicas * parallel.tp // parallel.ep: experts}
+        )
+
+    def trained(self, pp_rank: int) -> dict[int, float]:
+        """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
+        adapters = adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
+        return {self.dp * self.parallel.cp: adapters} if adapters else {**self.parameters(pp_rank)}
+
+    def optimizer_parameters(self, pp_rank: int) -> float:
+        """Number of parameters whose optimizer state one rank of a stage holds."""
+        return sum(
+            n / (ranks if self.distributed_optimizer else 1)
+            for ranks, n in self.trained(pp_rank).items()
+        )
+
+    def peak_flops_per_s(self, device: Device) -> float | None:
+        """Peak FLOP/s of one device for matrix products; None if the datasheet does not give it."""
+        return peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
+
+
+class Breakdown:
+    """Base of dataclasses whose fields add up to a total."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all fields."""
+        return float(sum(vars(self).values()))
+
+
+def make_run(
+    model: ModelConfig,
+    settings: EngineSettings,
+    *,
+    rows: int,
+    lengths: tuple[int, ...],
+    world_size: int,
+) -> Run:
+    """Build a ``Run`` from the settings of a strategy.
+
+    Args:
+        model: Model config.
+        settings: Settings of the strategy.
+        rows: Rows of a microbatch; 0 if unknown, which leaves out activations.
+        lengths: Tokens of a row; for a T5 those of the encoder and of the decoder.
+        world_size: Number of GPUs.
+    """
+    granularity, method = settings.recompute.granularity, settings.recompute.method
+    return Run(
+        model=model,
+        parallel=settings.parallel,
+        micro_batch_size=rows,
+        lengths=lengths,
+        world_size=world_size,
+        distributed_optimizer=settings.distributed_optimizer,
+        recompute=None if granularity == "full" and method == "block" else granularity,
+        precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
+        cuda_graphs=settings.cuda_graphs,
+        layout=chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
+    )

@@ -1,0 +1,82 @@
+"""What a run tells and checks before it builds a model: its parameters, its engine's ops, the host's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron.engine.ops.report import ops_report
+from lightning_megatron.errors import ConfigError, host_memory
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.t5_layout import OVERRIDE
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.planning.parameters import (
+    active_parameters,
+    adapter_parameters,
+    chunk_layout,
+    expert_parameters,
+    rank_parameters,
+    total_parameters,
+)
+
+
+def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
+    """Lines that rank 0 logs at start-up: padded vocabulary, parameters of each rank, implementations of the ops."""
+    tp, pp = settings.parallel.tp, settings.parallel.pp
+    padded = model.padded_vocab_size(tp)
+    lines = [
+        f"Padded vocabulary: {model.vocab_size} tokens + {padded - model.vocab_size} dummy tokens = {padded} "
+        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
+        f"Number of parameters of the model: {total_parameters(model)}",
+    ]
+    if model.experts is not None:
+        lines.append(
+            f"Number of active parameters (used for one token): {active_parameters(model)}"
+        )
+    layout = chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
+    if model.architecture == "t5" and len(layout) > 1:
+        lines.append(
+            f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "
+            f"(the first {model.num_layers} are the encoder's)"
+        )
+    for pp_rank in range(pp):
+        count = rank_parameters(
+            model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep
+        )
+        lines += [
+            f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}"
+            for t in range(tp)
+        ]
+    if model.lora is not None:
+        trained = adapter_parameters(model)
+        lines.append(
+            f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen"
+        )
+    ops = ops_report("cuda" if settings.device.type == "cuda" else "cpu")
+    linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
+    return [
+        *lines,
+        f"Engine ops: {'; '.join(f'{op}: {used}' for op, used, _ in ops)}{linears}",
+    ]
+
+
+def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) -> None:
+    """Check that the weights of the ``ranks`` on this host fit its memory, before Linux kills a process.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    count = total_parameters(model)
+    parallel = settings.parallel
+    experts = sum(expert_parameters(model, layer) for layer in range(model.num_layers))
+    per_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (
+        parallel.ep * parallel.pp
+    )
+    needed = per_rank * ranks * settings.params_dtype.itemsize
+    if needed > (memory := host_memory()):
+        raise ConfigError(
+            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} "
+            f"rank{'s' * (ranks > 1)} of this host, which has {memory / 2**30:,.0f} GiB; correct the model's sizes, or "
+            "use more hosts"
+        )

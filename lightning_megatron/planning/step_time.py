@@ -1,0 +1,316 @@
+"""Time of an optimizer step.
+
+It is the sum of matrix products (at the rate that the power limit allows, below the datasheet's), attention, memory
+traffic of all other operations, exposed communication, and the pipeline bubble (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 2.2). The constants, here and for memory, were fitted on some runs on H200s
+and tested on others, all in ``tests/unit/test_planner.py``: peak memory is within 10 %, step time within 15 %. The runs
+on several GPUs, and some on one, were measured before kernels were fused around matrix products and in the optimizer;
+the constants are a compromise between old and new runs.
+
+Other devices are scaled from an H200 by datasheet: matrix products and attention by peak bf16 FLOP/s, the rest by
+memory and link bandwidth. A host has eight GPUs. Speeds between hosts are from datasheets and were not measured;
+pipeline communication between stages is assumed to overlap with computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.layout import comm_type_of
+from lightning_megatron.planning.activations import layer_bytes, num_logits, ranks_per_token
+from lightning_megatron.planning.devices import RANKS_PER_HOST, Device
+from lightning_megatron.planning.flops import head_flops, layer_flops
+from lightning_megatron.planning.run import Breakdown, Run
+
+_PRODUCTS_SHARE = 0.692
+"""Share of the datasheet's peak that matrix products reach under the power limit, before ``_PRODUCTS_LOSS``."""
+
+
+_PRODUCTS_LOSS = 100
+"""Matrix products reach n / (n + this) of the rate, for n = hidden size, and again for n = tokens of a microbatch."""
+
+
+_ATTENTION_SHARE = 0.47
+"""Share of the peak that attention reaches."""
+
+
+_DROPPED_ATTENTION_SHARE = 0.0031
+"""The same with dropout (FlashAttention-2), per channel of a head."""
+
+
+_BIASED_ATTENTION_SHARE = 0.07
+"""The same for a T5, whose relative position bias has gradients."""
+
+
+_OTHER_TRAFFIC = 4.0
+"""Bytes moved by norms, activations, residuals and rotary embeddings, forward and backward, per activation byte."""
+
+
+_EXPERTS_TRAFFIC = 33
+"""Passes over the inputs of experts, forward and backward, including sorting, summation and the inefficiency of small
+products."""
+
+
+_EXPERTS_SLOWDOWN = 4
+"""Slowdown of all-to-alls by uneven splits, including synchronization with the host."""
+
+
+_LOSS_TRAFFIC = 11.0
+"""Bytes moved per logit of the cross-entropy, gradient included."""
+
+
+_STEP_TRAFFIC = 34.0
+"""Bytes moved per parameter by the optimizer."""
+
+
+_GRADIENT_TRAFFIC = 12.0
+"""Bytes moved per parameter by zeroing and accumulating gradients."""
+
+
+_MEMORY_SHARE = 0.89
+"""Achieved share of the bandwidth of device memory."""
+
+
+_LINK_SHARE = {2: 0.48}
+"""Achieved share of the bandwidth of links, by group size."""
+
+
+_OTHER_LINK_SHARE = 0.66
+"""The same for group sizes that are not listed."""
+
+
+_TP_EXPOSED = 8
+"""Exposed collectives of a layer (of 10, forward and backward) with NCCL."""
+
+
+_TP_COPIES_EXPOSED = 1.5
+"""The same as peer copies between two GPUs."""
+
+
+_DP_EXPOSED = 0.25
+"""Share of the gradient reduction that compute does not hide."""
+
+
+_IDLE = 0.014
+"""Seconds per step in which the device is idle: Trainer, data, first and last kernel launches."""
+
+
+_INTERLEAVED = 0.7e-3
+"""Seconds per microbatch and model chunk of an interleaved schedule: exposed communication, and Python."""
+
+
+_HOST = 3.0e-3
+"""Seconds that Python takes to launch the kernels of a layer and microbatch, forward and backward: a lower bound of its
+time."""
+
+
+_HOST_DECODER = 1.6
+"""Factor for a decoder layer with cross-attention."""
+
+
+_HOST_TP = 1.3
+"""Factor for tensor-parallel collectives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime(Breakdown):
+    """Seconds of one optimizer step on the slowest stage, by cause."""
+
+    products: float
+    attention: float
+    other: float
+    """Norms, activations, residuals, cross-entropy."""
+    optimizer: float = 0.0
+    communication: float
+    """Communication that is not overlapped with compute."""
+    bubble: float = 0.0
+    """Waiting for other pipeline stages."""
+    idle: float = 0.0
+    """Waiting for the host: data, the Trainer, and launches from Python that take longer than their kernels."""
+
+
+def step_time(run: Run, device: Device) -> StepTime:
+    """Seconds of one optimizer step on the slowest rank.
+
+    The bubble is the time of one microbatch on all other stages (1F1B), divided by the number of model chunks per stage
+    (interleaved).
+
+    Raises:
+        ConfigError: If the device's peak is unknown.
+    """
+    parallel, m = run.parallel, run.parallel.num_microbatches
+    stages = [microbatch_time(run, rank, device) for rank in range(parallel.pp)]
+    slowest = max(stages, key=lambda stage: stage.total)
+    bubble = (sum(stage.total for stage in stages) - slowest.total) / parallel.num_model_chunks
+    fullest = max(range(parallel.pp), key=lambda rank: sum(run.parameters(rank).values()))
+    trained, optimizer = run.trained(fullest), run.optimizer_parameters(fullest)
+    bandwidth = _MEMORY_SHARE * device.memory_bandwidth
+    stage_size = run.dp * parallel.cp * parallel.tp
+    reduced = sum(
+        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=stage_size // ranks)
+        for ranks, n in trained.items()
+    )
+    # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
+    exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
+    return StepTime(
+        products=m * slowest.products,
+        attention=m * slowest.attention,
+        other=m * slowest.other,
+        optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC)
+        / bandwidth,
+        communication=m * slowest.communication + exposed,
+        bubble=bubble,
+        idle=_IDLE + m * slowest.idle,
+    )
+
+
+def microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
+    """Seconds of one microbatch on one stage, forward and backward."""
+    parallel = run.parallel
+    peak = run.peak_flops_per_s(device)
+    if peak is None:
+        raise ConfigError(
+            f"precision={run.precision}: expected a device with a known peak, got {device.name}; use another"
+        )
+    layers = run.layers(pp_rank)
+    products, scores = _flops_of_a_row(run, pp_rank, layers)
+    rate = _PRODUCTS_SHARE * peak
+    for size in (run.model.hidden_size, run.tokens_per_rank):
+        rate *= size / (size + _PRODUCTS_LOSS)
+    shards = parallel.tp * parallel.cp
+    busy = StepTime(
+        products=run.micro_batch_size * products / shards / rate,
+        attention=run.micro_batch_size * scores / shards / (_attention_share(run) * peak),
+        other=_other_traffic(run, pp_rank, layers) / (_MEMORY_SHARE * device.memory_bandwidth),
+        communication=_exposed_communication(run, layers, device),
+    )
+    if run.cuda_graphs:
+        return busy
+    host = _host_seconds(run, layers)
+    return replace(busy, idle=max(0.0, host - busy.total))
+
+
+def _flops_of_a_row(run: Run, pp_rank: int, layers: Sequence[int]) -> tuple[float, float]:
+    """FLOPs of matrix products and of attention scores that one row takes in a stage, forward and backward."""
+    model = run.model
+    flops = [layer_flops(model, run.lengths, layer) for layer in layers]
+    passes = 3.0
+    if model.lora is not None:
+        passes = 2.0  # frozen weights have no gradients
+    products = passes * sum(linears for linears, _ in flops)
+    scores = 3.5 * sum(scores for _, scores in flops)
+    if run.recompute == "full":
+        products = products * (passes + 1) / passes
+        scores = scores * 4.5 / 3.5
+    if pp_rank == run.parallel.pp - 1:
+        vocab_size = model.padded_vocab_size(run.parallel.tp)
+        products += passes * head_flops(model, run.lengths, vocab_size)
+    return products, scores
+
+
+def _attention_share(run: Run) -> float:
+    """Share of the device's peak that attention reaches."""
+    model = run.model
+    if model.architecture == "t5":
+        return _BIASED_ATTENTION_SHARE
+    if model.attention_dropout > 0:
+        return _DROPPED_ATTENTION_SHARE * model.kv_channels
+    return _ATTENTION_SHARE
+
+
+def _repeated_share(run: Run) -> float:
+    """Share of the time outside of matrix products that recomputation repeats."""
+    return {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]
+
+
+def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
+    """Bytes that a stage moves in device memory outside of matrix products and attention."""
+    model = run.model
+    traffic = (
+        _OTHER_TRAFFIC
+        * (1 + _repeated_share(run))
+        * sum(layer_bytes(run, layer) for layer in layers)
+    )
+    traffic += _LOSS_TRAFFIC * num_logits(run, pp_rank)
+    if model.experts is not None:
+        routed_rows = run.tokens_per_rank * model.experts.topk
+        routed = run.bytes_per_element * routed_rows * model.hidden_size / run.parallel.tp
+        traffic += _EXPERTS_TRAFFIC * routed * sum(model.has_experts(layer) for layer in layers)
+    return traffic
+
+
+def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> float:
+    """Seconds of communication that no computation hides."""
+    parallel = run.parallel
+    hidden_bytes = (
+        run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * run.model.hidden_size
+    )
+    message = hidden_bytes * (parallel.tp - 1) / parallel.tp
+    copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
+    exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
+    exchanged = sum(_exchanged_bytes(run, layer) for layer in layers)
+    interleaved = _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1)
+    return (
+        _dispatch_seconds(run, layers, hidden_bytes, device)
+        + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
+        + exchanged / _link(device, parallel.cp, stride=parallel.tp)
+        + interleaved
+    )
+
+
+def _dispatch_seconds(
+    run: Run, layers: Sequence[int], hidden_bytes: float, device: Device
+) -> float:
+    """Seconds in which experts get their rows and return them, in both passes."""
+    model = run.model
+    parallel = run.parallel
+    if model.experts is None or parallel.ep == 1:
+        return 0.0
+    split = parallel.tp if parallel.uses_sequence_parallel else 1
+    dispatch = 4 * ranks_per_token(run) * hidden_bytes / split * (1 - 1 / parallel.ep)
+    dispatch *= _EXPERTS_SLOWDOWN / _link(device, parallel.ep, stride=1)
+    return dispatch * sum(model.has_experts(layer) for layer in layers)
+
+
+def _host_seconds(run: Run, layers: Sequence[int]) -> float:
+    """Seconds that Python takes to launch the kernels of a microbatch."""
+    launches = sum(_HOST_DECODER if layer >= run.model.num_layers else 1.0 for layer in layers)
+    slowdown = _HOST_TP if run.parallel.tp > 1 else 1.0
+    return _HOST * launches * slowdown * (1 + _repeated_share(run))
+
+
+def _exchanged_bytes(run: Run, layer: int) -> float:
+    """Bytes that a rank receives over the cp group in the attentions of a layer, forward and backward; all exposed.
+
+    With all-to-all: queries, keys, values, outputs and their gradients. With all-gather: keys and values of all tokens,
+    and their gradients in float32.
+    """
+    model, cp = run.model, run.parallel.cp
+    if cp == 1:
+        return 0.0
+    is_decoder = layer >= model.num_layers
+    q, kv = (n * model.kv_channels for n in (model.num_attention_heads, 2 * model.num_query_groups))
+    tokens = run.lengths[-1 if is_decoder else 0]
+    queries, keys = 2 * q * tokens, kv * tokens
+    if is_decoder:  # and cross-attention
+        queries, keys = 2 * queries, keys + kv * run.lengths[0]
+    passes = 3 if run.recompute == "full" else 2
+    moved = passes * run.bytes_per_element * (queries + keys) / cp
+    if comm_type_of(model, run.parallel) == "all_gather":
+        moved = ((passes - 1) * run.bytes_per_element + 4) * keys
+    return run.micro_batch_size * moved / run.parallel.tp * (cp - 1) / cp
+
+
+def _link(device: Device, ranks: int, *, stride: int) -> float:
+    """Bytes/s per rank in a collective over a group of ``ranks`` that are ``stride`` apart.
+
+    Between hosts the group's ranks on a host each have a network adapter, and the rings are spread over these.
+    """
+    within = device.link_bandwidth * _LINK_SHARE.get(ranks, _OTHER_LINK_SHARE)
+    if ranks * stride <= RANKS_PER_HOST:
+        return within
+    return min(
+        within, _OTHER_LINK_SHARE * device.network_bandwidth * max(1, RANKS_PER_HOST // stride)
+    )
