@@ -11,7 +11,9 @@ from tests.ranks import ROOT
 def blocks(page: str, language: str) -> list[str]:
     """Code blocks of ``page``, a path in the repository."""
     return re.findall(
-        rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL
+        rf"^```{language}\n(.*?)^```$",
+        (ROOT / page).read_text(),
+        flags=re.MULTILINE | re.DOTALL,
     )
 
 
@@ -22,7 +24,11 @@ def commands(page: str) -> list[list[str]]:
 
 
 def execute(
-    page: str, number: int, folder: str, changes: dict[str, str], **variables: Any
+    page: str,
+    number: int,
+    folder: str,
+    changes: dict[str, str],
+    **variables: Any,
 ) -> dict[str, Any]:
     """Run a Python block in ``folder`` with text replaced by ``changes``; returns ``variables`` and the block's own."""
     os.chdir(folder)

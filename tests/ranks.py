@@ -97,7 +97,10 @@ class RankError(AssertionError):
     """A rank raised, died or timed out."""
 
     def __init__(
-        self, message: str, rank: int | None = None, error_type: str | None = None
+        self,
+        message: str,
+        rank: int | None = None,
+        error_type: str | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -107,7 +110,10 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 200.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 200.0,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return the results in rank order.
 
@@ -130,7 +136,12 @@ def run_ranks(
 class Job:
     """The processes of one call of ``run_ranks``, and a directory with their output."""
 
-    def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
         with patch.dict(os.environ, _SERVER_ENVIRONMENT):
@@ -250,7 +261,12 @@ class Job:
 # ---- in a rank ------------------------------------------------------------------------------------------------------
 
 
-def _run_rank(environment: dict[str, str], call: bytes, log: Path, results: Connection) -> None:
+def _run_rank(
+    environment: dict[str, str],
+    call: bytes,
+    log: Path,
+    results: Connection,
+) -> None:
     """Call the function on one rank, send its result, and wait to be killed.
 
     A rank that exits by itself would close the store that rank 0 hosts, which other ranks may still need.

@@ -58,7 +58,11 @@ def test_loader_benchmark_measures_all_objectives() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke-tp2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE)]
+    "name",
+    [
+        "smoke-tp2",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE),
+    ],
 )
 def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)

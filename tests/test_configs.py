@@ -28,7 +28,11 @@ def _instantiate(config: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def _with_model_directory(fields: dict[str, Any], tokenizer: Path, folder: Path) -> list[str]:
+def _with_model_directory(
+    fields: dict[str, Any],
+    tokenizer: Path,
+    folder: Path,
+) -> list[str]:
     """Overrides for configs that start from a model directory: one with a tokenizer and a default config."""
     if not isinstance(fields["model"]["init_args"]["model"], str):
         return []
@@ -54,7 +58,10 @@ def test_config_is_valid_and_its_layout_fits_the_model(
 ) -> None:
     fields = yaml.safe_load(config.read_text())
     (made,) = run_ranks(
-        _instantiate, 1, str(config), _with_model_directory(fields, corpus.parent / "tok", tmp_path)
+        _instantiate,
+        1,
+        str(config),
+        _with_model_directory(fields, corpus.parent / "tok", tmp_path),
     )
     trainer = fields["trainer"]
     layout = trainer["strategy"]["init_args"]

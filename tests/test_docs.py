@@ -168,7 +168,13 @@ def _run(folder: Path, words: list[str], *more: str) -> str:
     return out
 
 
-def _check_block(folder: str, page: str, number: int, changes: dict[str, str], check: str) -> bool:
+def _check_block(
+    folder: str,
+    page: str,
+    number: int,
+    changes: dict[str, str],
+    check: str,
+) -> bool:
     """Run a Python block on this rank and evaluate ``check`` with its variables and its output ``printed``."""
     import torch
     from lightning.pytorch import Trainer
@@ -186,7 +192,11 @@ def _check_block(folder: str, page: str, number: int, changes: dict[str, str], c
     }
     if (page, number) == (README, 1):
         trainer = Trainer(
-            accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, **QUIET
+            accelerator="cpu",
+            devices=2,
+            strategy=MegatronStrategy(tp=2),
+            max_steps=1,
+            **QUIET,
         )
         variables |= {"MegatronModule": MegatronModule, "trainer": trainer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -242,7 +252,12 @@ def test_the_added_loss_of_the_training_page_is_trained(tmp_path: Path) -> None:
 
 
 def _run_python(
-    folder: Path, page: str, number: int, ranks: int, changes: dict[str, str], check: str
+    folder: Path,
+    page: str,
+    number: int,
+    ranks: int,
+    changes: dict[str, str],
+    check: str,
 ) -> None:
     """Run a Python block with text replaced by ``changes`` on ``ranks`` ranks; ``check`` must hold on each."""
     assert (

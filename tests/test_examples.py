@@ -178,7 +178,12 @@ def test_generate_text_decodes_in_four_ways(corpus: Path, tmp_path: Path) -> Non
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB_SIZE, n_layer=2, n_embd=16, n_head=2, n_positions=32, eos_token_id=0
+        vocab_size=VOCAB_SIZE,
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        n_positions=32,
+        eos_token_id=0,
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(corpus.parent / "tok").save_pretrained(tmp_path)

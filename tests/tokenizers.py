@@ -40,7 +40,11 @@ REASONING = (
 
 
 def make_tokenizer(
-    folder: Path, template: str | None = None, *, trim_offsets: bool = False, bos: bool = False
+    folder: Path,
+    template: str | None = None,
+    *,
+    trim_offsets: bool = False,
+    bos: bool = False,
 ) -> str:
     """Save a byte-level BPE tokenizer with a few merges; returns its directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -113,7 +113,10 @@ def update_checksums(path: Path) -> None:
     from lightning_megatron.storage.checksums import CHECKSUMS, FileChecksums, write_checksums
 
     files = [file for file in path.iterdir() if file.is_file() and file.name != CHECKSUMS]
-    write_checksums(path, {file.name: FileChecksums().update(file.read_bytes()) for file in files})
+    write_checksums(
+        path,
+        {file.name: FileChecksums().update(file.read_bytes()) for file in files},
+    )
 
 
 def _table(path: Path) -> Any:

@@ -116,7 +116,8 @@ def make_module(run: Run, module_class: Any = None) -> Any:
         **run.module,
     }
     return (module_class or MegatronModule)(
-        model=run.model if "model_type" in run.model else {**GPT2, **run.model}, **options
+        model=run.model if "model_type" in run.model else {**GPT2, **run.model},
+        **options,
     )
 
 
@@ -149,7 +150,13 @@ def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace
     pl.seed_everything(run.seed, verbose=False)
     steps: dict[int, dict[str, Any]] = {}
 
-    def record(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def record(
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         groups = trainer.optimizers[0].param_groups
         steps[trainer.global_step] = {
             "loss": float(outputs["loss"]),
@@ -211,7 +218,9 @@ def callback(**hooks: Callable[..., Any]) -> Any:
     import lightning.pytorch as pl
 
     return type(
-        "Hooks", (pl.Callback,), {name: staticmethod(hook) for name, hook in hooks.items()}
+        "Hooks",
+        (pl.Callback,),
+        {name: staticmethod(hook) for name, hook in hooks.items()},
     )()
 
 
@@ -247,7 +256,10 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
         into[prefix] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differences(
+    expected: Mapping[str, Any],
+    found: Mapping[str, Any],
+) -> list[str]:
     """Names whose values are not bitwise equal."""
     import torch
 
@@ -314,7 +326,8 @@ def make_corpus(folder: Path) -> str:
 
     rng = np.random.default_rng(0)
     return build(
-        folder / "corpus", [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)]
+        folder / "corpus",
+        [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)],
     )
 
 
@@ -365,7 +378,13 @@ def save(state: Any, content: dict[str, Any], path: Path) -> None:
     begin_save(state, content, path, in_place=True).finish()
 
 
-def begin_save(state: Any, content: dict[str, Any], path: Path, *, in_place: bool = False) -> Any:
+def begin_save(
+    state: Any,
+    content: dict[str, Any],
+    path: Path,
+    *,
+    in_place: bool = False,
+) -> Any:
     """Begin to write a checkpoint asynchronously; return the ``Save``."""
     from lightning_megatron.checkpoint.save import HostMemory, Save
 

@@ -68,10 +68,20 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
 
 @pytest.mark.parametrize(
     ("accelerator", "world_size", "strategy", "precision"),
-    [pytest.param(*case, marks=[pytest.mark.gpu(case[1])] * (case[0] == "gpu")) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            marks=[pytest.mark.gpu(case[1])] * (case[0] == "gpu"),
+        )
+        for case in CASES
+    ],
 )
 def test_async_save_is_an_exact_snapshot(
-    accelerator: str, world_size: int, strategy: dict[str, Any], precision: str, tmp_path: Path
+    accelerator: str,
+    world_size: int,
+    strategy: dict[str, Any],
+    precision: str,
+    tmp_path: Path,
 ) -> None:
     run = Run(
         strategy=strategy,

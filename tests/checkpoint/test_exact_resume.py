@@ -231,7 +231,9 @@ def test_resume_with_larger_max_steps_is_exact(
             path,
         )
         assert_exact_resume(
-            uninterrupted, run_ranks(train, 1, run.but(ckpt_path=str(path))), stop + 1
+            uninterrupted,
+            run_ranks(train, 1, run.but(ckpt_path=str(path))),
+            stop + 1,
         )
 
 

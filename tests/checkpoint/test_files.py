@@ -126,7 +126,10 @@ def test_table_with_enumerations_of_any_python_is_read(
     )
     table = metadata.Metadata(state_dict_metadata={"weight": entry}, storage_data={})
     monkeypatch.setattr(
-        Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)), raising=True
+        Enum,
+        "__reduce_ex__",
+        lambda self, _: (getattr, (type(self), self.name)),
+        raising=True,
     )
     content = pickle.dumps(table)
     assert b"getattr" in content

@@ -165,7 +165,11 @@ def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
     ],
 )
 def test_a_complete_checkpoint_survives_sigkill(
-    tmp_path: Path, known: dict[str, dict[str, Any]], kind: str, victim: int, share: float
+    tmp_path: Path,
+    known: dict[str, dict[str, Any]],
+    kind: str,
+    victim: int,
+    share: float,
 ) -> None:
     from lightning_megatron.checkpoint.save import _start_partial
     from lightning_megatron.storage.publish import publish, recover, remove, wait_for_deletions

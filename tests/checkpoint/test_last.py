@@ -85,7 +85,11 @@ NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
 
 
 def _at(
-    step: int, start: int, save: int, time: float, line: str = "a"
+    step: int,
+    start: int,
+    save: int,
+    time: float,
+    line: str = "a",
 ) -> tuple[int, dict[str, Any]]:
     """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
     return step, {
@@ -279,7 +283,11 @@ def test_unknown_protocols_are_refused_before_any_process_starts(tmp_path: Path)
     saver.dirpath = "nowhere://bucket"
     strategy = MegatronStrategy()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, logger=False, callbacks=[saver], strategy=strategy
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        callbacks=[saver],
+        strategy=strategy,
     )
     with pytest.raises(ConfigError, match=message):
         strategy.checkpointing.resolve_ckpt_path(trainer, None)
@@ -306,7 +314,12 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_requeued_job_resumes_from_its_newest_checkpoint(
-    folder: Path, tmp_path: Path, steps: list[int], last: int, ckpt_path: str | None, found: str
+    folder: Path,
+    tmp_path: Path,
+    steps: list[int],
+    last: int,
+    ckpt_path: str | None,
+    found: str,
 ) -> None:
     checkpoints = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
     _make(tmp_path, {**checkpoints, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
@@ -458,7 +471,10 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
     return starts
 
 
-@pytest.mark.parametrize("protocol", ["", pytest.param("memory", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "protocol",
+    ["", pytest.param("memory", marks=pytest.mark.exhaustive)],
+)
 def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(
     tmp_path: Path, protocol: str
 ) -> None:

@@ -61,7 +61,8 @@ def _begin(run: Run) -> dict[str, Any]:
     """Initial and final state, losses and learning rates of a run; the loss in another Trainer's validation."""
     state: dict[str, Any] = {}
     trainer, trace = fit(
-        run, callback(on_train_start=lambda trainer, _: state.update(live_state(trainer)))
+        run,
+        callback(on_train_start=lambda trainer, _: state.update(live_state(trainer))),
     )
     loader = _ordered_loader(trainer.strategy.data_parallel_size)
     (after,) = make_trainer(run).validate(
@@ -133,7 +134,8 @@ def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:
     folder, _ = trained
     shutil.copytree(folder / "step=2.ckpt", tmp_path / "a.ckpt")
     run = RUN.but(
-        strategy={"load_from": str(tmp_path / "missing.ckpt")}, ckpt_path=str(tmp_path / "a.ckpt")
+        strategy={"load_from": str(tmp_path / "missing.ckpt")},
+        ckpt_path=str(tmp_path / "a.ckpt"),
     )
     assert [min(result["losses"]) for result in run_ranks(_begin, 2, run)] == [3, 3]
 
@@ -151,7 +153,10 @@ def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:
     ],
 )
 def test_missing_load_from_is_refused_before_any_process_starts(
-    trained: Trained, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    trained: Trained,
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from lightning_megatron import ConfigError, LoadFrom
 
@@ -178,7 +183,10 @@ def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained:
     assert caught.value.error_type == "CheckpointError"
 
 
-@pytest.mark.parametrize("vocab_size", [pytest.param(110, marks=pytest.mark.exhaustive), 300])
+@pytest.mark.parametrize(
+    "vocab_size",
+    [pytest.param(110, marks=pytest.mark.exhaustive), 300],
+)
 def test_embeddings_of_new_tokens_keep_their_initial_values(
     trained: Trained, vocab_size: int
 ) -> None:

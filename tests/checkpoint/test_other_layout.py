@@ -211,7 +211,10 @@ def _has_notice(first: Run, resumed: Run, folder: Path) -> bool:
     ],
 )
 def test_only_a_model_with_dropout_is_told_that_masks_differ(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], expected: bool
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    expected: bool,
 ) -> None:
     run = Run(
         loader=_loader,
@@ -260,7 +263,10 @@ def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "optimizer",
-    [{}, pytest.param(_unsharded(ONE)[1], marks=pytest.mark.exhaustive)],
+    [
+        {},
+        pytest.param(_unsharded(ONE)[1], marks=pytest.mark.exhaustive),
+    ],
     ids=["sharded optimizer", "unsharded optimizer"],
 )
 def test_master_weights_survive_a_change_of_precision(

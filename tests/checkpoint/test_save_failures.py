@@ -24,7 +24,13 @@ from tests.ranks import RankError, run_ranks
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
 
 
-def _full_disk(victim: int, first: int, last: int, seen: dict[int, list[str]], folder: Path) -> Any:
+def _full_disk(
+    victim: int,
+    first: int,
+    last: int,
+    seen: dict[int, list[str]],
+    folder: Path,
+) -> Any:
     """Callback that limits file sizes, like a full disk, during the saves of steps ``first`` to ``last``."""
 
     def limit(trainer: Any, *_: Any) -> None:
@@ -47,7 +53,12 @@ def _names(folder: Path) -> list[str]:
     )
 
 
-def _train_on_a_full_disk(run: Run, folder: Path, victim: int, steps: tuple[int, int]) -> Any:
+def _train_on_a_full_disk(
+    run: Run,
+    folder: Path,
+    victim: int,
+    steps: tuple[int, int],
+) -> Any:
     """Steps taken, checkpoints before each step, and warnings."""
     seen: dict[int, list[str]] = {}
     disk = _full_disk(victim, *steps, seen, folder)
@@ -122,7 +133,11 @@ def _train_below_a_file(run: Run, folder: Path) -> None:
     ids=["last save", "unserializable state", "directory that cannot be made"],
 )
 def test_fatal_save_failures_end_the_run(
-    tmp_path: Path, train: Any, arguments: tuple[Any, ...], message: str, left: list[str]
+    tmp_path: Path,
+    train: Any,
+    arguments: tuple[Any, ...],
+    message: str,
+    left: list[str],
 ) -> None:
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(

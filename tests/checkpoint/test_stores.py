@@ -161,7 +161,10 @@ def _check(address: str, is_async: bool) -> Trace:
     return at_tp1
 
 
-@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "is_async",
+    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+)
 def test_checkpoints_in_a_store_resume_as_from_a_disk(tmp_path: Path, is_async: bool) -> None:
     from_store = _check(f"shared://{tmp_path}/run", is_async)
     (from_disk,) = run_ranks(_resume_at_tp1, 1, f"{tmp_path}/run/step=5.ckpt")

@@ -119,7 +119,9 @@ def _scale_up(model: Any) -> Any:
 
 
 def prompts(
-    side: str = "left", lengths: tuple[int, ...] = (7, 3, 1, 5), width: int = 7
+    side: str = "left",
+    lengths: tuple[int, ...] = (7, 3, 1, 5),
+    width: int = 7,
 ) -> tuple[torch.Tensor, ...]:
     """Token ids and attention mask [b, width], padded on ``side``; the real tokens do not depend on ``side``."""
     generator = torch.Generator().manual_seed(4)
@@ -140,12 +142,20 @@ def prompts(
 def on_gpus(*layouts: Layout) -> list[Any]:
     """Layouts as test parameters, each marked with the number of GPUs that it needs."""
     return [
-        pytest.param(layout, marks=pytest.mark.gpu(layout.world_size), id=str(layout))
+        pytest.param(
+            layout,
+            marks=pytest.mark.gpu(layout.world_size),
+            id=str(layout),
+        )
         for layout in layouts
     ]
 
 
-def make_call(model: str, rows: tuple[torch.Tensor, ...] | None = None, **options: Any) -> Call:
+def make_call(
+    model: str,
+    rows: tuple[torch.Tensor, ...] | None = None,
+    **options: Any,
+) -> Call:
     """A call with ``rows`` (token ids and mask), by default those of ``prompts``."""
     ids, mask = rows or prompts("right" if model in ENCODER_DECODERS else "left")
     return Call(model=model, input_ids=ids, attention_mask=mask, options=options)
@@ -179,7 +189,11 @@ def compare(calls: Sequence[Call], layout: Layout, **case: Any) -> None:
         assert actual.tolist() == hf_output(call).tolist(), (call.model, call.options)
 
 
-def generate(calls: Sequence[Call], layout: Layout, **case: Any) -> list[torch.Tensor]:
+def generate(
+    calls: Sequence[Call],
+    layout: Layout,
+    **case: Any,
+) -> list[torch.Tensor]:
     """Sequences by call; asserts that they are equal on every rank."""
     first, *others = run_with_models(generate_on_ranks, layout, calls, **case)
     for other in others:

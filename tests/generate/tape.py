@@ -34,7 +34,13 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func._schema.name.startswith(_SYNCHRONIZES):
             raise RuntimeError(f"{func} makes the host wait")
         result = func(*args, **(kwargs or {}))

@@ -74,7 +74,11 @@ def calls_of_every_t5() -> list[Call]:
     return calls
 
 
-def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...]) -> list[Call]:
+def _option_calls(
+    name: str,
+    rows: tuple[torch.Tensor, ...],
+    end: tuple[int, ...],
+) -> list[Call]:
     # Decoder prompts: rows without the start token, and rows with padding.
     ragged: dict[str, Any] = {
         "decoder_input_ids": torch.tensor(
@@ -116,7 +120,10 @@ def _option_calls(name: str, rows: tuple[torch.Tensor, ...], end: tuple[int, ...
 
 @pytest.mark.parametrize(
     ("layout", "models"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES)],
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES),
+    ],
     ids=str,
 )
 def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...]) -> None:
@@ -128,7 +135,17 @@ def test_sampling_from_hugging_face_logits_draws_the_same_tokens() -> None:
         {"top_p": 0.9, "top_p_decay": 0.9},
         {"top_k": 20, "temperature": 0.8},
     )
-    calls = [make_call("mt5", prompts(), max_new_tokens=8, seed=5, **o, **NO_END) for o in options]
+    calls = [
+        make_call(
+            "mt5",
+            prompts(),
+            max_new_tokens=8,
+            seed=5,
+            **o,
+            **NO_END,
+        )
+        for o in options
+    ]
     for call, actual in zip(calls, generate(calls, Layout(tp=2, pp=2)), strict=True):
         assert actual.tolist() == _sample_by_hand(call).tolist()
 
@@ -148,7 +165,10 @@ def _sample_by_hand(call: Call) -> torch.Tensor:
         ).logits[:, -1]
         for processor in logits_processors(request):
             logits = processor(tokens, logits)
-        tokens = torch.cat((tokens, sample_tokens(logits, uniform)[:, None]), dim=-1)
+        tokens = torch.cat(
+            (tokens, sample_tokens(logits, uniform)[:, None]),
+            dim=-1,
+        )
     return tokens
 
 
@@ -189,7 +209,7 @@ def _lengths_and_refusals(
     lengths: dict[str, list[int]] = {name: [] for name in parts}
     for name, part in parts.items():
         part.register_forward_pre_hook(
-            lambda _, inputs, name=name: lengths[name].append(len(inputs[0]))
+            lambda _, inputs, name=name: lengths[name].append(len(inputs[0])),
         )
     module.generate(call.input_ids, call.attention_mask, **call.options)
     refusals = [

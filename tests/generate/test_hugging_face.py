@@ -74,7 +74,11 @@ RARER_CASES = (
 
 
 @functools.cache
-def calls_of(names: tuple[str, ...], *, ends: bool = True) -> list[Call]:
+def calls_of(
+    names: tuple[str, ...],
+    *,
+    ends: bool = True,
+) -> list[Call]:
     """Each model without end-of-sequence and, with ``ends``, with early ends of some rows and with beam search."""
     calls = []
     for name in names:
@@ -102,7 +106,10 @@ def calls_of(names: tuple[str, ...], *, ends: bool = True) -> list[Call]:
 
 @pytest.mark.parametrize(
     ("layout", "models", "ends"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES)],
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES),
+    ],
     ids=lambda part: str(part) if isinstance(part, Layout | bool) else f"{len(part)} models",
 )
 def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...], ends: bool) -> None:

@@ -176,7 +176,9 @@ REFUSED: tuple[tuple[list[dict[str, Any]], str], ...] = (
 
 def test_wrong_input_is_refused_on_every_rank_without_side_effects() -> None:
     for errors in run_ranks(
-        _refusals, 2, Case(layout=Layout(tp=2, sequence_parallel=True), steps=1)
+        _refusals,
+        2,
+        Case(layout=Layout(tp=2, sequence_parallel=True), steps=1),
     ):
         assert [
             part for (_, part), error in zip(REFUSED, errors, strict=True) if part not in error

@@ -222,7 +222,12 @@ def test_logits_on_gpus_equal_hugging_face(layout: Layout) -> None:
     )
 
 
-def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -> None:
+def _compare(
+    layout: Layout,
+    names: tuple[str, ...],
+    atol: float,
+    **case: Any,
+) -> None:
     for results in run_with_models(_predict_logits, layout, names, **case):
         for name, (shared, gathered) in zip(names, results, strict=True):
             if shared is None:
@@ -241,7 +246,11 @@ def _compare(layout: Layout, names: tuple[str, ...], atol: float, **case: Any) -
 # ---- the order of the dataset ---------------------------------------------------------------------------------------
 
 
-def _gather(directory: str, case: Case, names: tuple[str, ...]) -> list[list[Any]]:
+def _gather(
+    directory: str,
+    case: Case,
+    names: tuple[str, ...],
+) -> list[list[Any]]:
     """Gathered predictions of numbered rows, for three kinds of data loaders."""
     from lightning_megatron import DatasetDataModule, MegatronModule, gather_predictions
 
@@ -308,7 +317,11 @@ REFUSED = (
 )
 
 
-def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
+def _refusals(
+    directory: str,
+    case: Case,
+    names: tuple[str, ...],
+) -> list[str]:
     from lightning_megatron import gather_across_data_parallel_groups, gather_predictions
 
     module = pretrained_module(f"{directory}/{names[0]}", return_logits=True)
@@ -321,7 +334,10 @@ def _refusals(directory: str, case: Case, names: tuple[str, ...]) -> list[str]:
         lambda: trainer_of(case).predict(
             module, DataLoader(_in_batches(two_rows, 1), batch_size=None)
         ),
-        lambda: (trainer.predict(module, rows), module.logits(torch.ones(1, 41).long())),
+        lambda: (
+            trainer.predict(module, rows),
+            module.logits(torch.ones(1, 41).long()),
+        ),
         lambda: gather_predictions(
             streaming, streaming.predict(module, DataLoader(_Stream(), batch_size=1))
         ),

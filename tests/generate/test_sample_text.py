@@ -73,14 +73,22 @@ def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
     ).fit(module, loader_of(case))
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     rows = module.generate(
-        torch.tensor([[3, 5, 7], [0, 0, 11]]), mask, max_new_tokens=6, eos_token_id=()
+        torch.tensor([[3, 5, 7], [0, 0, 11]]),
+        mask,
+        max_new_tokens=6,
+        eos_token_id=(),
     )
     return [rows[0].tolist(), rows[1, 2:].tolist()], logged
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_samples_are_printed_without_logger_and_not_timed(tokenizer: Path, model: str) -> None:
-    out, metrics = run_ranks(_train_without_logger, 1, Case(steps=2, model=model), tokenizer)[0]
+    out, metrics = run_ranks(
+        _train_without_logger,
+        1,
+        Case(steps=2, model=model),
+        tokenizer,
+    )[0]
     samples = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split(" -> ")[0] for line in samples] == ["step 1: 'w11'", "step 2: 'w11'"]
     # The module's own options.
@@ -102,7 +110,10 @@ def _train_without_logger(case: Case, tokenizer: Path) -> tuple[str, dict[str, A
     out = io.StringIO()
     loaded = AutoTokenizer.from_pretrained(tokenizer)  # a tokenizer is accepted like its directory
     if case.model != "t5":
-        trainer = trainer_of(case, callbacks=[SampleText(loaded, ["w1", " ".join(["w1"] * 17)])])
+        trainer = trainer_of(
+            case,
+            callbacks=[SampleText(loaded, ["w1", " ".join(["w1"] * 17)])],
+        )
         with pytest.raises(
             ConfigError, match="need more positions than the model's max_position_embeddings=16"
         ):

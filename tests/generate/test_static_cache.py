@@ -94,7 +94,10 @@ def test_attention_window_grows_with_the_sequences() -> None:
         8,
     )
     for call, growing, fixed in zip(
-        plain, sequences[: len(plain)], sequences[len(plain) :], strict=True
+        plain,
+        sequences[: len(plain)],
+        sequences[len(plain) :],
+        strict=True,
     ):
         assert torch.equal(growing, fixed), (call.model, call.options)
     # Positions 7 to 21 need windows of 8, 16 and all 24 slots; each window starts with a warm-up step.
@@ -137,7 +140,9 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
             marks=pytest.mark.gpu(1),
         ),
         pytest.param(
-            Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2"), marks=pytest.mark.gpu(2)
+            Layout(tp=2, sequence_parallel=True),
+            (*EVERY, "olmo2"),
+            marks=pytest.mark.gpu(2),
         ),
         pytest.param(
             Layout(pp=2),

@@ -258,7 +258,14 @@ def _run(*arguments: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, list, type(None))) else str(value)
+    return (
+        value
+        if isinstance(
+            value,
+            (str, int, float, bool, list, type(None)),
+        )
+        else str(value)
+    )
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,12 @@ class Cluster:
     """A run on the hosts of a network, and its output."""
 
     def __init__(
-        self, network: Network, folder: Path, devices: int, max_steps: int, cache: str = "cache"
+        self,
+        network: Network,
+        folder: Path,
+        devices: int,
+        max_steps: int,
+        cache: str = "cache",
     ) -> None:
         self.network, self.folder, self._files = network, folder, ExitStack()
         num_nodes = len(network.hosts)
@@ -44,7 +49,12 @@ class Cluster:
         options = {"num_nodes": num_nodes, "devices": devices, "num_microbatches": num_microbatches}
         self.options = {**options, "max_steps": max_steps, "cache": cache}
 
-    def start(self, host: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
+    def start(
+        self,
+        host: str,
+        command: list[str],
+        **environment: str,
+    ) -> subprocess.Popen[bytes]:
         log = self._files.enter_context((self.folder / f"{host}.log").open("a"))
         script = [str(ROOT / "tests" / "hosts" / "train.py"), json.dumps(self.options)]
         return self.network.run(
@@ -121,7 +131,12 @@ def _losses_of_one_process(max_steps: int) -> dict[int, float]:
     with TemporaryDirectory() as folder:
         command = python(train.__file__, json.dumps(options))
         subprocess.run(
-            command, cwd=folder, env=_environment(), check=True, timeout=300, capture_output=True
+            command,
+            cwd=folder,
+            env=_environment(),
+            check=True,
+            timeout=300,
+            capture_output=True,
         )
         return {
             step: loss

@@ -102,7 +102,11 @@ class Network:
         )
 
     def run(
-        self, host: str, command: Sequence[str], log: IO[str], **environment: str
+        self,
+        host: str,
+        command: Sequence[str],
+        log: IO[str],
+        **environment: str,
     ) -> subprocess.Popen[bytes]:
         """Start ``command`` on a host."""
         inherited = {

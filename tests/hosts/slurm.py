@@ -73,7 +73,10 @@ class Slurm(Cluster):
         """Output of a SLURM command."""
         with (self.folder / "answer.txt").open("w+") as answer:
             self.network.run(
-                "host1", [*command.split(), *more], answer, SLURM_CONF=self._conf
+                "host1",
+                [*command.split(), *more],
+                answer,
+                SLURM_CONF=self._conf,
             ).wait(60)
             answer.seek(0)
             return answer.read()
@@ -83,7 +86,13 @@ class Slurm(Cluster):
         script = blocks("docs/several_hosts.md", "bash")[1]
         program = script[script.index("srun ") + len("srun ") : script.index(" || ")]
         for documented, replacement in {
-            program: shlex.join([sys.executable, train.__file__, json.dumps(self.options)]),
+            program: shlex.join(
+                [
+                    sys.executable,
+                    train.__file__,
+                    json.dumps(self.options),
+                ]
+            ),
             "--nodes 2": "--nodes 1-2",
             "--ntasks-per-node 8": "--ntasks-per-node 1",
             "#SBATCH --gpus-per-node 8\n": "#SBATCH --output host1.log\n#SBATCH --open-mode append\n",
@@ -125,7 +134,8 @@ def test_restarted_slurm_job_resumes_exactly(network: Network, tmp_path: Path) -
     job.check_restart("its signal before time is over", lambda: job.ask("scancel --signal USR1 1"))
     job.check_restart("scontrol requeue", lambda: job.ask("scontrol requeue 1"))
     job.check_restart(
-        "a rank is killed", lambda: os.kill(job.lines("begins")[-1][4], signal.SIGKILL)
+        "a rank is killed",
+        lambda: os.kill(job.lines("begins")[-1][4], signal.SIGKILL),
     )
     job.check_restart("a cable is pulled for ever", lambda: network.unplug("host2"))
     job.wait_for(lambda: not job.ask("squeue -h"))

@@ -33,7 +33,12 @@ def _callback(hook: str, act: Callable[[Any], None], rank: int) -> Any:
     return callback(**{hook: call})
 
 
-def _train(strategy: dict[str, Any], act: Callable[[Any], None], rank: int, folder: Path) -> None:
+def _train(
+    strategy: dict[str, Any],
+    act: Callable[[Any], None],
+    rank: int,
+    folder: Path,
+) -> None:
     run = Run(
         strategy=strategy,
         trainer={"max_steps": 4, "default_root_dir": str(folder)},
@@ -68,7 +73,11 @@ BATCH_END = "on_train_batch_end"
     ],
 )
 def test_hanging_run_names_the_rank_and_its_location(
-    tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None], rank: int, message: str
+    tmp_path: Path,
+    strategy: dict[str, Any],
+    act: Callable[[Any], None],
+    rank: int,
+    message: str,
 ) -> None:
     """More ways to hang: tests/campaigns/faults.py."""
     with pytest.raises(RankError) as caught:
@@ -166,7 +175,10 @@ def _stop_before_the_first_sample(folder: Path) -> None:
     ids=["loops while saving", "a worker hangs", "is stopped at once"],
 )
 def test_hanging_place_is_named(
-    tmp_path: Path, run: Callable[[Path], None], rank: int, message: str
+    tmp_path: Path,
+    run: Callable[[Path], None],
+    rank: int,
+    message: str,
 ) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(run, 2, tmp_path, timeout=60)
@@ -194,7 +206,11 @@ def _run_own_collective(trainer: Any) -> None:
     total.item()  # this host waits here; other hosts continue until they read a value of the next step
 
 
-def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: Path) -> None:
+def _hang_on_gpus(
+    strategy: dict[str, Any],
+    act: Callable[[Any], None],
+    folder: Path,
+) -> None:
     """Steps take longer than the watchdog's interval of a second, so that it has measured them before one hangs."""
     slow = callback(on_train_batch_start=lambda *_: time.sleep(1.5))
     trainer = {
@@ -220,7 +236,9 @@ def _hang_on_gpus(strategy: dict[str, Any], act: Callable[[Any], None], folder: 
     ids=["sleeps", "collective"],
 )
 def test_hanging_rank_is_named_while_nccl_waits(
-    tmp_path: Path, strategy: dict[str, Any], act: Callable[[Any], None]
+    tmp_path: Path,
+    strategy: dict[str, Any],
+    act: Callable[[Any], None],
 ) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_hang_on_gpus, 2, strategy, act, tmp_path)
@@ -254,7 +272,10 @@ def _hang_and_terminate(accelerator: str, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize(
+    "accelerator",
+    ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))],
+)
 def test_sigterm_ends_a_hanging_run_within_the_grace_period(
     tmp_path: Path, accelerator: str
 ) -> None:

@@ -30,7 +30,12 @@ from tests.ranks import run_ranks
 SIX_STEPS = Run(strategy={"tp": 2}, trainer={"max_steps": 6})
 
 
-def _send_signal(signum: int, ranks: tuple[int, ...], step: int, times: int = 1) -> Any:
+def _send_signal(
+    signum: int,
+    ranks: tuple[int, ...],
+    step: int,
+    times: int = 1,
+) -> Any:
     """Callback that signals its own process at the end of a step; -1: during the validation after step 4."""
 
     def send(trainer: Any, *_: Any) -> None:
@@ -42,7 +47,10 @@ def _send_signal(signum: int, ranks: tuple[int, ...], step: int, times: int = 1)
 
 
 def _preempt(
-    run: Run, folder: Path, keep: dict[str, Any], sent: dict[str, Any]
+    run: Run,
+    folder: Path,
+    keep: dict[str, Any],
+    sent: dict[str, Any],
 ) -> tuple[Any, list[str]]:
     """Exit code and checkpoints of a run that gets SIGTERM."""
     code = None
@@ -140,7 +148,10 @@ def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
             "default_root_dir": str(root),
         }
     )
-    return fit(run, *([_send_signal(signal.SIGUSR1, (1,), 2)] if signals else []))[1]
+    return fit(
+        run,
+        *([_send_signal(signal.SIGUSR1, (1,), 2)] if signals else []),
+    )[1]
 
 
 def test_slurm_requeue_signal_saves_and_the_resumed_run_is_exact(tmp_path: Path) -> None:
@@ -200,7 +211,11 @@ def test_sigterm_ends_the_command_with_143_and_its_checkpoint_resumes(
         "last",
     ]
     run = subprocess.Popen(
-        command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=script_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         while run.poll() is None and not any(tmp_path.rglob("version_0/checkpoints/*.ckpt")):

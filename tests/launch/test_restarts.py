@@ -88,7 +88,12 @@ def test_killed_and_failed_processes_are_restarted(
     script = _DIES.replace("sys.argv[1]", repr(str(code)))
     command = [sys.executable, "-c", _SUPERVISED, script, str(max_restarts)]
     ran = subprocess.run(
-        command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=200
+        command,
+        cwd=tmp_path,
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert ran.returncode == exit_code, ran.stderr
     assert (tmp_path / "starts").read_text() == "x" * starts
@@ -112,7 +117,11 @@ def test_sigterm_is_forwarded_and_ends_the_restarts(tmp_path: Path) -> None:
     waits += "pathlib.Path('up').touch(); time.sleep(60)"
     command = [sys.executable, "-c", _SUPERVISED, waits, "3"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=script_environment(), stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=script_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         while not (tmp_path / "up").exists():
             time.sleep(0.05)
@@ -193,7 +202,12 @@ def test_fit_resumes_after_a_failed_or_hung_rank(
         "2",
     ]
     ran = subprocess.run(
-        command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=400
+        command,
+        cwd=tmp_path,
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert ran.returncode == 0, ran.stderr
     assert message in ran.stderr

@@ -87,7 +87,11 @@ def script_environment(**more: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def slurm_variables(rank: int, num_nodes: int = 1, nodes: str = "localhost") -> dict[str, str]:
+def slurm_variables(
+    rank: int,
+    num_nodes: int = 1,
+    nodes: str = "localhost",
+) -> dict[str, str]:
     """Variables that SLURM sets for one of two tasks."""
     task = {
         "NODEID": rank // (2 // num_nodes),
@@ -123,7 +127,11 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
     with (folder / "printed.txt").open("w") as printed:
         processes = [
             subprocess.Popen(
-                command, cwd=folder, env=script_environment(**env), stdout=printed, stderr=printed
+                command,
+                cwd=folder,
+                env=script_environment(**env),
+                stdout=printed,
+                stderr=printed,
             )
             for env in environments
         ]

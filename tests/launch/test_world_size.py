@@ -20,7 +20,10 @@ from tests.parity.training import Case, Layout, Sentences, loader_of, module_of,
 from tests.ranks import RankError, run_ranks
 
 
-@pytest.mark.parametrize(("started", "devices"), [(3, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("started", "devices"),
+    [(3, 2), (2, 4)],
+)
 def test_wrong_number_of_processes_is_refused(started: int, devices: int) -> None:
     (message,) = set(run_ranks(_start, started, devices))
     assert (
@@ -117,7 +120,10 @@ def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
 
     os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["RANK"]}
     trainer = trainer_of(
-        case, devices=1, num_nodes=case.layout.dp, callbacks=[callback(on_train_batch_end=record)]
+        case,
+        devices=1,
+        num_nodes=case.layout.dp,
+        callbacks=[callback(on_train_batch_end=record)],
     )
     data: dict[str, Any] = {"train_dataloaders": loader_of(case)}
     if kind == "datamodule":
@@ -126,7 +132,9 @@ def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
     if kind == "stream":
         data = {"train_dataloaders": torch.utils.data.DataLoader(_Stream(), batch_size=6)}
     trainer.fit(
-        module_of(case), **data, ckpt_path=saved if saved is not None and saved.exists() else None
+        module_of(case),
+        **data,
+        ckpt_path=saved if saved is not None and saved.exists() else None,
     )
     return losses
 

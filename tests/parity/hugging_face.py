@@ -53,7 +53,9 @@ def hugging_face_model(case: Case, weights: Tensors) -> Any:
 
 
 def train_hugging_face(
-    case: Case, initial_weights: Tensors, prepare: Callable[[Any], None] | None = None
+    case: Case,
+    initial_weights: Tensors,
+    prepare: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Train ``case`` with the Hugging Face model, optionally changed by ``prepare``, and torch's optimizer."""
     model = hugging_face_model(case, initial_weights)
@@ -118,5 +120,8 @@ def _torch_optimizer(parameters: list[torch.nn.Parameter], case: Case) -> torch.
         )
     optimizer_class = torch.optim.Adam if options.get("name") == "adam" else torch.optim.AdamW
     return optimizer_class(
-        groups, lr=case.lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"]
+        groups,
+        lr=case.lr,
+        betas=(options["beta1"], options["beta2"]),
+        eps=options["eps"],
     )

@@ -70,7 +70,10 @@ def recording(masks: Masks) -> Iterator[None]:
     is_inside = False
 
     def dropout(
-        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        x: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> torch.Tensor:
         # Under the CPU emulation, a TorchFunctionMode, torch's own function calls this one again.
         nonlocal is_inside
@@ -84,7 +87,11 @@ def recording(masks: Masks) -> Iterator[None]:
         return out
 
     def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         probability = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
         if probability > 0:
@@ -93,7 +100,11 @@ def recording(masks: Masks) -> Iterator[None]:
             identity = torch.eye(k.shape[-2]).expand(*k.shape[:-1], k.shape[-2])
             with torch.no_grad():
                 weights = real_attention(
-                    torch.zeros_like(q), torch.zeros_like(k), identity, *args, **kwargs
+                    torch.zeros_like(q),
+                    torch.zeros_like(k),
+                    identity,
+                    *args,
+                    **kwargs,
                 )
             masks.attention.append(weights == 0)
             torch.set_rng_state(state)

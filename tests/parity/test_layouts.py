@@ -305,5 +305,7 @@ IN_BF16 = [
 def test_bf16_layout_equals_one_process(case: Case, layout: Layout) -> None:
     reference = replace(case, precision="bf16-mixed")
     assert_same_within_rounding(
-        outcome(replace(reference, layout=layout)), outcome(reference), outcome(case)
+        outcome(replace(reference, layout=layout)),
+        outcome(reference),
+        outcome(case),
     )

@@ -41,7 +41,11 @@ def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_replays_equal_megatrons_schedule(model: str) -> None:
     case = Case(
-        model=model, layout=Layout(dp=2, num_microbatches=3), steps=6, labels="uneven", clip=0.5
+        model=model,
+        layout=Layout(dp=2, num_microbatches=3),
+        steps=6,
+        labels="uneven",
+        clip=0.5,
     )
     layout = replace(case.layout, cuda_graphs=True)
     replayed = run_ranks(_train_with_fake_graphs, 2, replace(case, layout=layout))

@@ -152,7 +152,8 @@ def test_fp8_peer_copies_equal_collectives() -> None:
     ranks = run_ranks(_train_with_fake_windows, 2, case)
     assert {count for *_, count in ranks} == {3 * 3 * 2 * (4 * 4 + 1)}
     assert_same_run(
-        join_outcomes([run for run, *_ in ranks]), outcome(replace(case, layout=layout))
+        join_outcomes([run for run, *_ in ranks]),
+        outcome(replace(case, layout=layout)),
     )
 
 

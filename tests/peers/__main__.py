@@ -195,7 +195,10 @@ def _differences_of_trees(theirs: Path, ours: Path) -> list[str]:
     return problems
 
 
-def _differences_of_ranks(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+def _differences_of_ranks(
+    state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+) -> Iterator[str]:
     tensors = flat(state.get("model", {}))
     ours = flat(expected.get("model", {}))
     yield from (f"{name} is in only one of both" for name in set(tensors) ^ set(ours))

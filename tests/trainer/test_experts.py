@@ -116,7 +116,10 @@ def test_sigmoid_routing_equals_megatron() -> None:
     dense, _ = topk_routing_with_score_function(
         logits, 3, score_function="sigmoid", expert_bias=bias
     )
-    torch.testing.assert_close(torch.zeros(50, 8).scatter(1, chosen, probs), dense)
+    torch.testing.assert_close(
+        torch.zeros(50, 8).scatter(1, chosen, probs),
+        dense,
+    )
 
 
 def _export(run: Run) -> None:

@@ -82,7 +82,9 @@ def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            Layout(dp=2, overlap_communication=True), Layout(dp=2), marks=pytest.mark.exhaustive
+            Layout(dp=2, overlap_communication=True),
+            Layout(dp=2),
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -133,7 +135,10 @@ def _logits_and_losses(case: Case, folder: str) -> dict[str, Any]:
 
     module = module_of(case)
     train_module(module, case, loader_of(case))
-    ids = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    ids = [
+        [1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10],
+    ]
     module.save_pretrained(folder)
     results: dict[str, Any] = {}
     for name, layout in (("fp8", case.layout), ("bf16", replace(case.layout, fp8=None))):
@@ -188,7 +193,9 @@ def test_resume_is_exact_and_checkpoints_equal_bf16(tmp_path: Path) -> None:
     assert shapes[0] == shapes[1]
     for saved, name in (("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")):
         resumed = run_ranks(
-            train, 2, runs[name].but(ckpt_path=str(tmp_path / saved / "step=2.ckpt"))
+            train,
+            2,
+            runs[name].but(ckpt_path=str(tmp_path / saved / "step=2.ckpt")),
         )
         for expected, actual in zip(full[name], resumed, strict=True):
             assert list(actual.steps) == [3, 4]

@@ -84,7 +84,10 @@ def _guarded(
         warnings.simplefilter("always")
         guarded = fit(run, guards[0], checkpoints_at(folder, **often))[1]
     reference = fit(
-        run.but(loader=_loader_without(LEFT_OUT, tp), trainer={"max_steps": STEPS - len(LEFT_OUT)})
+        run.but(
+            loader=_loader_without(LEFT_OUT, tp),
+            trainer={"max_steps": STEPS - len(LEFT_OUT)},
+        )
     )[1]
     resumed = fit(
         run.but(ckpt_path=str(folder / "step=8.ckpt")),
@@ -201,7 +204,9 @@ def _flip_bits(
     from lightning_megatron.errors import NumericsError
 
     run = Run(
-        strategy=strategy, trainer={"max_steps": 3, "precision": precision}, model={"n_layer": 2}
+        strategy=strategy,
+        trainer={"max_steps": 3, "precision": precision},
+        model={"n_layer": 2},
     )
     fit(run, ReplicaCheck(every_n_steps=1))
     outcomes = []
@@ -209,7 +214,11 @@ def _flip_bits(
         flipped: list[bool] = []
 
         def hook(
-            trainer: Any, module: Any, *_: Any, flip: Flip = flip, flipped: list[bool] = flipped
+            trainer: Any,
+            module: Any,
+            *_: Any,
+            flip: Flip = flip,
+            flipped: list[bool] = flipped,
         ) -> None:
             if trainer.global_step == 2 and not flipped:
                 flipped.append(_flip(trainer, module, flip))
@@ -233,7 +242,12 @@ BIAS = "layers.0.mlp.linear_fc2.bias"
 WEIGHTS = [
     Flip(rank=rank, suffix=suffix, element=element, bit=bit)
     for rank, (suffix, element, bit) in enumerate(
-        [(SPLIT, 5, 0), (SPLIT, 900, 14), (NORM, 31, 1), ("word_embeddings.weight", 77, 9)]
+        [
+            (SPLIT, 5, 0),
+            (SPLIT, 900, 14),
+            (NORM, 31, 1),
+            ("word_embeddings.weight", 77, 9),
+        ]
     )
 ]
 STATE = [
@@ -274,7 +288,9 @@ def test_replica_check_finds_every_bit_that_flips_in_a_step(
     flips = [*WEIGHTS, *STATE]
     num_flipped = 0
     for flip, of_ranks in zip(
-        flips, zip(*run_ranks(_flip_bits, 4, strategy, precision, flips), strict=True), strict=True
+        flips,
+        zip(*run_ranks(_flip_bits, 4, strategy, precision, flips), strict=True),
+        strict=True,
     ):
         messages = {message for message, _ in of_ranks}
         assert len(messages) == 1, flip

@@ -56,7 +56,9 @@ def test_fit_validate_and_test_run_in_any_order(
     assert trained == tested != untrained
     # On GPUs the summation order of some kernels varies from run to run.
     expected = pytest.approx(
-        [untrained, fitted, trained], rel=0.0 if accelerator == "cpu" else 1e-3, abs=0.0
+        [untrained, fitted, trained],
+        rel=0.0 if accelerator == "cpu" else 1e-3,
+        abs=0.0,
     )
     assert common_result(_run, case, ("test", "fit", "test")) == expected
 
@@ -191,7 +193,10 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
     return [*leaks, *before.leaks()]
 
 
-@pytest.mark.parametrize(("fails", "precision"), [(False, "32-true"), (True, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("fails", "precision"),
+    [(False, "32-true"), (True, "bf16-mixed")],
+)
 def test_runs_leave_no_patches_or_environment_variables(fails: bool, precision: str) -> None:
     assert (
         common_result(_leaks_of_run, replace(CASE, layout=Layout(tp=2), precision=precision), fails)

@@ -117,7 +117,9 @@ def _on_a_stream(case: Case) -> Outcome:
 def _on_a_ragged_last_batch(case: Case) -> Outcome:
     rows = Sentences(2 * case.global_batch_size + 2, "uneven")
     return train_module(
-        module_of(case), case, DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp)
+        module_of(case),
+        case,
+        DataLoader(rows, batch_size=case.global_batch_size // case.layout.dp),
     )
 
 
@@ -194,7 +196,13 @@ def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
 
 def _masked() -> tuple[Rows, Rows]:
     rows = list(Sentences(4))
-    masks = [{"sample_mask": torch.tensor(1.0), "loss_mask": torch.ones(SEQ_LENGTH)} for _ in rows]
+    masks = [
+        {
+            "sample_mask": torch.tensor(1.0),
+            "loss_mask": torch.ones(SEQ_LENGTH),
+        }
+        for _ in rows
+    ]
     masked = [
         {"input_ids": row["input_ids"], **mask} for row, mask in zip(rows, masks, strict=True)
     ]
@@ -266,7 +274,13 @@ def test_each_validation_loader_has_its_own_metrics() -> None:
 
 def _rows(key: str, value: int) -> Rows:
     """Four rows, the third with an invalid value."""
-    rows = [{key: torch.zeros(16, dtype=torch.long), **row} for row in Sentences(4)]  # type: ignore[attr-defined]
+    rows = [
+        {
+            key: torch.zeros(16, dtype=torch.long),
+            **row,
+        }
+        for row in Sentences(4)
+    ]  # type: ignore[attr-defined]
     rows[2][key] = rows[2][key].clone()
     rows[2][key][5] = value
     return rows

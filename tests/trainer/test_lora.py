@@ -154,7 +154,9 @@ def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(
     adapters = {name for name in names if name.endswith(("lora.A", "lora.B"))}
     assert read_tensors(folder / "adapters.ckpt").keys() == adapters
     for rank, resumed in zip(
-        ranks, run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")), strict=True
+        ranks,
+        run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")),
+        strict=True,
     ):
         assert all(
             a.data.equal(b.data) for a, b in zip(rank["final"], resumed["final"], strict=True)

@@ -47,7 +47,10 @@ def _counting_step() -> Any:
         ) -> None:
             real = batch["loss_mask"].sum(1) > 0
             metrics["rows"].update(real.sum())
-            metrics["first_loss"].update(output[:, 0].float(), weight=real.float())
+            metrics["first_loss"].update(
+                output[:, 0].float(),
+                weight=real.float(),
+            )
 
     return CountingStep()
 
@@ -110,7 +113,10 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
             tokens = batch["input_ids"][: rank + 1]  # the number of rows differs between ranks
             inputs = {
                 "tokens": tokens,
-                "pair": (torch.tensor(float(rank)), [torch.full((2, 1), rank)]),
+                "pair": (
+                    torch.tensor(float(rank)),
+                    [torch.full((2, 1), rank)],
+                ),
             }
             losses = [torch.tensor(float(rank)), torch.tensor([2.0 * rank])]
             self.gathered = gather_across_data_parallel_groups(inputs)

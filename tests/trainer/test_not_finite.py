@@ -187,16 +187,30 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
             True,
         ),
         pytest.param(
-            Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)
+            Layout(pp=2, num_microbatches=3),
+            0.5,
+            "adamw",
+            "gpu",
+            True,
+            marks=pytest.mark.gpu(2),
         ),
         pytest.param(
-            Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True, marks=pytest.mark.gpu(2)
+            Layout(dp=2, num_microbatches=3),
+            0.5,
+            "adamw",
+            "gpu",
+            True,
+            marks=pytest.mark.gpu(2),
         ),
     ],
     ids=str,
 )
 def test_bad_step_ends_or_is_skipped_on_all_ranks(
-    layout: Layout, clip: float | None, optimizer: str, accelerator: Any, is_late: bool
+    layout: Layout,
+    clip: float | None,
+    optimizer: str,
+    accelerator: Any,
+    is_late: bool,
 ) -> None:
     options = (
         ("name", optimizer),
@@ -268,7 +282,10 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
     return first, _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt"), saved
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param(False, marks=pytest.mark.exhaustive), True],
+)
 def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
     for first, again, saved in run_ranks(
         _fail_and_resume, 2, Case(layout=Layout(dp=2)), tmp_path, late
@@ -303,7 +320,11 @@ def _count_device_reads(case: Case) -> list[int]:
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
             is_read = func is torch.ops.aten._local_scalar_dense.default
             counts[-1] += is_read and args[0].device.type == trainer.strategy.root_device.type

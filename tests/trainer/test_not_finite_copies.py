@@ -152,7 +152,11 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
         before: list[torch.Tensor] = []
 
         def spoil(
-            trainer: Any, module: Any, *_: Any, plan: Planted = plan, before: list[Any] = before
+            trainer: Any,
+            module: Any,
+            *_: Any,
+            plan: Planted = plan,
+            before: list[Any] = before,
         ) -> None:
             before[:] = [weight.detach().clone() for _, weight in _weights(module)]
             for name, weight in _weights(module):
@@ -270,7 +274,13 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     case = Case(layout=Layout(tp=2), steps=2)
     messages = []
 
-    def run(module: Any, on_nan: Any = "raise", *, load_from: Any = None, **options: Any) -> None:
+    def run(
+        module: Any,
+        on_nan: Any = "raise",
+        *,
+        load_from: Any = None,
+        **options: Any,
+    ) -> None:
         strategy = MegatronStrategy(tp=2, on_nan=on_nan, load_from=load_from)
         trainer = trainer_of(replace(case, steps=4), strategy=strategy)
         messages.append(

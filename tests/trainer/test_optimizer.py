@@ -169,7 +169,10 @@ def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
 
 
 def test_torch_schedulers_set_the_learning_rate() -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    optimizer = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.zeros(1))],
+        lr=LR,
+    )
     scheduler = _one_cycle(optimizer)
     expected = []
     for _ in range(4):

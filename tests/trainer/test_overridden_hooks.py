@@ -187,7 +187,10 @@ def test_a_loss_that_is_not_the_engines_is_refused_on_all_ranks(layout: Layout) 
             assert "loss_func of a TrainStep" in message
 
 
-def _losses_of(case: Case, change: Callable[[Any, torch.Tensor], Any] | None) -> list[float]:
+def _losses_of(
+    case: Case,
+    change: Callable[[Any, torch.Tensor], Any] | None,
+) -> list[float]:
     module_class = None if change is None else _returning(change)
     losses: list[float] = []
     module = module_of(case, module_class)
@@ -228,7 +231,14 @@ def _steps_without_one_pass(case: Case) -> list[str]:
             optimizer.step()
 
     kinds = (OwnCrossEntropy, Twice, StepsWithoutGradients)
-    return [refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case)) for kind in kinds]
+    return [
+        refusal(
+            trainer_of(case).fit,
+            module_of(case, kind),
+            loader_of(case),
+        )
+        for kind in kinds
+    ]
 
 
 def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
@@ -360,8 +370,22 @@ def test_hooks_are_called_as_lightning_calls_them() -> None:
 def _refused_hooks(case: Case, names: list[str]) -> list[str]:
     from lightning_megatron import MegatronModule
 
-    kinds = [type("Own", (MegatronModule,), {name: lambda *_: None}) for name in names]
-    return [refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case)) for kind in kinds]
+    kinds = [
+        type(
+            "Own",
+            (MegatronModule,),
+            {name: lambda *_: None},
+        )
+        for name in names
+    ]
+    return [
+        refusal(
+            trainer_of(case).fit,
+            module_of(case, kind),
+            loader_of(case),
+        )
+        for kind in kinds
+    ]
 
 
 def test_hooks_that_would_have_no_effect_are_refused() -> None:

@@ -149,7 +149,10 @@ def _loss_scales(skipped: list[bool]) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))])
+@pytest.mark.parametrize(
+    "accelerator",
+    ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))],
+)
 def test_overflow_on_any_rank_changes_only_the_loss_scale(accelerator: str) -> None:
     for steps in run_ranks(_steps_in_fp16, 4, accelerator):
         skipped = [step["skipped"] for step in steps]

@@ -212,7 +212,9 @@ def _check_callbacks_and_modules() -> None:
         own = type("Own", (MegatronModule,), {name: lambda *_: None})
         assert f"Own.{name} would not be called" in refusal(fit, run, module_class=own)
     assert "pass the module itself" in refusal(
-        make_trainer(run).fit, torch.compile(make_module(run)), shuffled_loader(1)
+        make_trainer(run).fit,
+        torch.compile(make_module(run)),
+        shuffled_loader(1),
     )
 
 

@@ -22,7 +22,13 @@ def _train(run: Run, save_to: Path | None = None) -> list[dict[str, Any]]:
     """Train; return loss and batch of each step."""
     steps: list[dict[str, Any]] = []
 
-    def record(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def record(
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         rows = {name: tensor.tolist() for name, tensor in batch.items()}
         steps.append({"loss": float(outputs["loss"]), "rows": rows})
 
@@ -32,7 +38,10 @@ def _train(run: Run, save_to: Path | None = None) -> list[dict[str, Any]]:
     return steps
 
 
-def _assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def _assert_same(
+    actual: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+) -> None:
     assert [step["rows"] for step in actual] == [step["rows"] for step in expected]
     # A different summation order, in fp32.
     assert [step["loss"] for step in actual] == pytest.approx(
@@ -72,7 +81,10 @@ def test_batch_size_rampup_equals_one_rank_and_resumes(tmp_path: Path) -> None:
         "rampup_batch_size": [4, 4, 24],
     }
     run = Run(
-        model=NO_DROPOUT, indexed=data, strategy={"num_microbatches": 4}, trainer={"max_steps": 7}
+        model=NO_DROPOUT,
+        indexed=data,
+        strategy={"num_microbatches": 4},
+        trainer={"max_steps": 7},
     )
     (expected,) = run_ranks(_train, 1, run)
     # One increment, from 4 to 8 rows over 24 samples: batches of 4 until 24 samples are consumed.
@@ -141,7 +153,10 @@ def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize(
     "rows",
-    [{"packing": True}, pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive)],
+    [
+        {"packing": True},
+        pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_instruction_tuning_equals_one_rank(instructions: Run, rows: dict[str, Any]) -> None:

@@ -62,7 +62,12 @@ def _last_words(tokenizer: Any) -> list[tuple[list[int], int]]:
         context, word = text.rsplit(" ", 1)
         before = tokenizer.encode(context)
         target = tokenizer.encode(" " + word)
-        rows.append(([*before, *target][-(SEQ_LENGTH + 1) :], len(target)))
+        rows.append(
+            (
+                [*before, *target][-(SEQ_LENGTH + 1) :],
+                len(target),
+            )
+        )
     return rows
 
 
@@ -81,7 +86,10 @@ def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
     return rows
 
 
-def _losses(model: Any, rows: list[tuple[list[int], int]]) -> tuple[float, float]:
+def _losses(
+    model: Any,
+    rows: list[tuple[list[int], int]],
+) -> tuple[float, float]:
     """Mean loss of the last ``count`` tokens of each row, and the share of rows that are predicted completely."""
     losses = []
     right = []
@@ -188,7 +196,10 @@ def _losses_of_encodings(folder: str) -> list[Any]:
         )
         return float(metrics["test_loss"])
 
-    results: list[Any] = [loss(data("utf8.txt")), loss(data("latin.txt", encoding="latin-1"))]
+    results: list[Any] = [
+        loss(data("utf8.txt")),
+        loss(data("latin.txt", encoding="latin-1")),
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results.append(loss(data("latin.txt", errors="replace")))

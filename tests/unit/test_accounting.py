@@ -117,7 +117,17 @@ def test_rank_parameters_of_stages_and_experts() -> None:
     stages = [rank_parameters(model, layout, tp=2, pp=2, pp_rank=rank) for rank in range(2)]
     assert stages == [210_753_280, 209_445_120]
     mixture = _build_both("MixtralForCausalLM", MIXTURES["Mixtral"])[0]
-    total, rank = (rank_parameters(mixture, (4,), tp=1, pp=1, pp_rank=0, ep=ep) for ep in (1, 4))
+    total, rank = (
+        rank_parameters(
+            mixture,
+            (4,),
+            tp=1,
+            pp=1,
+            pp_rank=0,
+            ep=ep,
+        )
+        for ep in (1, 4)
+    )
     assert total - rank == 4 * 3 * (3 * 24 * 40)
 
 

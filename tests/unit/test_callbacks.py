@@ -46,7 +46,11 @@ PNG = b"\x89PNG\r\n"
 class ToyModule(LightningModule):
     """Logs ``losses[step]`` while training and ``val_losses`` in turn while validating."""
 
-    def __init__(self, losses: list[float], val_losses: list[float] | None = None) -> None:
+    def __init__(
+        self,
+        losses: list[float],
+        val_losses: list[float] | None = None,
+    ) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.losses = losses

@@ -134,7 +134,10 @@ def _expected(folder: Path, num_samples: int | None) -> NDArray[np.int64]:
     )
 
 
-@pytest.mark.parametrize(("num_microbatches", "max_steps"), [(12, 9), (3, 10)])
+@pytest.mark.parametrize(
+    ("num_microbatches", "max_steps"),
+    [(12, 9), (3, 10)],
+)
 def test_resume_with_another_batch_size_is_exact_within_a_pass(
     tmp_path: Path, num_microbatches: int, max_steps: int
 ) -> None:
@@ -159,7 +162,8 @@ def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsR
 
 
 @pytest.mark.parametrize(
-    ("old_size", "new_size", "saved_at", "ask_num_steps"), [(4, 2, 2, True), (2, 4, 30, False)]
+    ("old_size", "new_size", "saved_at", "ask_num_steps"),
+    [(4, 2, 2, True), (2, 4, 30, False)],
 )
 def test_epochs_after_a_resume_with_another_batch_size_are_complete(
     tmp_path: Path, old_size: int, new_size: int, saved_at: int, ask_num_steps: bool
@@ -182,9 +186,12 @@ def test_epochs_after_a_resume_with_another_batch_size_are_complete(
     assert rest.validated == ends
     assert len(rest.rows) == (ends[-1] - saved_at) * 2 * new_size
     begin = epoch * old_steps * 2 * old_size
-    taken = np.concatenate([first.rows[begin : saved_at * 2 * old_size], rest.rows])[
-        : (num_samples // 8) * 8
-    ]
+    taken = np.concatenate(
+        [
+            first.rows[begin : saved_at * 2 * old_size],
+            rest.rows,
+        ]
+    )[: (num_samples // 8) * 8]
     assert len(np.unique(taken, axis=0)) == len(taken)  # the resumed epoch repeats no row
 
 
@@ -200,7 +207,10 @@ def test_epochs_of_varying_length_need_reloaded_dataloaders(tmp_path: Path) -> N
 
 
 def test_unused_split_may_be_empty(tmp_path: Path) -> None:
-    small = build(tmp_path / "small", [[list(range(40))], [list(range(40))]])
+    small = build(
+        tmp_path / "small",
+        [[list(range(40))], [list(range(40))]],
+    )
     blend = [0.5, str(tmp_path / "corpus"), 0.5, small]
     for data, message in (
         ({"split": "1"}, "no valid split for trainer.validate"),
@@ -219,7 +229,12 @@ def test_legacy_formats_give_the_same_samples(
     new = [build(tmp_path / "first", first), build(tmp_path / "second", second)]
     paths = (new, [write_legacy(tmp_path / "old", first), new[1]])
     current, legacy = (
-        _run(tmp_path, max_steps=6, data={"data_path": path, "split": "1"}).rows for path in paths
+        _run(
+            tmp_path,
+            max_steps=6,
+            data={"data_path": path, "split": "1"},
+        ).rows
+        for path in paths
     )
     assert np.array_equal(legacy, current)
 
@@ -251,7 +266,11 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
     )
     for kind, error in ((IndexedDataModule, DataError), (Preparing, InterruptedError)):
         trainer = Trainer(
-            accelerator="cpu", devices=2, strategy=MegatronStrategy(tp=2), max_steps=1, logger=False
+            accelerator="cpu",
+            devices=2,
+            strategy=MegatronStrategy(tp=2),
+            max_steps=1,
+            logger=False,
         )
         with pytest.raises(error, match=r"data_path=.*nothing needs two files|would start"):
             trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))

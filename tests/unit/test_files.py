@@ -92,7 +92,12 @@ def test_staged_files_are_replaced_with_the_marker_file_last(
     replace = os.replace
 
     def record(source: Path, target: Path) -> None:
-        replaced.append((target.name, "".join(sorted(path.name for path in tmp_path.glob("a.*")))))
+        replaced.append(
+            (
+                target.name,
+                "".join(sorted(path.name for path in tmp_path.glob("a.*"))),
+            )
+        )
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", record)

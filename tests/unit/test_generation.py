@@ -165,7 +165,8 @@ def test_sampled_frequencies_match_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.15, 0.1, 0.05])
     uniform = uniform_numbers(seed=7, steps=1, rows=draws)[0]
     counts = torch.bincount(
-        sample_tokens(probabilities.log().expand(draws, -1), uniform), minlength=6
+        sample_tokens(probabilities.log().expand(draws, -1), uniform),
+        minlength=6,
     ).double()
     assert counts[1] == 0
     expected = draws * probabilities.double()

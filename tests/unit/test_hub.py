@@ -42,7 +42,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _add_to_cache(
-    cache: Path, repo: str, source: Path, branch: str = "main", commit: str = COMMIT
+    cache: Path,
+    repo: str,
+    source: Path,
+    branch: str = "main",
+    commit: str = COMMIT,
 ) -> Path:
     """Add the files of ``source`` in the layout of the hub cache: links to blobs. Return the snapshot directory."""
     folder = cache / f"models--{repo.replace('/', '--')}"
@@ -141,7 +145,11 @@ def _load_on_rank(source: str, cache: str, log: str) -> str:
     real = huggingface_hub.snapshot_download
 
     def download(
-        repo: str, *, revision: Any, allow_patterns: list[str], local_files_only: bool = False
+        repo: str,
+        *,
+        revision: Any,
+        allow_patterns: list[str],
+        local_files_only: bool = False,
     ) -> str:
         if local_files_only:
             return real(

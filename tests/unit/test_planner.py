@@ -196,7 +196,11 @@ MEASURED = [
 
 
 def _run(
-    case_name: str, micro_batch_size: int, num_microbatches: int, gpus: int, layout: dict[str, Any]
+    case_name: str,
+    micro_batch_size: int,
+    num_microbatches: int,
+    gpus: int,
+    layout: dict[str, Any],
 ) -> Run:
     case = case_named(case_name)
     sizes = {**layout}
@@ -298,7 +302,10 @@ def test_impossible_plan_is_refused_with_the_required_size() -> None:
         plans(replace(run, world_size=7), 1, H200)
 
 
-@pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 4, "vpp": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 4}, {"pp": 4, "vpp": 2}],
+)
 def test_timeline_has_every_pass_in_a_possible_order(layout: dict[str, int]) -> None:
     run = _run("llama-8b-dp4-mb2", 1, 8, 4, layout)
     stages = timeline(run, H200)
@@ -361,7 +368,9 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
     run = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
     device = torch.device("cuda", 0)
     settings = EngineSettings(
-        parallel=replace(run.parallel, tp=1), params_dtype=torch.bfloat16, device=device
+        parallel=replace(run.parallel, tp=1),
+        params_dtype=torch.bfloat16,
+        device=device,
     )
     rows = {"seq_length": 4096, "pad_to_multiple_of": 8}
     data = SimpleNamespace(seq_length=4096, micro_batch_size=2, lengths=lambda model: rows)

@@ -38,7 +38,11 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     seconds, *lines = result.stdout.splitlines()
@@ -137,7 +141,9 @@ _GRAPHS = ("enable_cuda_graph is deprecated", "megatron.core.transformer.transfo
     ],
 )
 def test_repeated_megatron_warnings_are_hidden_by_default(
-    warning: tuple[str, str], filters: tuple[Any, ...], count: int
+    warning: tuple[str, str],
+    filters: tuple[Any, ...],
+    count: int,
 ) -> None:
     message, module = warning
     with warnings.catch_warnings(record=True) as caught:
@@ -164,7 +170,10 @@ def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCapt
     assert "override those of the Trainer: ModelCheckpoint" in caplog.text
 
 
-@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("rank", "count"),
+    [(0, 1), (1, 0)],
+)
 def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
     rank: int, count: int
 ) -> None:
@@ -180,7 +189,11 @@ def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
         "RANK": str(rank),
     }
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("bos_token_id must be") == count

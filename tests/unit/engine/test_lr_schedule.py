@@ -16,7 +16,11 @@ from lightning_megatron.errors import ConfigError
 
 def _optimizer(*groups: dict[str, Any]) -> torch.optim.Optimizer:
     param_groups = [
-        {"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups or ({},)
+        {
+            "params": [torch.nn.Parameter(torch.ones(2))],
+            **group,
+        }
+        for group in groups or ({},)
     ]
     return torch.optim.AdamW(param_groups, lr=1.0, weight_decay=0.1)
 
@@ -28,7 +32,12 @@ def _scheduler(
     return MegatronLRScheduler(optimizer, **scheduler_settings(schedule, lr, **settings))
 
 
-def _values(key: str, steps: Any, schedule: LRSchedule, **settings: Any) -> dict[int, float]:
+def _values(
+    key: str,
+    steps: Any,
+    schedule: LRSchedule,
+    **settings: Any,
+) -> dict[int, float]:
     """Value of ``lr`` or ``weight_decay`` at each step."""
     scheduler = _scheduler(_optimizer(), schedule, **settings)
     values = {}
@@ -133,7 +142,12 @@ def test_learning_rate_equals_values_computed_by_hand(
 )
 def test_weight_decay_ramps_over_the_run(schedule: LRSchedule, expected: list[float]) -> None:
     values = _values(
-        "weight_decay", (0, 25, 50, 100, 1000), schedule, lr=1.0, weight_decay=0.4, total_steps=100
+        "weight_decay",
+        (0, 25, 50, 100, 1000),
+        schedule,
+        lr=1.0,
+        weight_decay=0.4,
+        total_steps=100,
     )
     assert [*values.values()] == pytest.approx(expected)
 

@@ -18,7 +18,12 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layout import check_layout, comm_type_of
 
 
-def _uneven(num_layers: int, first: int | None, last: int | None, **sizes: Any) -> tuple[int, ...]:
+def _uneven(
+    num_layers: int,
+    first: int | None,
+    last: int | None,
+    **sizes: Any,
+) -> tuple[int, ...]:
     ends = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
     return ParallelConfig(num_microbatches=12, **ends, **sizes).layers_per_chunk(num_layers)  # type: ignore[arg-type]
 

@@ -82,7 +82,10 @@ def test_other_contents_of_megatron_lm_checkpoints_are_loaded(tmp_path: Path, is
     enums, model_type = _called("megatron.core.enums.ModelType", 1)
     fp16, scaler = _called("apex.amp.scaler.LossScaler")
     arguments = argparse.Namespace(
-        num_layers=2, eps=np.float64(1e-5), model_type=model_type, tied=np.bool_(True)
+        num_layers=2,
+        eps=np.float64(1e-5),
+        model_type=model_type,
+        tied=np.bool_(True),
     )
     random = np.random.RandomState(1).get_state()
     state = {

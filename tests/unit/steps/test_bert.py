@@ -31,7 +31,12 @@ def _step(task: str, *, binary_head: bool = True, **fields: Any) -> BertTrainSte
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
-LABELS = torch.tensor([[-100, 2, -100], [6, -100, 0]])
+LABELS = torch.tensor(
+    [
+        [-100, 2, -100],
+        [6, -100, 0],
+    ]
+)
 TOKEN_LOSSES = torch.tensor([[9.0, 1.0, 9.0], [2.0, 9.0, 4.0]])
 ORDER_LOGITS = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
 
@@ -41,14 +46,24 @@ def test_megatron_and_hugging_face_batches_are_equivalent() -> None:
         "input_ids": IDS,
         "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
         "token_type_ids": torch.tensor([[0, 0, 1], [0, 1, 0]]),
-        "labels": torch.tensor([[-100, 2, -100], [6, -100, -100]]),
+        "labels": torch.tensor(
+            [
+                [-100, 2, -100],
+                [6, -100, -100],
+            ]
+        ),
         "next_sentence_label": torch.tensor([1, 0]),
     }
     megatron = {
         "text": IDS,
         "padding_mask": hugging_face["attention_mask"],
         "types": hugging_face["token_type_ids"],
-        "labels": torch.tensor([[-1, 2, -1], [6, 5, -1]]),
+        "labels": torch.tensor(
+            [
+                [-1, 2, -1],
+                [6, 5, -1],
+            ]
+        ),
         "loss_mask": torch.tensor([[0, 1, 0], [1, 0, 0]]),
         "is_random": hugging_face["next_sentence_label"],
         "truncated": torch.tensor([0, 1]),
@@ -135,7 +150,10 @@ def _repeat_last_row(output: Any, number: int) -> Any:
     return output[-1:].expand(number, *output.shape[1:])
 
 
-def _one_hot(classes: list[int] | list[list[int]], width: int) -> torch.Tensor:
+def _one_hot(
+    classes: list[int] | list[list[int]],
+    width: int,
+) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(classes), width).float()
 
 

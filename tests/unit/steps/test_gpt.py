@@ -57,7 +57,10 @@ def _visible(prepared: Batch) -> torch.Tensor:
 SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
-@pytest.mark.parametrize("switches", [tuple(bool(n & bit) for bit in (1, 2, 4)) for n in range(8)])
+@pytest.mark.parametrize(
+    "switches",
+    [tuple(bool(n & bit) for bit in (1, 2, 4)) for n in range(8)],
+)
 @pytest.mark.parametrize("is_text", [True, False])
 def test_end_of_document_switches_equal_megatrons(
     switches: tuple[bool, ...], is_text: bool
@@ -106,8 +109,18 @@ def test_documents_and_padding_are_masked_from_each_other() -> None:
 
 
 def test_end_token_is_a_target_but_not_as_padding() -> None:
-    tokens = torch.tensor([[5, 6, EOD, EOD, EOD], [EOD, EOD, 5, 6, EOD]])
-    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+    tokens = torch.tensor(
+        [
+            [5, 6, EOD, EOD, EOD],
+            [EOD, EOD, 5, 6, EOD],
+        ]
+    )
+    mask = torch.tensor(
+        [
+            [1, 1, 1, 0, 0],
+            [0, 0, 1, 1, 1],
+        ]
+    )
     prepared = _step().prepare_batch({"input_ids": tokens, "attention_mask": mask})
     assert prepared["loss_mask"].tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0]]
     assert prepared["targets"][prepared["loss_mask"] == 1].tolist() == [6, EOD, 6, EOD]

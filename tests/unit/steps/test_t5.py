@@ -12,8 +12,18 @@ from tests.unit.models.test_t5_layout import MODEL
 
 START = 5
 PAD = 3
-IDS = torch.tensor([[1, 2, 9, 0], [4, 6, 7, 8]])
-LABELS = torch.tensor([[11, -100, 12], [13, 14, -100]])
+IDS = torch.tensor(
+    [
+        [1, 2, 9, 0],
+        [4, 6, 7, 8],
+    ]
+)
+LABELS = torch.tensor(
+    [
+        [11, -100, 12],
+        [13, 14, -100],
+    ]
+)
 BATCH = {"input_ids": IDS, "labels": LABELS}
 
 
@@ -25,7 +35,12 @@ def _step() -> T5TrainStep:
 
 # ---- Megatron's samples ---------------------------------------------------------------------------------------------
 
-ENCODER_MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+ENCODER_MASK = torch.tensor(
+    [
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+    ]
+)
 DECODER_MASK = torch.tensor([[1, 0, 0], [1, 1, 1]])
 
 
@@ -33,7 +48,12 @@ def _megatron_batch(**changes: Any) -> dict[str, torch.Tensor]:
     return {
         "text_enc": IDS,
         "text_dec": torch.tensor([[1, 11, 2], [1, 13, 14]]),
-        "labels": torch.tensor([[11, -1, -1], [13, 14, 12]]),
+        "labels": torch.tensor(
+            [
+                [11, -1, -1],
+                [13, 14, 12],
+            ]
+        ),
         "loss_mask": torch.tensor([[1, 1, 1], [1, 0, 1]]),
         "enc_mask": ENCODER_MASK,
         "dec_mask": DECODER_MASK,

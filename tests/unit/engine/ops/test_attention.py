@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 
 def _layer(
-    mask: str = "causal", kind: str = "self", groups: int = 2, width: int = 64, **options: Any
+    mask: str = "causal",
+    kind: str = "self",
+    groups: int = 2,
+    width: int = 64,
+    **options: Any,
 ) -> SDPAttention:
     heads = {"num_attention_heads": HEADS, "num_query_groups": groups, "kv_channels": width}
     config = TransformerConfig(
@@ -31,7 +35,12 @@ def _layer(
 
 
 def _qkv(
-    queries: int, keys: int, groups: int = 2, rows: int = 3, width: int = 64, device: str = "cpu"
+    queries: int,
+    keys: int,
+    groups: int = 2,
+    rows: int = 3,
+    width: int = 64,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = [
@@ -55,7 +64,10 @@ def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor
     segments[1, : length // 5] = 0
     if not in_runs:
         segments[2] = torch.randint(
-            0, 4, (length,), generator=torch.Generator().manual_seed(length)
+            0,
+            4,
+            (length,),
+            generator=torch.Generator().manual_seed(length),
         )
     return segments
 
@@ -97,12 +109,17 @@ def test_split_k_attention_is_not_used_with_gradients(
     mask[:, :9] = 0
     layer = _layer("padding", "cross", HEADS)
     qkv = tuple(x.detach().requires_grad_(i >= first) for i, x in enumerate(qkv))
-    actual = torch.autograd.grad(layer(*qkv, mask).square().sum(), qkv[first:])
+    actual = torch.autograd.grad(
+        layer(*qkv, mask).square().sum(),
+        qkv[first:],
+    )
     q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
     hidden = (mask == 0)[:, None, None]
     expected = (q @ k.mT / 8).masked_fill(hidden, MASKED_SCORE).softmax(-1) @ v
     for ours, theirs in zip(
-        actual, torch.autograd.grad(expected.square().sum(), qkv[first:]), strict=True
+        actual,
+        torch.autograd.grad(expected.square().sum(), qkv[first:]),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -262,11 +279,19 @@ def _assert_equals_cpu(
     weight = visible * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     # bfloat16 keeps eight bits; outputs and gradients are of order one to ten.
     torch.testing.assert_close(
-        out.float().cpu() * visible, expected * visible, rtol=2e-2, atol=2e-2
+        out.float().cpu() * visible,
+        expected * visible,
+        rtol=2e-2,
+        atol=2e-2,
     )
-    grads = torch.autograd.grad((out.float() * weight.cuda()).sum(), qkv)
+    grads = torch.autograd.grad(
+        (out.float() * weight.cuda()).sum(),
+        qkv,
+    )
     for grad, reference in zip(
-        grads, torch.autograd.grad((expected * weight).sum(), on_cpu), strict=True
+        grads,
+        torch.autograd.grad((expected * weight).sum(), on_cpu),
+        strict=True,
     ):
         torch.testing.assert_close(
             grad.float().cpu(),
@@ -382,7 +407,10 @@ def test_memory_is_linear_in_the_row_length(options: dict[str, Any], calls: _Cal
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "atol"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)],
+)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_split_k_attention_is_exact_without_host_synchronization(
     dtype: torch.dtype, atol: float, rows: int

@@ -39,14 +39,18 @@ def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> 
     assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
     half_a_step = {fp8.E4M3: 2**-4, fp8.E5M2: 2**-3}[dtype]
     torch.testing.assert_close(
-        quantized.rows.float() * quantized.scale, x.float(), rtol=half_a_step, atol=1e-4
+        quantized.rows.float() * quantized.scale,
+        x.float(),
+        rtol=half_a_step,
+        atol=1e-4,
     )
     # Padded with zeros to a multiple of 16, as a product over tokens requires.
     assert quantized.columns.shape == (48, 32)
     assert torch.equal(quantized.columns.float()[:, :20], quantized.rows.float().t())
     assert not quantized.columns.float()[:, 20:].any()
     assert torch.equal(
-        fp8.Fp8Linear.transposed(None, quantized.rows).float(), quantized.columns.float()
+        fp8.Fp8Linear.transposed(None, quantized.rows).float(),
+        quantized.columns.float(),
     )
 
 
@@ -168,7 +172,9 @@ def _run_linear(
             linear.weight.copy_(weight.chunk(tp, 0 if kind == "column" else 1)[rank])
         # Left over from the previous step; the first microbatch overwrites it.
         buffer = torch.full(
-            (2 * linear.weight.numel(),), 5.0 if is_aligned else 0.0, dtype=main_grad
+            (2 * linear.weight.numel(),),
+            5.0 if is_aligned else 0.0,
+            dtype=main_grad,
         )
         first = -buffer.data_ptr() % 256 // buffer.itemsize + (not is_aligned)
         linear.weight.main_grad = buffer[first : first + linear.weight.numel()].view_as(
@@ -196,7 +202,11 @@ def _run_linear(
 
 
 def _gather(
-    kind: str, ranks: list[dict[str, Any]], name: str, i: int, sequence_parallel: bool
+    kind: str,
+    ranks: list[dict[str, Any]],
+    name: str,
+    i: int,
+    sequence_parallel: bool,
 ) -> torch.Tensor:
     """Concatenate the ranks' shards of a result."""
     shards = [results[name][i].float() for results in ranks]
@@ -256,10 +266,17 @@ def test_linear_multiplies_its_quantized_operands(
         )
     # Outside of a step the product is in bf16, with the communication of the replaced forward pass.
     outside = _gather(
-        kind, [{"y": [results["y in bf16"]]} for results in ranks], "y", 0, sequence_parallel
+        kind,
+        [{"y": [results["y in bf16"]]} for results in ranks],
+        "y",
+        0,
+        sequence_parallel,
     )
     assert (
-        relative_error(outside.flatten(0, 1), inputs[0].flatten(0, 1).float() @ weight.float().t())
+        relative_error(
+            outside.flatten(0, 1),
+            inputs[0].flatten(0, 1).float() @ weight.float().t(),
+        )
         < ROUNDED
     )
     if kind == "column":

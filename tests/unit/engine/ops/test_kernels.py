@@ -97,7 +97,12 @@ def test_mlp_recomputes_its_activation(gated: bool) -> None:
         output, _ = recompute_activation(MLP.forward)(mlp, hidden)
         is_empty = mlp.linear_fc2.read.untyped_storage().nbytes() == 0
         assert is_empty == (mlp.config.recompute_granularity == "selective")
-        gradients.append(torch.autograd.grad(output.square().sum(), list(mlp.parameters())))
+        gradients.append(
+            torch.autograd.grad(
+                output.square().sum(),
+                list(mlp.parameters()),
+            )
+        )
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -142,7 +147,10 @@ def _dense_loss(
         reduction="none",
     ).T
     (gradient,) = torch.autograd.grad((losses * weights).sum(), x)
-    return losses.detach(), F.pad(gradient, (0, logits.shape[-1] - VOCAB))
+    return losses.detach(), F.pad(
+        gradient,
+        (0, logits.shape[-1] - VOCAB),
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -188,6 +196,9 @@ def test_token_losses_equal_a_dense_softmax(
 def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
     logits, labels, _ = _inputs(VOCAB, torch.bfloat16)
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x) or x,
+        lambda x: x,
+    ):
         token_losses(logits.requires_grad_(), labels, world)
     assert [x.dtype for x in saved if x.shape == logits.shape] == [torch.bfloat16]

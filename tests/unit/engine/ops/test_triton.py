@@ -13,7 +13,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 CHECKS = Path(__file__).parent / "triton_checks.py"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
 def test_kernels_equal_torch_forward_and_backward(device: str) -> None:
     # Triton reads TRITON_INTERPRET at import.
     environment = {
@@ -34,6 +37,11 @@ def test_kernels_equal_torch_forward_and_backward(device: str) -> None:
         str(CHECKS),
     ]
     result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -76,9 +76,10 @@ def _angles(length: int, rows: int, rotated: int) -> Tensor:
 def _rotate(t: Tensor, angles: Tensor) -> Tensor:
     """Rotary embedding as complex multiplication."""
     half = angles.shape[-1] // 2
-    pairs = torch.complex(t[..., :half], t[..., half : 2 * half]) * torch.exp(
-        1j * angles[..., :half]
-    )
+    pairs = torch.complex(
+        t[..., :half],
+        t[..., half : 2 * half],
+    ) * torch.exp(1j * angles[..., :half])
     return torch.cat(
         [
             pairs.real,
@@ -99,7 +100,12 @@ def _rotate(t: Tensor, angles: Tensor) -> Tensor:
     ],
 )
 def test_split_and_rotate_equals_complex_rotation(
-    shape: tuple[int, int], groups: int, queries: int, width: int, rotated: int, angle_rows: int
+    shape: tuple[int, int],
+    groups: int,
+    queries: int,
+    width: int,
+    rotated: int,
+    angle_rows: int,
 ) -> None:
     mixed = _random(*shape, groups, (queries + 2) * width)
     angles = _angles(shape[0], angle_rows, rotated)
@@ -280,7 +286,10 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
             # Triton's interpreter truncates where a GPU rounds.
             copied = torch.zeros_like(weight) if found_inf else weight
             torch.testing.assert_close(
-                low.float(), copied, rtol=2**-8 if DEVICE == "cuda" else 2**-7, atol=0.0
+                low.float(),
+                copied,
+                rtol=2**-8 if DEVICE == "cuda" else 2**-7,
+                atol=0.0,
             )
 
 
