@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint.find import load_meta
 from lightning_megatron.checkpoint.load import LoadFrom
+from lightning_megatron.checkpoint.meta import load_meta
 from lightning_megatron.convert.hugging_face import load_hugging_face, resolve_tied_output
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config

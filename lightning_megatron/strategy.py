@@ -29,8 +29,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
-from lightning_megatron.checkpoint.save import EXPERT_BIAS, RunState, write_weights
+from lightning_megatron.checkpoint.save import write_weights
 from lightning_megatron.checkpoint.schema import restore_error
+from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.evaluation_loader import EvaluationLoader
 from lightning_megatron.data.loader import TrainLoader

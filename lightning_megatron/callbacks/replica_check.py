@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.save import ungathered_weights
+from lightning_megatron.checkpoint.state import ungathered_weights
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import NumericsError, require_number
 from lightning_megatron.foreign_names import explains_options

@@ -1,293 +1,30 @@
-"""Files of a checkpoint: finding complete checkpoints, and reading them without running code.
+"""Finding complete checkpoints, and their order within a run.
 
 A name may be a link to a checkpoint that was never finished, and a complete checkpoint may have another name: a run can
 be killed between any two of the steps that save, link and remove. Nothing is repaired here; the next save restores the
 names.
-
-Torch's distributed checkpoints store their table of contents in a pickle, which torch loads without restriction. Here
-the names in it become stand-ins that do nothing, and the table is rebuilt from what they keep. Other files are read by
-``pickles.py``; publication and checksums are in ``storage/``.
 
 Nothing here communicates or imports Megatron.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pickle
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.futures import Future
 
-from lightning_megatron.checkpoint.pickles import (
-    StandIn,
-    check_archive,
-    read_pickle,
-    scan_pickle,
-    stand_in,
-)
-from lightning_megatron.checkpoint.schema import check_meta
+from lightning_megatron.checkpoint.meta import META, check_complete, is_distributed
+from lightning_megatron.checkpoint.plain_data import load_plain
+from lightning_megatron.checkpoint.schema import check_meta, is_meta
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.storage.checksums import CHECKSUMS, require_file
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import as_path, is_remote
 from lightning_megatron.storage.publish import PARTIAL, recover
-from lightning_megatron.storage.stores import COMPLETE_MARKER
-
-META = COMPLETE_MARKER
-"""Lightning's own state and the description of the run; written last, so its presence marks a complete checkpoint."""
-
-FORMAT_VERSION = 1
-"""Version of the checkpoint format; other versions are refused."""
-_REQUIRED_KEYS = {
-    "format_version",
-    "layout",
-    "has_optimizer",
-    "optimizer_format",
-    "model_description",
-    "lightning",
-}
-"""Keys that ``meta.pt`` always has."""
-
-COMMON = "common.pt"
-"""State that Megatron does not shard: parameter groups and step counts."""
-
-TABLE = ".metadata"
-"""Torch's table of contents of the shards."""
-BACKENDS = "metadata.json"
-"""Names the formats of the other files, by which Megatron's own loader chooses its readers."""
-
-KNOWN_BACKENDS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""Content of ``metadata.json``; without the common backend from megatron-core 0.17 on."""
-
-# ---- completeness ---------------------------------------------------------------------------------------------------
-
-
-def is_distributed(path: Path) -> bool:
-    """Whether ``path`` is a distributed checkpoint of Megatron-Core, ours or another program's."""
-    return (path / TABLE).is_file() and (path / BACKENDS).is_file()
-
-
-def check_complete(path: Path) -> None:
-    """Raise unless ``path`` is a complete checkpoint directory of this package.
-
-    Raises:
-        CheckpointError: If it is missing, is not a directory, or was never finished.
-    """
-    if not path.is_dir():
-        what = (
-            "is a file, not a directory that this strategy wrote"
-            if path.exists()
-            else "does not exist"
-        )
-        raise CheckpointError(f"checkpoint {path} {what}; give the path of a *.ckpt directory")
-    for name in (META, TABLE, BACKENDS, COMMON, CHECKSUMS):
-        require_file(path / name)
-
-
-def check_backends(path: Path) -> None:
-    """Raise if a distributed checkpoint has another format, such as older ones of Megatron-Core.
-
-    Raises:
-        CheckpointError: If the format is another one, or cannot be read.
-    """
-    try:
-        found = json.loads((path / BACKENDS).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        found = repr(error)
-    backends = found if isinstance(found, dict) else {}
-    if (backends.get("sharded_backend"), backends.get("common_backend", "torch")) != (
-        "torch_dist",
-        "torch",
-    ):
-        raise CheckpointError(
-            f"checkpoint {path} has an unreadable {BACKENDS}: expected {KNOWN_BACKENDS}, got {found}; give another"
-        )
-
-
-# ---- plain data -----------------------------------------------------------------------------------------------------
-
-
-def load_plain(file: Path) -> Any:
-    """Read a torch file of plain data: numbers, strings, containers and tensors.
-
-    Raises:
-        CheckpointError: If the file holds anything else, or is damaged.
-    """
-    require_file(file)
-    return read_pickle(
-        io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file)
-    )
-
-
-def load_meta(path: Path) -> dict[str, Any]:
-    """Read ``meta.pt`` of a checkpoint.
-
-    Raises:
-        CheckpointError: If another program wrote it, or a version of this one with another format.
-    """
-    meta = load_plain(path / META)
-    if not isinstance(meta, dict) or not meta.keys() >= _REQUIRED_KEYS:
-        raise CheckpointError(
-            f"checkpoint {path} was written by another strategy; give one of MegatronStrategy's"
-        )
-    if (version := meta["format_version"]) != FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint {path}: format version {version}, this program reads {FORMAT_VERSION}; use its own version"
-        )
-    check_meta(meta, path)
-    return meta
-
-
-# ---- the table of contents ------------------------------------------------------------------------------------------
-
-_TABLE_NAMES = re.compile(
-    r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem)\.\w+|torch\.(Size|serialization\._get_layout)"
-    r"|collections\.OrderedDict|pathlib\.(_local\.)?PosixPath|builtins\.getattr"
-)
-"""Names of all classes in a table of contents, besides dtypes (torch 2.10 to 2.13), and the function by which Python
-3.11.0 to 3.11.3 pickle a member of an enumeration."""
-
-
-class _TableUnpickler(pickle.Unpickler):
-    """Unpickler of tables of contents: replaces their classes by stand-ins, and refuses all other names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
-            return dtype
-        if _TABLE_NAMES.fullmatch(f"{module}.{name}"):
-            return stand_in(f"{module}.{name}")
-        raise CheckpointError(f"it would run {module}.{name} when loaded")
-
-
-def read_table(path: Path) -> Any:
-    """Read the table of contents of a distributed checkpoint: a ``torch.distributed.checkpoint.metadata.Metadata``.
-
-    Raises:
-        CheckpointError: If it names anything but the classes of such a table, points outside the checkpoint, or cannot
-            be read.
-    """
-    try:
-        content = io.BytesIO((path / TABLE).read_bytes())
-        scan_pickle(content)
-        content.seek(0)
-        state = _TableUnpickler(content).load().state
-        entries, locations = (
-            _rebuild(state[name], {}) for name in ("state_dict_metadata", "storage_data")
-        )
-        for location in locations.values():
-            if Path(location.relative_path).name != location.relative_path:
-                raise CheckpointError(f"it points outside itself, to {location.relative_path!r}")
-            if location.transform_descriptors:  # torch would decompress it, to whatever size
-                raise CheckpointError(f"it has a compressed entry in {location.relative_path}")
-        return metadata.Metadata(
-            state_dict_metadata=entries, storage_data=locations
-        )  # all that readers need
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint {path} is not loaded: {error}; do not trust its source"
-        ) from None
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(
-            f"checkpoint {path} has an unreadable {TABLE} ({error!r}); use an earlier one"
-        ) from None
-
-
-_TABLE_CLASSES = (
-    *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorStorageMetadata),
-    *(metadata.MetadataIndex, filesystem._StorageInfo),
-)
-
-
-def _rebuild(node: Any, rebuilt: dict[int, Any]) -> Any:
-    """Rebuild torch's objects from the stand-ins of a table.
-
-    Args:
-        node: A part of the table.
-        rebuilt: Results by ``id`` of their nodes: one that many others hold is rebuilt once.
-    """
-    if id(node) not in rebuilt:
-        rebuilt[id(node)] = _rebuild_new(node, rebuilt)
-    return rebuilt[id(node)]
-
-
-def _rebuild_new(node: Any, rebuilt: dict[int, Any]) -> Any:
-    if isinstance(node, dict):
-        return {_rebuild(key, rebuilt): _rebuild(value, rebuilt) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_rebuild(item, rebuilt) for item in node]
-    if not isinstance(node, StandIn):
-        return node
-    name = type(node).__name__
-    if name == "Size":
-        return torch.Size(node.arguments[0])
-    if name == "TensorProperties":
-        return metadata.TensorProperties(dtype=node.state[0])
-    kind = next(kind for kind in _TABLE_CLASSES if kind.__name__ == name)
-    return kind(**_rebuild(node.state or {}, rebuilt))
-
-
-class _CheckedReads:
-    """Mixin of torch's readers, which unpickle tensors by themselves: checks each entry before it is read."""
-
-    storage_data: dict[Any, Any]
-    path: Any
-    fs: Any
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the reader's.
-
-        Raises:
-            CheckpointError: If an entry would become larger than it is when it is loaded.
-        """
-        for index in {
-            item.storage_index for item in plan.items if item.type == LoadItemType.TENSOR
-        }:
-            entry = self.storage_data[index]
-            with self.fs.create_stream(
-                self.fs.concat_path(self.path, entry.relative_path), "rb"
-            ) as stream:
-                check_archive(
-                    stream, entry.offset, entry.length, f"{index.fqn} in {entry.relative_path}"
-                )
-        reading: Future[None] = super().read_data(plan, planner)  # type: ignore[misc]
-        return reading
-
-
-class _FileReader(_CheckedReads, filesystem.FileSystemReader):
-    pass
-
-
-class _StoreReader(_CheckedReads, FsspecReader):
-    pass
-
-
-def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemReader:
-    """Torch's reader of shards, on a disk or in an object store, for a table of contents of ``read_table``."""
-    reader = (_StoreReader if is_remote(path) else _FileReader)(str(path))
-    reader.read_metadata = lambda *_, **__: table  # type: ignore[method-assign]
-    reader.set_up_storage_reader(table, is_coordinator=False)
-    return reader
-
-
-# ---- finding --------------------------------------------------------------------------------------------------------
 
 SUFFIX = ".ckpt"
 
@@ -543,7 +280,7 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
     meta = recover(path) / META
     state = load_plain(meta)
     content = state if isinstance(state, dict) else {}
-    if content.keys() >= _REQUIRED_KEYS:
+    if is_meta(content):
         check_meta(content, path)
     return CheckpointInfo(
         path=path,

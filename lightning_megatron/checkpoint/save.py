@@ -16,25 +16,20 @@ import contextlib
 import io
 import itertools
 import json
-import mmap
 import pickle
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
@@ -58,7 +53,8 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
-from lightning_megatron.checkpoint.find import (
+from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.meta import (
     BACKENDS,
     COMMON,
     FORMAT_VERSION,
@@ -66,14 +62,18 @@ from lightning_megatron.checkpoint.find import (
     META,
     TABLE,
 )
+from lightning_megatron.checkpoint.plain_data import plain_state, torch_bytes
+from lightning_megatron.checkpoint.state import (
+    SHARDING,
+    RunState,
+    layout_of,
+    rng_file,
+    sharded_state,
+    sharded_weights,
+)
 from lightning_megatron.engine.collectives import raise_on_all_ranks
-from lightning_megatron.engine.groups import Topology
-from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
-from lightning_megatron.engine.runtime import Runtime
-from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.storage.checksums import FileChecksums, write_checksums
 from lightning_megatron.storage.failures import failures_as_errors, pickle_refusal
 from lightning_megatron.storage.locks import FolderLock
@@ -88,94 +88,6 @@ from lightning_megatron.storage.publish import (
 from lightning_megatron.storage.stores import delete_from_store
 
 T = TypeVar("T")
-
-EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
-"""Field of a model's description that is set if its router has biases and sigmoids, which no Hugging Face config
-describes."""
-
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Format of the optimizer's state: the default one raises on every save (megatron-core 0.16.1,
-optimizer/distrib_optimizer.py)."""
-
-
-Part = Literal["all", "base", "adapters"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """The live objects of a run that a checkpoint saves or is loaded into."""
-
-    chunks: list[Any]
-    optimizer: MegatronOptimizer | None
-    """None to save or load weights only."""
-    runtime: Runtime
-    topology: Topology
-    model_description: Mapping[str, Any]
-    """Plain data that identifies the model; loading into another model is refused."""
-    hugging_face_config: Mapping[str, Any] | None = None
-    """Content of the model's ``config.json`` for Hugging Face, so that the checkpoint alone can be converted."""
-    base: str | None = None
-    """For a model with adapters: path of its frozen weights, if checkpoints of weights alone leave them out."""
-    part: Part = "all"
-    """Which weights are saved or loaded."""
-    position: Mapping[str, Any] | None = None
-    """Place of the checkpoint that is saved among those of the run, on rank 0, as plain data; None outside of a run."""
-
-    def settle(self) -> None:
-        """Check the outcome of the last step before it is saved; every rank must call.
-
-        Raises:
-            NonFiniteError: If it was not finite, and the run ends with it.
-        """
-        if self.optimizer is not None:
-            self.optimizer.settle()
-
-    def weights_only(self) -> RunState:
-        """The state for a checkpoint of weights alone, without those that are stored elsewhere (``base``)."""
-        return replace(self, optimizer=None, part="all" if self.base is None else "adapters")
-
-
-def layout_of(topology: Topology) -> dict[str, Any]:
-    """Parallel sizes that determine which rank draws which random numbers."""
-    sizes = asdict(topology.parallel)
-    return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
-
-
-def rng_file(rank: int) -> str:
-    """Name of the file with a rank's random states."""
-    return f"rng_{rank:05d}.pt"
-
-
-def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
-    """The live weights as Megatron's sharded tensors, with all parameters gathered; every rank must call."""
-    finish_parameter_gathers(chunks)
-    return ungathered_weights(chunks, part)
-
-
-def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
-    """The live weights as Megatron's sharded tensors, as they are in this rank's memory."""
-    state = {
-        f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
-        for i, chunk in enumerate(chunks)
-    }
-    if part == "all":
-        return state
-    adapters = part == "adapters"
-    return {
-        i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters}
-        for i, chunk in state.items()
-    }
-
-
-def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
-    """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
-    state = sharded_weights(run.chunks, run.part)
-    if run.optimizer is not None:
-        state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=is_loading)
-    return state
-
-
-# ---- one save -------------------------------------------------------------------------------------------------------
 
 
 class Save:
@@ -453,57 +365,6 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
     return content
 
 
-def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Lightning's dict to types that can be read back without running code, where possible.
-
-    Hyper-parameters are for people to read, so other objects among them become their ``repr``.
-    """
-    plain: dict[str, Any] = {name: as_plain_data(value) for name, value in lightning_state.items()}
-    for values in (
-        plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain
-    ):
-        values.update(
-            {
-                name: as_plain_data(value, f"hyper-parameter {name!r}")
-                for name, value in values.items()
-            }
-        )
-    return plain
-
-
-_PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
-    np.generic: lambda each: each.item(),
-    np.ndarray: torch.from_numpy,
-    Path: str,
-    bytearray: bytes,
-}
-
-
-def as_plain_data(value: Any, readable: str = "") -> Any:
-    """Convert a value to types that can be read back without running code: containers, numbers, strings, tensors.
-
-    Args:
-        value: Objects without such a form stay as they are; writing the checkpoint then fails with their name.
-        readable: Name of the value for a warning, if such objects shall become text instead.
-    """
-    if isinstance(value, Mapping):
-        return {as_plain_data(k): as_plain_data(v, readable) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [as_plain_data(v, readable) for v in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, Enum):  # also enums of numbers or strings, as files would name their class
-        return as_plain_data(value.value, readable)
-    value = next(
-        (plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value
-    )
-    if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
-        rank_zero_warn(
-            f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only"
-        )
-        return repr(value)
-    return value
-
-
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 _FILES_PER_RANK = 4
@@ -604,134 +465,3 @@ class _ChecksummedFile:
 
     def flush(self) -> None:
         """Do nothing: torch calls this after each tensor."""
-
-
-def torch_bytes(value: Any) -> bytes:
-    """Bytes that ``torch.save`` would write to a file."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-# ---- host memory ----------------------------------------------------------------------------------------------------
-
-_ALIGNMENT = 64
-"""Alignment of tensors in the block in bytes, enough for any dtype."""
-_TOUCH = 64 * 2**20
-_TOUCHING_THREADS = 8
-_PINNED_AT_ONCE = 2**30
-"""Bytes pinned at once; meanwhile the driver holds locks that training's kernels need, too."""
-
-
-class HostMemory:
-    """A block of host memory that grows on demand and is then reused.
-
-    It is kept from one save to the next, because on a GPU it is pinned (copies run at the speed of the bus) and pinning
-    takes longer than copying: of 112 GB on two H200s 12 of the first save's 13.7 s, which ``preallocate`` avoids. It is
-    as large as the largest save so far: one copy of this rank's shards.
-    """
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            in_place: Whether tensors on a CPU do not change while the copies are used, so that they need not be copied.
-        """
-        self._in_place = in_place
-        self._block: mmap.mmap | None = None
-        self._pinned: list[torch.Tensor] = []
-        """Pinned pieces of the block."""
-        self._preparing: threading.Thread | None = None
-
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy ``tensors`` into host memory; the copies are complete on return and valid until the next call.
-
-        Every copy has a storage of its own size, so that ``torch.save`` writes no neighbours.
-        """
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if self._in_place and not on_gpu:
-            detached = [tensor.detach() for tensor in tensors]
-            return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in detached]
-        self._wait()
-        self._reserve(tensors)
-        copies = [
-            self._copy_to(tensor, offset)
-            for tensor, offset in zip(tensors, _offsets(tensors), strict=False)
-        ]
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
-
-    def _copy_to(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """Copy ``tensor`` to ``offset``; CUDA refuses a copy that reaches from one pinned piece into another."""
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if len(data) == 0 or self._block is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
-        cuts = [*range(-offset % _PINNED_AT_ONCE, len(data), _PINNED_AT_ONCE)]
-        for part, source in zip(target.tensor_split(cuts), data.tensor_split(cuts), strict=True):
-            part.copy_(source, non_blocking=True)
-        return target.view(tensor.dtype).view(tensor.shape)
-
-    def preallocate(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to allocate memory for copies of ``tensors``, in a thread."""
-        self._wait()
-        self._preparing = threading.Thread(target=self._reserve, args=(tensors,), daemon=True)
-        self._preparing.start()
-
-    def _wait(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-
-    def release(self) -> None:
-        """Free the memory; copies must not be used any more."""
-        self._wait()
-        self._unpin()
-
-    def _unpin(self) -> None:
-        for piece in self._pinned:
-            _call_cuda("cudaHostUnregister", piece.data_ptr())
-        self._block, self._pinned = None, []
-
-    def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate memory for ``tensors`` in huge pages, touch it, and pin it if they are on a GPU."""
-        size, gpu = (
-            _offsets(tensors)[-1],
-            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
-        )
-        if size <= len(self._block or b""):
-            return
-        self._unpin()
-        self._block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._block.madvise(mmap.MADV_HUGEPAGE)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)  # a new thread would create a context on the first GPU
-        with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
-            for piece in torch.frombuffer(self._block, dtype=torch.uint8).split(_PINNED_AT_ONCE):
-                list(
-                    pool.map(torch.Tensor.zero_, piece.split(_TOUCH))
-                )  # touched memory is pinned faster
-                if gpu is not None and _call_cuda(
-                    "cudaHostRegister", piece.data_ptr(), piece.numel(), 0
-                ):
-                    self._pinned.append(piece)
-
-
-def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Offset of each tensor in a block, and last the size of the block."""
-    sizes = (
-        -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors
-    )
-    return [0, *itertools.accumulate(sizes)]
-
-
-def _call_cuda(function: str, *args: Any) -> bool:
-    """Call a function of the CUDA runtime; returns whether it succeeded. Without pinning, copies are only slower."""
-    succeeded = int(getattr(torch.cuda.cudart(), function)(*args)) == 0
-    if not succeeded:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the runtime keeps the error until the next kernel launch
-            torch.zeros(1, device="cuda").add_(1)
-    return succeeded

@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from packaging.version import InvalidVersion, Version
@@ -26,6 +26,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
     "model_description": (Mapping,),
     "lightning": (Mapping,),
 }
+"""Keys that ``meta.pt`` always has, beside ``format_version``."""
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "time": _NUMBER,
     "part": (str,),
@@ -51,6 +52,11 @@ _LIBRARIES = {"lightning", "lightning_megatron", "torch", "torchmetrics"}
 """Packages in which an exception while a run is restored is due to the checkpoint."""
 _FIRST_LIGHTNING = 2
 """Major version of Lightning of the first checkpoints; Lightning would rewrite the dict of an older one."""
+
+
+def is_meta(content: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether ``content`` has the keys that ``meta.pt`` of any version has."""
+    return isinstance(content, dict) and content.keys() >= {"format_version", *_REQUIRED}
 
 
 def check_meta(meta: Mapping[str, Any], path: Path) -> None:
@@ -92,7 +98,10 @@ def check_lightning_state(
     Raises:
         CheckpointError: If a key is missing, or a value has another type; names the key.
     """
-    for name in (*_NEEDED_TO_RUN, *(_NEEDED_TO_RESUME if resumes else ())):
+    needed: tuple[str, ...] = _NEEDED_TO_RUN
+    if resumes:
+        needed += _NEEDED_TO_RESUME
+    for name in needed:
         _require(state, name, _LIGHTNING[name], path, "lightning")
     version = state["pytorch-lightning_version"]
     try:
@@ -100,16 +109,13 @@ def check_lightning_state(
     except InvalidVersion:
         is_known = False
     if not is_known:
-        raise _damaged(
-            path,
-            "lightning",
-            "pytorch-lightning_version",
-            f"{_FIRST_LIGHTNING}.0 or newer",
-            version,
-        )
+        expected = f"{_FIRST_LIGHTNING}.0 or newer"
+        raise _damaged(path, "lightning", "pytorch-lightning_version", expected, version)
     for name in ("callbacks", "lr_schedulers", "optimizer_states"):
         entries = state.get(name, {})
-        for key, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
+        if not isinstance(entries, Mapping):
+            entries = dict(enumerate(entries))
+        for key, entry in entries.items():
             if not isinstance(entry, Mapping):
                 raise _damaged(path, name, str(key), "a dict", entry)
     if not resumes:
@@ -129,9 +135,8 @@ def restore_error(error: Exception, path: object) -> CheckpointError | None:
 
     The states of callbacks, schedules and data modules have no schema here: theirs is in their own methods.
     """
-    if isinstance(error, ConfigError) or not isinstance(
-        error, (LookupError, TypeError, AttributeError, ValueError)
-    ):
+    is_of_data = isinstance(error, (LookupError, TypeError, AttributeError, ValueError))
+    if isinstance(error, ConfigError) or not is_of_data:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -139,9 +144,8 @@ def restore_error(error: Exception, path: object) -> CheckpointError | None:
         module.endswith(".checkpoint_connector") and frame.f_code.co_name.startswith("restore")
         for frame, module in zip(frames, modules, strict=True)
     )
-    if (
-        not restores or modules[-1].partition(".")[0] not in _LIBRARIES
-    ):  # a bug of the user keeps its traceback
+    raised_in = modules[-1].partition(".")[0]
+    if not restores or raised_in not in _LIBRARIES:  # a bug of the user keeps its traceback
         return None
     reason = " ".join(str(error).split())[:100]
     return CheckpointError(
@@ -180,16 +184,15 @@ def _require(
     value = content.get(name)
     is_other = isinstance(value, bool) and bool not in kinds  # a bool is an int
     if name not in content or not isinstance(value, kinds) or is_other:
-        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        names = {type(None): "None"}
+        expected = " or ".join(names.get(kind, kind.__name__) for kind in kinds)
         raise _damaged(path, where, name, expected, value)
 
 
 def _damaged(path: Path, where: str, name: str, expected: str, value: Any) -> CheckpointError:
-    got = (
-        f"a {type(value).__name__}"
-        if isinstance(value, (Mapping, list, torch.Tensor))
-        else repr(value)[:50]
-    )
+    got = repr(value)[:50]
+    if isinstance(value, (Mapping, list, torch.Tensor)):
+        got = f"a {type(value).__name__}"
     return CheckpointError(
         f"checkpoint {path} is damaged: expected {expected} for {name} in {where}, got {got}; use another"
     )

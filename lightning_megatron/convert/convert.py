@@ -20,7 +20,9 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.save import HostMemory, RunState, Save
+from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.convert.companions import companion_files, copy_companions
 from lightning_megatron.convert.formats import open_source

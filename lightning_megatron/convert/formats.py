@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-from lightning_megatron.checkpoint.find import META, is_distributed
+from lightning_megatron.checkpoint.meta import META, is_distributed
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.megatron_lm import MegatronLMSource
 from lightning_megatron.convert.megatron_lm_files import TRACKER_FILE, is_legacy

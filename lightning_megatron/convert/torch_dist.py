@@ -27,16 +27,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_megatron.checkpoint.find import (
+from lightning_megatron.checkpoint.meta import (
     COMMON,
     META,
     check_backends,
     check_complete,
     load_meta,
-    read_table,
-    table_reader,
 )
 from lightning_megatron.checkpoint.pickles import read_pickle
+from lightning_megatron.checkpoint.table import read_table, table_reader
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.inferred_model import describe_model
 from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of

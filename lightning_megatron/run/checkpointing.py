@@ -36,10 +36,12 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import find as files
+from lightning_megatron.checkpoint import find
+from lightning_megatron.checkpoint.host_memory import HostMemory
 from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
-from lightning_megatron.checkpoint.save import HostMemory, RunState, Save, preallocate
+from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
+from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.data.resumable import ResumableLoader
 from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
@@ -135,7 +137,7 @@ class Checkpointing:
         """Undoes changes of the Trainer's callbacks when the run ends."""
         self._removals: list[Path] = []
         """Checkpoints that Lightning has asked to remove."""
-        self._position: files.RunPosition | None = None
+        self._position: find.RunPosition | None = None
         """Place of the last save among those of the run, on rank 0, which writes it; None on other ranks."""
         self._written: set[Path] = set()
         self._steps: dict[Path, int] = {}
@@ -296,7 +298,7 @@ class Checkpointing:
 
     def _remove_own(self, path: Path, folders: list[Path]) -> None:
         """Remove a checkpoint, unless a loaded state names a path that this run must not remove."""
-        if path in self._written or files.is_checkpoint_within(path, folders):
+        if path in self._written or find.is_checkpoint_within(path, folders):
             remove(path)
         elif path.is_symlink() or path.exists():
             where = " or ".join(map(str, folders))
@@ -424,7 +426,7 @@ class Checkpointing:
         ]
         # Before Lightning's callbacks look there. Ranks that have been started already list these directories at this
         # moment, so nothing is written before they can wait for each other, in setup.
-        files.check_reachable(each for each in folders if is_remote(each))
+        find.check_reachable(each for each in folders if is_remote(each))
         with store_failures_as_errors("the checkpoint to start from cannot be looked up"):
             found = find_checkpoint(trainer, ckpt_path)
         self._start_checkpoint = (
@@ -462,7 +464,7 @@ class Checkpointing:
                 # One rank of each host asks a store; a disk answers at once.
                 asks_stores = self._strategy.local_rank == 0
                 folders = self._checkpoint_folders
-                files.check_writable(each for each in folders if asks_stores or not is_remote(each))
+                find.check_writable(each for each in folders if asks_stores or not is_remote(each))
         source = self.initial_weights
         checkpoint = None if self._start_checkpoint is None else as_path(self._start_checkpoint)
         keeps_weights = checkpoint is None and module in modules_with_weights
@@ -479,20 +481,20 @@ class Checkpointing:
         if fitting or source is not None:
             modules_with_weights.add(module)
 
-    def _first_position(self) -> files.RunPosition:
+    def _first_position(self) -> find.RunPosition:
         """Position of a start that loads no checkpoint: a new line, or that of the training that it goes on with."""
         if self._position is not None and self._trainer.global_step > 0:
-            return files.continued(self._position, beside=())
-        return files.RunPosition.new()
+            return find.continued(self._position, beside=())
+        return find.RunPosition.new()
 
-    def _position_after(self, path: Path) -> files.RunPosition:
+    def _position_after(self, path: Path) -> find.RunPosition:
         """Position of a start that resumes from the checkpoint at ``path``."""
-        resumed = files.find_newest(path).position
+        resumed = find.find_newest(path).position
         if resumed is None:
-            return files.RunPosition.new()
+            return find.RunPosition.new()
         root = as_path(self._trainer.default_root_dir)
-        requeued = [each for each in files.list_checkpoints(root) if each.match(_REQUEUED)]
-        return files.continued(
+        requeued = [each for each in find.list_checkpoints(root) if each.match(_REQUEUED)]
+        return find.continued(
             resumed, beside=dict.fromkeys([*_paths_of_last(self._trainer), *requeued])
         )
 
@@ -565,7 +567,7 @@ class Checkpointing:
         newest_first = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
         # Only rank 0 looks at the files: Lightning may have removed some.
         found = (
-            str(path) for path, step in newest_first if step < before and files.is_complete(path)
+            str(path) for path, step in newest_first if step < before and find.is_complete(path)
         )
         with raise_on_all_ranks(), failures_as_errors("an earlier checkpoint cannot be looked up"):
             newest = next(found, None) if self._strategy.is_global_zero else None
@@ -708,7 +710,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     found = (
         find_last(trainer)
         if is_last
-        else files.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
+        else find.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
     )
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if (
@@ -731,7 +733,7 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     return ckpt_path
 
 
-def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
+def find_last(trainer: pl.Trainer) -> find.CheckpointInfo | None:
     """The checkpoint of ``ckpt_path="last"``: the newest of the Trainer's callbacks; None before the first.
 
     Its name need not be ``last.ckpt``, which a killed run may not have updated. Of one run and its restarts it is the
@@ -743,10 +745,10 @@ def find_last(trainer: pl.Trainer) -> files.CheckpointInfo | None:
         CheckpointError: If there are checkpoints and none is complete.
     """
     paths = dict.fromkeys(_paths_of_last(trainer))
-    found, incomplete = files.find_complete(paths, to_resume=_needs_optimizer(trainer))
+    found, incomplete = find.find_complete(paths, to_resume=_needs_optimizer(trainer))
     if found:
-        return files.last_saved(found)
-    unfinished = [path for path in incomplete if files.was_never_finished(path)]
+        return find.last_saved(found)
+    unfinished = [path for path in incomplete if find.was_never_finished(path)]
     damaged = [path for path in incomplete if path not in unfinished]
     if unfinished:
         names = ", ".join(map(str, unfinished))
@@ -770,7 +772,7 @@ def _paths_of_last(trainer: pl.Trainer) -> list[Path]:
         as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)
     ]
     for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
-        paths += files.list_checkpoints(folder)
+        paths += find.list_checkpoints(folder)
     return paths
 
 
@@ -797,7 +799,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
     )
     try:
         with failures_as_errors(f"{last} cannot be looked up"):
-            is_own = files.is_checkpoint_within(last, [folder])
+            is_own = find.is_checkpoint_within(last, [folder])
     except CheckpointError:  # this rank's store does not answer; rank 0 decides where to save
         is_own = False
     if not is_own:  # a loaded state may name any path
@@ -809,7 +811,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 def _is_of_this_job(path: Path) -> bool:
     """Whether the checkpoint was saved on SLURM's requeue signal, or by an earlier start of a restarted run."""
     return path.match(_REQUEUED) or (
-        FIRST_START in os.environ and is_of_this_run(files.find_newest(path).time)
+        FIRST_START in os.environ and is_of_this_run(find.find_newest(path).time)
     )
 
 
@@ -839,19 +841,19 @@ def _needs_optimizer(trainer: pl.Trainer) -> bool:
     )
 
 
-def _is_newer(one: files.CheckpointInfo, requeued: files.CheckpointInfo) -> bool:
+def _is_newer(one: find.CheckpointInfo, requeued: find.CheckpointInfo) -> bool:
     """Whether a checkpoint is newer than that of a requeued job: by the counters of their line, else by steps."""
-    are_of_one_line = files.is_later(one, requeued) or files.is_later(requeued, one)
-    return files.is_later(one, requeued) if are_of_one_line else one.step > requeued.step
+    are_of_one_line = find.is_later(one, requeued) or find.is_later(requeued, one)
+    return find.is_later(one, requeued) if are_of_one_line else one.step > requeued.step
 
 
-def _find_requeued(root: Path) -> files.CheckpointInfo | None:
-    found, _ = files.find_complete(
-        each for each in files.list_checkpoints(root) if each.match(_REQUEUED)
+def _find_requeued(root: Path) -> find.CheckpointInfo | None:
+    found, _ = find.find_complete(
+        each for each in find.list_checkpoints(root) if each.match(_REQUEUED)
     )
     if found:
         have_counters = all(each.position is not None for each in found)
-        return files.last_saved(found) if have_counters else files.newest(found)
+        return find.last_saved(found) if have_counters else find.newest(found)
     if left := sorted(path.name for path in root.glob(_REQUEUED)):
         raise CheckpointError(
             f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.find import load_meta
+from lightning_megatron.checkpoint.meta import load_meta
 from lightning_megatron.convert.hugging_face import files_of_tensors, hugging_face_names
 from lightning_megatron.convert.shards import Key, named_shards
 from lightning_megatron.engine.wrap import finish_parameter_gathers

@@ -386,7 +386,8 @@ def begin_save(
     in_place: bool = False,
 ) -> Any:
     """Begin to write a checkpoint asynchronously; return the ``Save``."""
-    from lightning_megatron.checkpoint.save import HostMemory, Save
+    from lightning_megatron.checkpoint.host_memory import HostMemory
+    from lightning_megatron.checkpoint.save import Save
 
     saving = Save(state, {**content, "optimizer_states": []}, path)
     saving.start(HostMemory(in_place=in_place))

@@ -39,9 +39,9 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], list[float]]:
     """Differences between the saved and the resumed state, and the later losses of both runs."""
-    from lightning_megatron.checkpoint import save
+    from lightning_megatron.checkpoint import host_memory
 
-    save._PINNED_AT_ONCE = 2**12  # split tensors into several pieces, as for large models
+    host_memory._PINNED_AT_ONCE = 2**12  # split tensors into several pieces, as for large models
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.find import read_table
+from lightning_megatron.checkpoint.table import read_table
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage import checksums
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
@@ -149,7 +149,7 @@ def _save_and_load(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
     """``meta.pt`` of a run with these hyper-parameters as it is loaded, and the warnings."""
     import torch
 
-    from lightning_megatron.checkpoint.save import plain_state, torch_bytes
+    from lightning_megatron.checkpoint.plain_data import plain_state, torch_bytes
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -230,7 +230,7 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     """Save our sharded state dict to ``now`` and the one that Megatron gathers to ``before``."""
     from megatron.core.optimizer import distrib_optimizer
 
-    from lightning_megatron.checkpoint.save import SHARDING
+    from lightning_megatron.checkpoint.state import SHARDING
     from lightning_megatron.engine.optimizer import MegatronOptimizer
 
     def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:

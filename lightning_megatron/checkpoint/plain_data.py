@@ -1,0 +1,89 @@
+"""Plain data: numbers, strings, containers and tensors, which are read back without running code."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_megatron.checkpoint.pickles import (
+    read_pickle,
+)
+from lightning_megatron.storage.checksums import require_file
+from lightning_megatron.storage.paths import is_remote
+
+
+def load_plain(file: Path) -> Any:
+    """Read a torch file of plain data: numbers, strings, containers and tensors.
+
+    Raises:
+        CheckpointError: If the file holds anything else, or is damaged.
+    """
+    require_file(file)
+    return read_pickle(
+        io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file)
+    )
+
+
+def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert Lightning's dict to types that can be read back without running code, where possible.
+
+    Hyper-parameters are for people to read, so other objects among them become their ``repr``.
+    """
+    plain: dict[str, Any] = {name: as_plain_data(value) for name, value in lightning_state.items()}
+    for values in (
+        plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain
+    ):
+        values.update(
+            {
+                name: as_plain_data(value, f"hyper-parameter {name!r}")
+                for name, value in values.items()
+            }
+        )
+    return plain
+
+
+_PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
+    np.generic: lambda each: each.item(),
+    np.ndarray: torch.from_numpy,
+    Path: str,
+    bytearray: bytes,
+}
+
+
+def as_plain_data(value: Any, readable: str = "") -> Any:
+    """Convert a value to types that can be read back without running code: containers, numbers, strings, tensors.
+
+    Args:
+        value: Objects without such a form stay as they are; writing the checkpoint then fails with their name.
+        readable: Name of the value for a warning, if such objects shall become text instead.
+    """
+    if isinstance(value, Mapping):
+        return {as_plain_data(k): as_plain_data(v, readable) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [as_plain_data(v, readable) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Enum):  # also enums of numbers or strings, as files would name their class
+        return as_plain_data(value.value, readable)
+    value = next(
+        (plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value
+    )
+    if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
+        rank_zero_warn(
+            f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only"
+        )
+        return repr(value)
+    return value
+
+
+def torch_bytes(value: Any) -> bytes:
+    """Bytes that ``torch.save`` would write to a file."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()

@@ -1,0 +1,98 @@
+"""The live state of a run, as Megatron's sharded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.runtime import Runtime
+from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
+from lightning_megatron.models.adapter_names import is_adapter
+
+EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
+"""Field of a model's description that is set if its router has biases and sigmoids, which no Hugging Face config
+describes."""
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Format of the optimizer's state: the default one raises on every save (megatron-core 0.16.1,
+optimizer/distrib_optimizer.py)."""
+
+
+Part = Literal["all", "base", "adapters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The live objects of a run that a checkpoint saves or is loaded into."""
+
+    chunks: list[Any]
+    optimizer: MegatronOptimizer | None
+    """None to save or load weights only."""
+    runtime: Runtime
+    topology: Topology
+    model_description: Mapping[str, Any]
+    """Plain data that identifies the model; loading into another model is refused."""
+    hugging_face_config: Mapping[str, Any] | None = None
+    """Content of the model's ``config.json`` for Hugging Face, so that the checkpoint alone can be converted."""
+    base: str | None = None
+    """For a model with adapters: path of its frozen weights, if checkpoints of weights alone leave them out."""
+    part: Part = "all"
+    """Which weights are saved or loaded."""
+    position: Mapping[str, Any] | None = None
+    """Place of the checkpoint that is saved among those of the run, on rank 0, as plain data; None outside of a run."""
+
+    def settle(self) -> None:
+        """Check the outcome of the last step before it is saved; every rank must call.
+
+        Raises:
+            NonFiniteError: If it was not finite, and the run ends with it.
+        """
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
+    def weights_only(self) -> RunState:
+        """The state for a checkpoint of weights alone, without those that are stored elsewhere (``base``)."""
+        return replace(self, optimizer=None, part="all" if self.base is None else "adapters")
+
+
+def layout_of(topology: Topology) -> dict[str, Any]:
+    """Parallel sizes that determine which rank draws which random numbers."""
+    sizes = asdict(topology.parallel)
+    return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
+
+
+def rng_file(rank: int) -> str:
+    """Name of the file with a rank's random states."""
+    return f"rng_{rank:05d}.pt"
+
+
+def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
+    """The live weights as Megatron's sharded tensors, with all parameters gathered; every rank must call."""
+    finish_parameter_gathers(chunks)
+    return ungathered_weights(chunks, part)
+
+
+def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
+    """The live weights as Megatron's sharded tensors, as they are in this rank's memory."""
+    state = {
+        f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
+        for i, chunk in enumerate(chunks)
+    }
+    if part == "all":
+        return state
+    adapters = part == "adapters"
+    return {
+        i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters}
+        for i, chunk in state.items()
+    }
+
+
+def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
+    state = sharded_weights(run.chunks, run.part)
+    if run.optimizer is not None:
+        state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=is_loading)
+    return state
