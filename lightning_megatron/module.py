@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.checkpoint.meta import load_meta
@@ -311,6 +312,12 @@ class MegatronModule(pl.LightningModule):
         super().unfreeze()
         return self.requires_grad_(True)
 
+    def prepare_logging(self, trainer: pl.Trainer) -> None:
+        """Have ``trainer`` log this module's metrics, after all other callbacks; each of its functions calls this."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in callbacks if not isinstance(callback, LoggedValues)]
+        callbacks[:] = [*others, LoggedValues()]
+
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -373,14 +380,6 @@ class MegatronModule(pl.LightningModule):
         """Compute the loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch, dataloader_idx)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log the objective's metrics of each validation set."""
-        self._log_metrics("val", len(self.trainer.num_val_batches))
-
-    def on_test_epoch_end(self) -> None:
-        """Log the objective's metrics of each test set."""
-        self._log_metrics("test", len(self.trainer.num_test_batches))
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
@@ -409,8 +408,10 @@ class MegatronModule(pl.LightningModule):
         rates = [group["lr"] for group in self.optimizers().param_groups]  # type: ignore[union-attr]
         return float(max(rates))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the optimizer's metrics, the same on every rank, without waiting for the device."""
+    # ---- logging --------------------------------------------------------------------------------------------------
+
+    def log_update(self) -> None:
+        """Log the optimizer's metrics of a step, the same on every rank, without waiting for the device."""
         self.log("lr", _cpu_scalar(self._step_lr), batch_size=1)
         optimizer = self.megatron.megatron_optimizer
         if optimizer is None or optimizer.grad_norm is None:
@@ -422,7 +423,14 @@ class MegatronModule(pl.LightningModule):
         if self.megatron.on_nan == "skip":
             self.log("skipped_steps", _cpu_scalar(float(optimizer.skipped_steps)), batch_size=1)
 
-    # ---- logging --------------------------------------------------------------------------------------------------
+    def log_metrics(self, stage: Literal["val", "test"]) -> None:
+        """Log the objective's metrics of each validation or test set; every rank must call."""
+        num_batches = {"val": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}
+        for index in range(num_loaders := len(num_batches[stage])):
+            metrics = self._metrics_of(stage, index)
+            # As Lightning appends it to the names of losses.
+            suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
+            self._log_metrics_of_set(stage, metrics, suffix)
 
     def _evaluate(
         self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int
@@ -446,25 +454,19 @@ class MegatronModule(pl.LightningModule):
             }
         return self._metrics[key]
 
-    def _log_metrics(self, stage: str, num_loaders: int) -> None:
-        for index in range(num_loaders):
-            metrics = self._metrics_of(stage, index)
-            # As Lightning appends it to the names of losses.
-            suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
-            # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
-            with torch.inference_mode(False), torch.no_grad():
-                values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
-                log = partial(
-                    self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
-                )
-                for name, value in values.items():
-                    # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
-                    exact = torch.tensor(
-                        value, dtype=torch.float64, device=self.megatron.root_device
-                    )
-                    log(f"{stage}_{name}{suffix}", exact, batch_size=1)
-                for metric in metrics.values():
-                    metric.reset()
+    def _log_metrics_of_set(self, stage: str, metrics: dict[str, Metric], suffix: str) -> None:
+        # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
+        with torch.inference_mode(False), torch.no_grad():
+            values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
+            log = partial(
+                self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
+            )
+            for name, value in values.items():
+                # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
+                exact = torch.tensor(value, dtype=torch.float64, device=self.megatron.root_device)
+                log(f"{stage}_{name}{suffix}", exact, batch_size=1)
+            for metric in metrics.values():
+                metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the loss and each of its terms; epoch means weight every batch by its number of targets."""
@@ -827,6 +829,33 @@ class MegatronModule(pl.LightningModule):
             return self.megatron.broadcast(
                 call_on_all_ranks(lambda: running.result() if running else "")
             )
+
+
+class LoggedValues(pl.Callback):
+    """Logs the metrics of a ``MegatronModule`` in the hooks in which Lightning wants them.
+
+    These are not hooks of the module, whose overrides in a subclass would lose the metrics without ``super()``.
+    """
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Log the optimizer's metrics of the step."""
+        if isinstance(pl_module, MegatronModule):
+            pl_module.log_update()
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the objective's metrics of the validation sets."""
+        if isinstance(pl_module, MegatronModule):
+            pl_module.log_metrics("val")
+
+    @override
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the objective's metrics of the test sets."""
+        if isinstance(pl_module, MegatronModule):
+            pl_module.log_metrics("test")
 
 
 def _cpu_scalar(number: float) -> torch.Tensor:

@@ -448,6 +448,8 @@ class MegatronStrategy(DDPStrategy):
             raise ConfigError(
                 f"{type(module).__name__}.configure_model made no model_chunks; subclass MegatronModule"
             )
+        if (prepare_logging := getattr(module, "prepare_logging", None)) is not None:
+            prepare_logging(trainer)
         fitting, settings = trainer.state.fn == TrainerFn.FITTING, self.settings
         with self.engine():
             graphs = MicrobatchGraphs() if self.cuda_graphs else None

@@ -367,6 +367,51 @@ def test_hooks_are_called_as_lightning_calls_them() -> None:
     ]
 
 
+def _logged(case: Case, hooks: dict[str, Any]) -> dict[str, list[tuple[int | None, float]]]:
+    """Each logged value with its step, of a module with ``hooks`` in all phases that log."""
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    from lightning_megatron import MegatronModule
+
+    values: dict[str, list[tuple[int | None, float]]] = {}
+
+    class Recorder(DummyLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            for name, value in metrics.items():
+                values.setdefault(name, []).append((step, float(value)))
+
+    kind = type("Own", (_with_loaders(MegatronModule, case),), hooks)
+    trainer = trainer_of(case, logger=Recorder(), log_every_n_steps=1)
+    module = module_of(case, kind)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+    return values
+
+
+def _logged_without_super(case: Case) -> list[dict[str, Any]]:
+    """What is logged: by the module itself, with each of its ``on_*`` hooks replaced, and without its callbacks."""
+    # Others return a batch, or set the model's mode.
+    kinds = ("transfer", "_model_")
+    replaced = {
+        name: lambda *_: None
+        for name in _overridable()
+        if name.startswith("on_") and not any(kind in name for kind in kinds)
+    }
+    no_callbacks = {"configure_callbacks": lambda self: []}
+    return [_logged(case, hooks) for hooks in ({}, replaced, no_callbacks)]
+
+
+def test_overridden_hooks_without_super_lose_no_logged_value() -> None:
+    plain, replaced, no_callbacks = common_result(
+        _logged_without_super, Case(layout=TWO_REPLICAS, steps=2)
+    )
+    assert {"lr", "grad_norm", "val_perplexity", "test_perplexity", "train_loss"} <= set(plain)
+    assert list(replaced) == list(plain)
+    assert replaced == plain
+    assert no_callbacks == plain
+
+
 def _refused_hooks(case: Case, names: list[str]) -> list[str]:
     from lightning_megatron import MegatronModule
 
