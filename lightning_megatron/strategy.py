@@ -161,7 +161,7 @@ class MegatronStrategy(DDPStrategy):
         ep: Expert parallel size: ranks over which the experts of each layer are distributed, none of them split; must
             divide the number of experts, and tp x cp x dp. With tp > 1 it needs ``sequence_parallel``.
         max_skips_in_a_row: How many steps in a row ``on_nan="skip"`` may skip; one more ends the run. Skipped steps
-            before a resume count, too.
+            before a resume count, too, as do overflows of ``16-mixed`` with its smallest loss scale.
 
     Raises:
         ConfigError: If the sizes do not fit together.
@@ -476,7 +476,10 @@ class MegatronStrategy(DDPStrategy):
             ConfigError: If there is no model to train yet, or an option is invalid.
         """
         context = OptimizerContext(
-            settings=self.settings, engine=self.engine, may_skip=self.on_nan == "skip"
+            settings=self.settings,
+            engine=self.engine,
+            may_skip=self.on_nan == "skip",
+            max_skips_in_a_row=self.max_skips_in_a_row,
         )
         with self.engine():
             return MegatronOptimizer(self._chunks, options, lr, context)

@@ -31,7 +31,13 @@ from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.ops.adam import MasterOptimizer
 from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
 from lightning_megatron.engine.settings import EngineSettings
-from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
+from lightning_megatron.errors import (
+    ConfigError,
+    NonFiniteError,
+    as_options,
+    require_choice,
+    require_number,
+)
 from lightning_megatron.foreign_names import explains_options
 
 
@@ -188,6 +194,8 @@ class OptimizerContext:
     """Context manager within which Megatron may be called."""
     may_skip: bool
     """Whether training continues after a skipped step: each step's outcome must then be known before the next step."""
+    max_skips_in_a_row: int
+    """How many overflows in a row may be skipped with a loss scale that cannot be lowered."""
 
 
 class Gradients(NamedTuple):
@@ -309,6 +317,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.grad_norm = torch.tensor(math.nan)
             # Gradients that overflow only because of the loss scale are normal in 16-mixed.
             if math.isfinite(gradients.loss):
+                self._count_overflow()
                 self._report = self._make_report(math.nan)
             else:
                 self._finish(math.nan, gradients.check_finite)
@@ -419,6 +428,32 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             self.skips_in_a_row += 1
         self._report = self._make_report(norm)
+
+    @property
+    def _has_smallest_scale(self) -> bool:
+        """Whether no overflow lowers the loss scale of ``16-mixed`` any more: it is constant, or at its minimum."""
+        scaler = self.parts[0].grad_scaler
+        smallest = getattr(scaler, "min_scale", None)
+        return smallest is None or bool(scaler.scale <= smallest)
+
+    def _count_overflow(self) -> None:
+        """Count an overflow with the smallest loss scale as a skipped step.
+
+        Raises:
+            NonFiniteError: On all ranks, whose overflows and scales are the same, after too many in a row.
+        """
+        if not self._has_smallest_scale:
+            return
+        self.skips_in_a_row += 1
+        limit = self._context.max_skips_in_a_row
+        if self.skips_in_a_row <= limit:
+            return
+        raise NonFiniteError(
+            f"gradients of {self.skips_in_a_row} steps in a row are NaN or infinite (their losses are not) with the "
+            f"smallest loss scale, {self.inner.get_loss_scale().item():g}; expected at most "
+            f"max_skips_in_a_row={limit}. The weights are as before these steps: look at their batches and the "
+            'learning rate, or train with precision="bf16-mixed"'
+        )
 
     def _make_report(self, norm: float) -> OptimizerReport:
         is_finite = math.isfinite(norm)

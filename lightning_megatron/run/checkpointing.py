@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,10 @@ _PREEMPTED = "preempted.ckpt"
 _REQUEUED = "hpc_ckpt_*.ckpt*"
 """Names of checkpoints that Lightning saves on SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
-modules_with_weights: WeakSet[torch.nn.Module] = WeakSet()
-"""Modules of this process that were trained or have loaded a checkpoint: a later run keeps their weights."""
+modules_with_weights: WeakKeyDictionary[torch.nn.Module, WeightOrigin | None] = WeakKeyDictionary()
+"""Modules of this process that were trained or have loaded a checkpoint: a later run keeps their weights.
+
+With the origin of the weights; None if they may have been trained since."""
 
 
 class Checkpointing:
@@ -472,14 +474,19 @@ class Checkpointing:
             checkpoint = load_initial_weights(
                 run if fitting else replace(run, optimizer=None), source
             )
-        directory = getattr(module, "pretrained_path", None)
-        adapter = getattr(getattr(module, "adaptation", None), "source", None)
-        origin = WeightOrigin(checkpoint=checkpoint, model=directory, adapter=adapter)
-        self.weight_origin = None if keeps_weights else origin
+        if keeps_weights:
+            self.weight_origin = modules_with_weights[module]
+        else:
+            directory = getattr(module, "pretrained_path", None)
+            adapter = getattr(getattr(module, "adaptation", None), "source", None)
+            self.weight_origin = WeightOrigin(
+                checkpoint=checkpoint, model=directory, adapter=adapter
+            )
         if fitting and self._strategy.is_global_zero:
             self._position = self._first_position()
         if fitting or source is not None:
-            modules_with_weights.add(module)
+            # After this run, training may have changed them.
+            modules_with_weights[module] = None if fitting else self.weight_origin
 
     def _first_position(self) -> find.RunPosition:
         """Position of a start that loads no checkpoint: a new line, or that of the training that it goes on with."""
@@ -511,7 +518,7 @@ class Checkpointing:
         fitting = trainer.state.fn == TrainerFn.FITTING
         resumes = fitting and (not self._strategy.load_weights_only or _is_of_this_job(path))
         run = self._run if resumes else replace(self._run, optimizer=None)
-        modules_with_weights.add(trainer.lightning_module)
+        modules_with_weights[trainer.lightning_module] = None if fitting else self.weight_origin
         self.finish()
         with self._strategy.engine():
             loaded = resume(run, path)

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, Sentences, common_result, module_of, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    Sentences,
+    common_result,
+    loader_of,
+    module_of,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 Kind = Literal["nan", "infinite loss", "nan gradient"]
@@ -308,6 +316,51 @@ def test_loss_scale_overflow_is_not_an_error() -> None:
     for runs in run_ranks(_in_fp16, 2, Case(layout=Layout(pp=2)), 2.0**22):
         assert [run.error[:7] for run in runs] == ["step 2:", "", "step 2:", ""]
         assert [run.skipped_steps for run in runs if not run.error] == [1.0, 1.0]
+
+
+def _overflow_for_ever(case: Case, options: dict[str, Any]) -> tuple[str, int]:
+    """Error and steps of a run in fp16 of which each gradient is NaN."""
+    from lightning_megatron import GPTTrainStep, MegatronPrecision, MegatronStrategy
+    from lightning_megatron.errors import NonFiniteError
+
+    class NaNGradients(GPTTrainStep):
+        def loss_func(self, batch: Any, output: torch.Tensor) -> Any:
+            output.register_hook(lambda gradient: gradient * math.nan)
+            return super().loss_func(batch, output)
+
+    strategy = MegatronStrategy(
+        pp=2, optimizer_config_overrides=options.pop("overrides", None), max_skips_in_a_row=2
+    )
+    precision = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
+    trainer = trainer_of(case, strategy=strategy, **precision)
+    case = replace(case, optimizer=(*case.optimizer, *options.items()))
+    try:
+        trainer.fit(module_of(case, train_step=NaNGradients()), loader_of(case))
+    except NonFiniteError as error:
+        return str(error), trainer.global_step
+    return "", trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "scale", "steps"),
+    [
+        # The scale is halved after three steps, and then after each: 8, 8, 4, 2, ...
+        ({"initial_loss_scale": 4.0, "min_loss_scale": 1.0}, "1", 4),
+        ({"overrides": {"loss_scale": 64.0}}, "64", 2),
+    ],
+    ids=["dynamic", "constant"],
+)
+def test_overflows_that_no_loss_scale_can_mend_end_the_run(
+    options: dict[str, Any], scale: str, steps: int
+) -> None:
+    case = Case(layout=Layout(pp=2), steps=12)
+    for message, global_step in run_ranks(_overflow_for_ever, 2, case, options):
+        assert message.startswith("gradients of 3 steps in a row are NaN or infinite")
+        assert (
+            f"with the smallest loss scale, {scale}; expected at most max_skips_in_a_row=2"
+            in message
+        )
+        assert global_step == steps
 
 
 def _count_device_reads(case: Case) -> list[int]:

@@ -308,6 +308,10 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     trainer.save_checkpoint(folder / "bad.ckpt")
     run(module_of(case), load_from=str(folder / "bad.ckpt"))
     run(module_of(case), ckpt_path=str(folder / "bad.ckpt"))
+    validated = module_of(case)
+    strategy = MegatronStrategy(tp=2, load_from=str(folder / "bad.ckpt"))
+    trainer_of(case, strategy=strategy).validate(validated, loader_of(case), verbose=False)
+    run(validated)
     return messages
 
 
