@@ -229,6 +229,10 @@ def user_error(error: BaseException) -> str | None:
         "Early stopping conditioned on metric"
     ):
         return one_line(str(error))
+    # Of torch.load by one of Lightning's own strategies.
+    if isinstance(error, RuntimeError) and str(error).startswith("PytorchStreamReader failed"):
+        reason = str(error).split("\n")[0]
+        return one_line(f"a file of torch.save is damaged ({reason}); use another copy")
     return None
 
 

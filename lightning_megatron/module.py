@@ -21,7 +21,11 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.checkpoint.meta import load_meta
-from lightning_megatron.convert.hugging_face import load_hugging_face, resolve_tied_output
+from lightning_megatron.convert.hugging_face import (
+    check_num_layers,
+    load_hugging_face,
+    resolve_tied_output,
+)
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.convert.weight_files import open_weights
@@ -117,7 +121,9 @@ class MegatronModule(pl.LightningModule):
         )
         self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
         if self.pretrained_path is not None:
-            config = resolve_tied_output(config, open_weights(self.pretrained_path))
+            weights = open_weights(self.pretrained_path)
+            check_num_layers(config, weights)
+            config = resolve_tied_output(config, weights)
         self.model_config: ModelConfig = with_variant(
             config, position_embedding_type, attention_head_type
         )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import advice, foreign_names
@@ -467,7 +468,11 @@ def _read_flat(path: Path) -> dict[str, Any]:
     """Read Accelerate's file as one level of keys; its Megatron-LM section may have lost its indentation."""
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            content = json.loads(text)
+        else:
+            check_yaml_size(text, path.name)
+            content = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration of Accelerate: {error}"

@@ -46,6 +46,7 @@ from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.config import PRECISIONS
 from lightning_megatron.cli.doctor import check_accelerator
+from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.errors import (
     LARGEST_WORLD,
     MOST_PROCESSES,
@@ -74,7 +75,6 @@ DATA_MODULES = [
 DEFAULT_SEED = 1234
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Negative numbers as argparse recognizes them; it takes any other word with a dash for an option, also -1e-3."""
-_MAX_VALUES, _MAX_DEPTH = 100_000, 100
 _load = get_loader("yaml")
 _NO_OBJECT = re.compile("expected the name of a class, or its import path, got (.*)")
 """Something else than an object of options, where null is allowed, too."""
@@ -385,25 +385,7 @@ def _load_checked(text: str, path: str = "") -> Any:
 
     jsonargparse passes the path of a file to loaders with a parameter ``path``.
     """
-    sizes: dict[str | None, float] = {}
-    parents: list[tuple[str | None, float]] = []
-    size = 0.0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            sizes[event.anchor] = _MAX_VALUES  # if it contains itself
-            parents.append((event.anchor, size))
-            size = 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, outer_size = parents.pop()
-            sizes[anchor] = size
-            size += outer_size
-        elif isinstance(event, yaml.NodeEvent):
-            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if size > _MAX_VALUES or len(parents) > _MAX_DEPTH:
-            raise ConfigError(
-                f"{path or text[:40]}: expected at most {_MAX_VALUES:,} values, nested {_MAX_DEPTH} deep, got more "
-                "(aliases are expanded); write the values out"
-            )
+    check_yaml_size(text, path or text[:40])
     try:
         return _load(text)
     except ValueError as error:  # a number with thousands of digits

@@ -199,6 +199,20 @@ def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     return slice(first, last + 1) if is_range else rows
 
 
+def check_num_layers(model: ModelConfig, files: WeightFiles) -> None:
+    """Check that the files have a tensor for each layer at least, before so many layers are built.
+
+    Raises:
+        CheckpointError: If they have fewer.
+    """
+    num_layers = model.num_layers + model.num_decoder_layers
+    if num_layers > len(files.tensors):
+        raise CheckpointError(
+            f"the model's config says {num_layers:,} layers: expected tensors of each in its weights, got"
+            f" {len(files.tensors):,} tensors; use the config.json of these weights"
+        )
+
+
 def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     """Untie the output layer of a T5 ``model`` if the files have both tensors and they differ, as transformers does."""
     untied = replace(model, share_embeddings_and_output_weights=False)

@@ -175,6 +175,11 @@ class IndexedSamples:
         self._check_unchanged()
         try:
             return self.objective.read(self.dataset, self.index, indices, self.part.seed)
+        except IndexError as error:
+            raise DataError(
+                f"{self.part.prefix}: its cached index names samples that it does not have ({error}): it was changed"
+                " with its checksums; delete the directory of the index"
+            ) from error
         finally:
             self._check_unchanged()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule
@@ -227,6 +227,20 @@ class MegatronDataModule(LightningDataModule, ABC):
             loader.order, loader.samples = self._open("train", num_samples)
         self._restore_position(loader, state_dict)
         self._check_lengths_of_epochs(loader)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: object, *args: object, **settings: object
+    ) -> Never:
+        """Refuse: no checkpoint has a data module's arguments, and Lightning's reader calls what a file names.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"{cls.__name__}.load_from_checkpoint({checkpoint_path}): a checkpoint holds the position in the samples,"
+            f" not the arguments; create {cls.__name__}(...), and give the path to trainer.fit(ckpt_path=...)"
+        )
 
     # ---- called by the strategy -------------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.distributed.checkpoint import metadata
 
 from tests.checkpoint.damage import update_checksums
 from tests.cli.command import run_here
-from tests.cli.corpus import VOCAB_SIZE, make_corpus
+from tests.cli.corpus import VOCAB_SIZE, configuration, make_corpus
 from tests.models import GPT2
 
 Bomb = Callable[[Path], str]
@@ -363,16 +364,26 @@ def most_layers(folder: Path) -> str:
     return CONVERT_HF
 
 
+def most_layers_to_train_from(folder: Path) -> str:
+    _change_json(folder / "hf/config.json", n_layer=1_000)
+    settings = _settings(folder)
+    settings["model"]["init_args"] = {"model": "hf", "pretrained": True}
+    return _fit(folder, yaml.safe_dump(settings))
+
+
+_T5 = {
+    "model_type": "t5",
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 300,
+}
+
+
 def most_layers_of_an_encoder_decoder(folder: Path) -> str:
-    fields = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 1000,
-        "num_heads": 2,
-        "vocab_size": 300,
-    }
-    return _config(folder, model_type="t5", **fields, num_decoder_layers=1000)
+    return _config(folder, **{**_T5, "num_layers": 1000, "num_decoder_layers": 1000})
 
 
 def token_types(folder: Path) -> str:
@@ -388,19 +399,11 @@ def token_types(folder: Path) -> str:
 
 
 def distances(folder: Path) -> str:
-    fields = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 300,
-    }
     distance = {
         "relative_attention_num_buckets": 1 << 40,
         "relative_attention_max_distance": 1 << 41,
     }
-    return _config(folder, model_type="t5", **fields, **distance)
+    return _config(folder, **_T5, **distance)
 
 
 def dense_layers(folder: Path) -> str:
@@ -409,15 +412,7 @@ def dense_layers(folder: Path) -> str:
 
 
 def buckets(folder: Path) -> str:
-    fields = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 300,
-    }
-    return _config(folder, model_type="t5", **fields, relative_attention_num_buckets=1 << 40)
+    return _config(folder, **_T5, relative_attention_num_buckets=1 << 40)
 
 
 def vocabulary(folder: Path) -> str:
@@ -662,6 +657,77 @@ def index_counts(folder: Path) -> str:
     data[18:26] = struct.pack("<Q", 1 << 60)
     file.write_bytes(data)
     return "inspect corpus_text_document"
+
+
+# ---- YAML -----------------------------------------------------------------------------------------------------------
+
+_ALIASES = "a0: &a0 [x, x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n" for number in range(1, 12)
+)
+"""The last list has 9 ** 11 lists."""
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings = configuration(folder / "corpus_text_document", folder)
+    settings["trainer"]["logger"] = False
+    return settings
+
+
+def _fit(folder: Path, text: str) -> str:
+    (folder / "fit.yaml").write_text(text)
+    return "fit --config fit.yaml"
+
+
+def aliases(folder: Path) -> str:
+    return _fit(folder, _ALIASES + yaml.safe_dump(_settings(folder)))
+
+
+def aliases_of_a_section(folder: Path) -> str:
+    return _fit(folder, f"{_ALIASES}trainer: *a11\n")
+
+
+def aliases_of_a_value(folder: Path) -> str:
+    settings = _settings(folder)
+    settings["trainer"]["callbacks"] = "ALIAS"
+    return _fit(folder, _ALIASES + yaml.safe_dump(settings).replace("ALIAS", "*a11"))
+
+
+def aliases_of_mappings(folder: Path) -> str:
+    """Mappings of mappings, merged and not."""
+    text = "a0: &a0 {x: 1}\n" + "".join(
+        f"a{number}: &a{number} {{<<: *a{number - 1}, "
+        + ", ".join(f"k{key}: *a{number - 1}" for key in range(9))
+        + "}\n"
+        for number in range(1, 12)
+    )
+    return _fit(folder, f"{text}model: *a11\n")
+
+
+def alias_of_itself(folder: Path) -> str:
+    return _fit(folder, "trainer: &a {callbacks: [*a]}\n")
+
+
+def nested_yaml(folder: Path) -> str:
+    return _fit(folder, "trainer: " + "[" * 100_000 + "]" * 100_000)
+
+
+def _from_accelerate(folder: Path, text: str) -> str:
+    (folder / "accelerate.yaml").write_text(text)
+    return "config --from-accelerate accelerate.yaml --output new.yaml"
+
+
+def aliases_of_accelerate(folder: Path) -> str:
+    return _from_accelerate(folder, f"{_ALIASES}mixed_precision: *a11\n")
+
+
+def aliases_of_accelerates_section(folder: Path) -> str:
+    return _from_accelerate(
+        folder, f"{_ALIASES}megatron_lm_config: {{megatron_lm_tp_degree: *a11}}\n"
+    )
+
+
+def nested_accelerate(folder: Path) -> str:
+    return _from_accelerate(folder, "mixed_precision: " + "[" * 100_000 + "]" * 100_000)
 
 
 BOMBS: dict[str, Bomb] = {
