@@ -22,7 +22,7 @@ from lightning_megatron.storage.hub import first_line
 if TYPE_CHECKING:
     import torch
 
-    from lightning_megatron.convert.source import Source
+    from lightning_megatron.convert.source import ModelSource
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Decoded from bytes that are not (yet) a complete character."""
@@ -142,7 +142,7 @@ def _lack_of_memory_as_error() -> Iterator[None]:
 
 def _predict(
     options: GenerateOptions,
-    stored: Source,
+    stored: ModelSource,
     generation: GenerationOptions,
     rows: list[dict[str, torch.Tensor]],
     writer: TextWriter,
@@ -162,7 +162,7 @@ def _predict(
 
     class WritingModule(MegatronModule):
         def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
-            loading = WeightLoader(chunks, stored)
+            loading = WeightLoader(chunks, stored.model, stored.parts)
             if loading.missing:
                 names = ", ".join(map(str, sorted(loading.missing)))
                 raise CheckpointError(
@@ -200,7 +200,7 @@ def _predict(
     trainer.predict(module, loader, return_predictions=False)
 
 
-def _default_precision(stored: Source, accelerator: str) -> Any:
+def _default_precision(stored: ModelSource, accelerator: str) -> Any:
     """Precision for the dtype of the stored weights on GPUs; float32 on CPUs, most of which compute faster in it."""
     import torch
 
@@ -212,7 +212,7 @@ def _default_precision(stored: Source, accelerator: str) -> Any:
     return "32-true" if accelerator == "cpu" else on_gpu.get(stored.dtype, "32-true")
 
 
-def _tokenizer(folder: Path | None, stored: Source) -> Any:
+def _tokenizer(folder: Path | None, stored: ModelSource) -> Any:
     from lightning_megatron.convert.companions import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
     from lightning_megatron.storage.hub import local_folder
@@ -227,7 +227,7 @@ def _tokenizer(folder: Path | None, stored: Source) -> Any:
 
 
 def _with_special_tokens(
-    generation: GenerationOptions, stored: Source, tokenizer: Any
+    generation: GenerationOptions, stored: ModelSource, tokenizer: Any
 ) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
     from lightning_megatron.convert.companions import generation_config

@@ -33,8 +33,13 @@ def companion_files(companions: Path | None, tokenizer: Path | None = None) -> l
 
 
 def _matching_files(folder: Path | None, globs: Collection[str]) -> list[Path]:
-    paths = [] if folder is None else sorted(folder.iterdir())
-    return [path for path in paths if any(fnmatchcase(path.name, glob) for glob in globs)]
+    if folder is None:
+        return []
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if any(fnmatchcase(path.name, glob) for glob in globs)
+    ]
 
 
 def copy_companions(files: Iterable[Path], folder: Path) -> None:
@@ -43,8 +48,10 @@ def copy_companions(files: Iterable[Path], folder: Path) -> None:
     Symbolic links to directories are skipped: their target may contain ``folder``.
     """
     for path in files:
-        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else [path]
-        for file in filter(Path.is_file, inside):
+        is_folder = path.is_dir() and not path.is_symlink()
+        for file in sorted(path.iterdir()) if is_folder else [path]:
+            if not file.is_file():
+                continue
             target = folder / file.relative_to(path.parent)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)

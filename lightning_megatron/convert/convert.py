@@ -36,7 +36,7 @@ from lightning_megatron.convert.megatron_lm_saving import save_megatron_lm, spli
 from lightning_megatron.convert.peft import save_adapter
 from lightning_megatron.convert.registry import config_for_task, differences, family_of
 from lightning_megatron.convert.shards import TIMEOUT, Key
-from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.source import ModelSource
 from lightning_megatron.convert.torch_dist import COMPANIONS
 from lightning_megatron.convert.weight_loader import WeightLoader, check_overflow
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
@@ -56,8 +56,12 @@ from lightning_megatron.storage.hub import local_folder
 _log = logging.getLogger(__name__)
 
 _DTYPES = {
-    **{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
-    **{"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16},
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
 }
 """Values of ``--dtype``."""
 
@@ -81,73 +85,84 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     """
     world = _world_size()
     layout = _check_options(options, world)
-    tokenizer = None if options.tokenizer is None else local_folder(options.tokenizer, "tokenizer")
-    options = replace(options, tokenizer=tokenizer)
+    if options.tokenizer is not None:
+        options = replace(options, tokenizer=local_folder(options.tokenizer, "tokenizer"))
     save_path = _check_paths(options)
     source = open_source(options.load_path, options.config, options.iteration, options.base)
-    model = source.model
     if options.to != "hf":
-        model = source.model = replace(
-            model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by
-        )
+        padding = options.make_vocab_size_divisible_by
+        padded = replace(source.model, make_vocab_size_divisible_by=padding)
+        source = replace(source, model=padded)
     _check_model(source, options, layout)
     others = [open_source(path, options.config, base=options.base) for path in average_with]
-    other_sources = [_check_same_model(other, source) for other in others]
+    for other in others:
+        _check_same_model(other, source)
     if options.to == "peft":
-        _check_same_base(other_sources, source)
+        _check_same_base(others, source)
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
-        chunks = build_on_cpu(model, topology.parallel)
-        loader = WeightLoader(chunks, source)
+        chunks = build_on_cpu(source.model, topology.parallel)
+        loader = WeightLoader(chunks, source.model, source.parts)
         _check_missing(source, options, loader.missing)
-        with staged_directory(save_path) as folder, contextlib.ExitStack() as stack:
+        with staged_directory(save_path) as folder:
             dtype = None if options.dtype is None else _DTYPES[options.dtype]
-            loader.fill(as_stored=True, dtype=None if other_sources else dtype)
-            if other_sources:
-                _average(chunks, loader, other_sources, dtype)
+            if others:
+                loader.fill(as_stored=True)
+                _average(chunks, loader, source.model, others, dtype)
+            else:
+                loader.fill(as_stored=True, dtype=dtype)
             companions = companion_files(source.companions, options.tokenizer)
-            if options.to in ("hf", "megatron-legacy"):  # these formats have no adapters
-                stack.enter_context(merged(chunks))
-                model = replace(model, lora=None, lora_dropout=0.0)
-            if options.to == "hf":
-                size = options.max_shard_size
-                save_hugging_face(
-                    chunks, model, source.hf_config, folder, size, companions, loader.missing
-                )
-            elif options.to == "peft":
-                save_adapter(chunks, model, folder, source.base)
+            if options.to == "peft":
+                save_adapter(chunks, source.model, folder, source.base)
             elif options.to == "megatron":
                 _save_megatron(chunks, source, runtime, topology, folder)
+                _copy_on_first_rank(companions, folder / COMPANIONS)
             else:
-                rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
-                call_on_all_ranks(
-                    lambda: save_megatron_lm(chunks, source, model, layout, folder, rank)
-                )
-            if options.to in ("megatron", "megatron-legacy"):
-                target = folder / COMPANIONS if options.to == "megatron" else folder
-                call_on_all_ranks(
-                    lambda: copy_companions(companions, target) if dist.get_rank() == 0 else None
-                )
+                # These formats have no adapters.
+                model = replace(source.model, lora=None, lora_dropout=0.0)
+                with merged(chunks):
+                    if options.to == "hf":
+                        save_hugging_face(
+                            chunks,
+                            model,
+                            source.hf_config,
+                            folder,
+                            max_shard_size=options.max_shard_size,
+                            companions=companions,
+                            without=loader.missing,
+                        )
+                    else:
+                        rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
+                        call_on_all_ranks(
+                            lambda: save_megatron_lm(chunks, source, model, layout, folder, rank)
+                        )
+                        _copy_on_first_rank(companions, folder)
     return source.kind
 
 
-def _check_same_model(source: Source, first: Source) -> Source:
-    """Return ``source`` with the vocabulary padding of ``first``, after checking that both hold the same model.
+def _copy_on_first_rank(companions: Sequence[Path], folder: Path) -> None:
+    def copy() -> None:
+        if dist.get_rank() == 0:
+            copy_companions(companions, folder)
+
+    call_on_all_ranks(copy)
+
+
+def _check_same_model(source: ModelSource, first: ModelSource) -> None:
+    """Check that both checkpoints hold the same model, apart from vocabulary padding.
 
     Raises:
         CheckpointError: If the models differ.
     """
-    padded = replace(
-        source.model, make_vocab_size_divisible_by=first.model.make_vocab_size_divisible_by
-    )
-    if names := differences(padded.to_dict(), first.model.to_dict()):
+    padding = first.model.make_vocab_size_divisible_by
+    padded = replace(source.model, make_vocab_size_divisible_by=padding)
+    names = differences(padded.to_dict(), first.model.to_dict())
+    if names:
         raise CheckpointError(
             f"{source.path}: expected the model of {first.path} to average with, got one with other {', '.join(names)}"
         )
-    source.model = first.model
-    return source
 
 
-def _check_same_base(sources: Sequence[Source], first: Source) -> None:
+def _check_same_base(sources: Sequence[ModelSource], first: ModelSource) -> None:
     """Check that adapters to average belong to one base model: the mean of them holds no weights of the bases.
 
     Raises:
@@ -165,7 +180,11 @@ def _check_same_base(sources: Sequence[Source], first: Source) -> None:
 
 @torch.no_grad()
 def _average(
-    chunks: list[Any], first: WeightLoader, sources: Sequence[Source], dtype: torch.dtype | None
+    chunks: list[Any],
+    first: WeightLoader,
+    model: ModelConfig,
+    sources: Sequence[ModelSource],
+    dtype: torch.dtype | None,
 ) -> None:
     """Average the weights that ``first`` has filled with those of ``sources``, in place.
 
@@ -180,7 +199,7 @@ def _average(
     dtypes = [weight.dtype for weight in weights]
     sums = [_sum_of_one(weight) for weight in weights]
     for source in sources:
-        loader = WeightLoader(chunks, source)
+        loader = WeightLoader(chunks, model, source.parts)
         if loader.missing != first.missing:
             raise CheckpointError(
                 f"{source.path}: expected the tensors of the first checkpoint, got other ones"
@@ -197,7 +216,8 @@ def _average(
 
 def _sum_of_one(weight: torch.Tensor) -> torch.Tensor:
     """A sum that begins with ``weight``: always a copy, as the next ``fill`` gives the weight other values."""
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.detach().to(dtype, copy=True)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -217,18 +237,20 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
         require_choice("dtype", options.dtype, _DTYPES)
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
-    layout_options = (
-        () if world > 1 else ("tp", "pp", "vpp")
-    )  # under torchrun they apply to any target
-    useless: tuple[str, ...] = () if options.to == "hf" else ("max_shard_size",)
+    useless = [] if options.to == "hf" else ["max_shard_size"]
     if options.to in ("hf", "peft"):
-        useless = (*useless, *layout_options, "make_vocab_size_divisible_by")
+        if world == 1:  # under torchrun these options apply to any target
+            useless += ["tp", "pp", "vpp"]
+        useless.append("make_vocab_size_divisible_by")
     for name in useless:
         value = getattr(options, name)
         if value != type(options).__dataclass_fields__[name].default:
             raise ConfigError(f"{name}={value} would do nothing with to={options.to}; leave it out")
     layout = ParallelConfig(
-        tp=options.tp, pp=options.pp, vpp=options.vpp, num_microbatches=max(1, options.pp)
+        tp=options.tp,
+        pp=options.pp,
+        vpp=options.vpp,
+        num_microbatches=max(1, options.pp),
     )
     if world > 1 and layout.model_parallel_size != world:
         raise ConfigError(
@@ -247,14 +269,16 @@ def _check_paths(options: ConvertOptions) -> Path:
     Raises:
         ConfigError: If the target is a file or a directory that is not empty.
     """
-    save = options.save_path.resolve()
-    if os.path.lexists(save) and not (save.is_dir() and not any(save.iterdir())):
-        kind = "is not empty" if save.is_dir() else "is a file"
+    save_path = options.save_path.resolve()
+    is_folder = save_path.is_dir()
+    is_empty = is_folder and not any(save_path.iterdir())
+    if os.path.lexists(save_path) and not is_empty:
+        kind = "is not empty" if is_folder else "is a file"
         raise ConfigError(f"save_path={options.save_path} {kind}; give a new name, or remove it")
-    return save
+    return save_path
 
 
-def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig) -> None:
+def _check_model(source: ModelSource, options: ConvertOptions, layout: ParallelConfig) -> None:
     """Check whether the target format and layout can hold the model.
 
     Raises:
@@ -264,29 +288,16 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
     """
     model = source.model
     # In one process layers need not divide: the rule for pp concerns training only.
-    split = layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)
-    check_layout(model, split)
-    stages, layers = (
-        layout.pp * layout.num_model_chunks,
-        model.num_layers + model.num_decoder_layers,
-    )
+    check_layout(model, layout if _world_size() > 1 else replace(layout, pp=1, vpp=None))
+    stages = layout.pp * layout.num_model_chunks
+    layers = model.num_layers + model.num_decoder_layers
     if stages > layers:
         raise ConfigError(
             f"pp={layout.pp} x vpp={layout.num_model_chunks} = {stages} stages are more than the {layers} layers of "
             "this model; use fewer"
         )
     if options.to == "megatron-legacy":
-        if model.experts is not None:
-            raise ConfigError(
-                "to=megatron-legacy: expected a model without experts, which that format cannot hold, got "
-                f"{model.family}; use to=megatron or to=hf"
-            )
-        split_layers(model, layout)
-        if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
-            raise ConfigError(
-                f"pp={layout.pp}: Megatron-LM splits an encoder-decoder at other layers than torchrun's processes; "
-                "convert it in one process"
-            )
+        _check_legacy_model(model, layout)
     if options.to == "peft" and model.lora is None:
         raise CheckpointError(
             f"{source.path}: expected a model with adapters (LoRA), got one without; use --to hf"
@@ -302,7 +313,21 @@ def _check_model(source: Source, options: ConvertOptions, layout: ParallelConfig
         check_vocabulary(load_tokenizer(options.tokenizer), options.tokenizer, model.vocab_size)
 
 
-def _check_missing(source: Source, options: ConvertOptions, missing: frozenset[Key]) -> None:
+def _check_legacy_model(model: ModelConfig, layout: ParallelConfig) -> None:
+    if model.experts is not None:
+        raise ConfigError(
+            "to=megatron-legacy: expected a model without experts, which that format cannot hold, got "
+            f"{model.family}; use to=megatron or to=hf"
+        )
+    split_layers(model, layout)
+    if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:
+        raise ConfigError(
+            f"pp={layout.pp}: Megatron-LM splits an encoder-decoder at other layers than torchrun's processes; "
+            "convert it in one process"
+        )
+
+
+def _check_missing(source: ModelSource, options: ConvertOptions, missing: frozenset[Key]) -> None:
     if not missing:
         return
     names = ", ".join(hugging_face_names(missing, source.model))
@@ -321,7 +346,9 @@ def _world_size() -> int:
     """World size: of the initialized process group, else of torchrun, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    if dist.is_torchelastic_launched():
+        return int(os.environ["WORLD_SIZE"])
+    return 1
 
 
 @contextlib.contextmanager
@@ -331,11 +358,11 @@ def live_engine(layout: ParallelConfig) -> Iterator[tuple[Runtime, groups.Topolo
     if is_own and _world_size() > 1:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     elif is_own:
-        dist.init_process_group(
-            "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
-        )
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        topology, runtime = groups.initialize(layout, TIMEOUT), Runtime(torch.device("cpu"))
+        topology = groups.initialize(layout, TIMEOUT)
+        runtime = Runtime(torch.device("cpu"))
         runtime.seed(1, topology.pp_rank)
         with runtime.active():
             yield runtime, topology
@@ -352,7 +379,9 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
         ConfigError: If the filled weights would not fit in host memory.
     """
     settings = EngineSettings(
-        parallel=layout, params_dtype=torch.float32, device=torch.device("cpu")
+        parallel=layout,
+        params_dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     # Stored weights have two bytes or more each.
     check_host_memory(model, replace(settings, params_dtype=torch.bfloat16), 1)
@@ -361,20 +390,29 @@ def build_on_cpu(model: ModelConfig, layout: ParallelConfig) -> list[Any]:
 
 
 def _save_megatron(
-    chunks: list[Any], source: Source, runtime: Runtime, topology: groups.Topology, folder: Path
+    chunks: list[Any],
+    source: ModelSource,
+    runtime: Runtime,
+    topology: groups.Topology,
+    folder: Path,
 ) -> None:
     """Write a ``*.ckpt`` without optimizer state: usable to initialize a run, not to resume one."""
     model = source.model
+    config = config_for_task(source.hf_config, model)
     run = RunState(
         chunks=chunks,
         optimizer=None,
         runtime=runtime,
         topology=topology,
         model_description=model.to_dict(),
-        hugging_face_config=json.loads(config_for_task(source.hf_config, model).to_json_string()),
+        hugging_face_config=json.loads(config.to_json_string()),
     )
-    lightning = {"epoch": 0, "global_step": source.iteration, "state_dict": {}}
-    lightning["pytorch-lightning_version"] = version("lightning")
+    lightning = {
+        "epoch": 0,
+        "global_step": source.iteration,
+        "state_dict": {},
+        "pytorch-lightning_version": version("lightning"),
+    }
     save = Save(run, lightning, folder)
     save.start(HostMemory(in_place=True))
     save.finish()

@@ -16,7 +16,7 @@ from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.megatron_lm import MegatronLMSource
 from lightning_megatron.convert.megatron_lm_files import TRACKER_FILE, is_legacy
 from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, describe_with_base
-from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.source import ModelSource, Source
 from lightning_megatron.convert.torch_dist import CoreSource, StrategySource
 from lightning_megatron.convert.weight_files import directory_of, has_weights
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -39,11 +39,11 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: If there is no such iteration, or several and no tracker file.
         ConfigError: If ``iteration`` is given and ``path`` holds no iterations.
     """
-    names = [entry.name for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-    iterations = sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
+    iterations = _iterations_in(path)
     tracker = path / TRACKER_FILE
     if iteration is not None:
-        wanted, reason = f"iter_{iteration:07}", f"iteration={iteration}"
+        wanted = f"iter_{iteration:07}"
+        reason = f"iteration={iteration}"
         if not iterations:
             raise ConfigError(
                 f"{reason} would do nothing: {path} has no directories {wanted}; leave it out"
@@ -56,17 +56,27 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
     elif len(iterations) < 2:
         return path.joinpath(*iterations)
     else:
-        wanted, reason = "one iteration", f"there is no {TRACKER_FILE}"
+        wanted = "one iteration"
+        reason = f"there is no {TRACKER_FILE}"
     if wanted not in iterations:
+        found = join_names(iterations) or "none"
         raise CheckpointError(
-            f"{path}: expected {wanted} ({reason}), got {join_names(iterations) or 'none'}; give the directory of one"
+            f"{path}: expected {wanted} ({reason}), got {found}; give the directory of one"
         )
     return path / wanted
 
 
+def _iterations_in(path: Path) -> list[str]:
+    if not path.is_dir():
+        return []
+    names = [entry.name for entry in path.iterdir() if entry.is_dir()]
+    return sorted(name for name in names if name == _RELEASE or _ITERATION.fullmatch(name))
+
+
 def join_names(names: list[str]) -> str:
     """The first few names as a comma-separated list, for messages."""
-    return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
+    joined = ", ".join(names[:_MAX_NAMES])
+    return f"{joined}, …" if len(names) > _MAX_NAMES else joined
 
 
 def find_source(path: Path, iteration: int | None = None) -> Source | None:
@@ -76,17 +86,15 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
         path: A directory, or a file of one.
         iteration: See ``iteration_folder``.
 
-    Returns:
-        The source, before ``Source.describe``.
-
     Raises:
         CheckpointError: If the checkpoint is unfinished, damaged or unsafe.
         ConfigError: See ``iteration_folder``.
     """
-    directory = (
-        path.parent if path.is_file() and is_distributed(path.parent) else directory_of(path)
-    )
-    path = iteration_folder(directory or path, iteration)
+    if path.is_file() and is_distributed(path.parent):
+        path = path.parent
+    else:
+        path = directory_of(path) or path
+    path = iteration_folder(path, iteration)
     if (path / META).is_file():
         return StrategySource(path)
     if is_distributed(path):
@@ -95,12 +103,14 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
         return HuggingFaceSource(path)
     if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
         return AdapterSource(path)
-    return MegatronLMSource(path) if is_legacy(path) else None
+    if is_legacy(path):
+        return MegatronLMSource(path)
+    return None
 
 
 def open_source(
     path: Path, config: Path | None = None, iteration: int | None = None, base: Path | None = None
-) -> Source:
+) -> ModelSource:
     """Open a checkpoint of any format and describe its model.
 
     Args:
@@ -114,35 +124,39 @@ def open_source(
         CheckpointError: If there is no checkpoint, or it is damaged or unsafe.
         ConfigError: If an option would do nothing, or there is no such model on the hub.
     """
-    path, config = local_folder(path, "model"), config and local_folder(config, "config")
+    path = local_folder(path, "model")
+    if config is not None:
+        config = local_folder(config, "config")
     if not path.exists():
         raise CheckpointError(
             f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory"
         )
     source = find_source(path, iteration)
     if source is None:
-        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        found = "a file"
+        if path.is_dir():
+            names = sorted(entry.name for entry in path.iterdir())
+            found = join_names(names) or "an empty directory"
         raise CheckpointError(
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
             "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
-            f"of one, or an adapter ({WEIGHTS}), got "
-            f"{(join_names(names) or 'an empty directory') if path.is_dir() else 'a file'}; give one of these"
+            f"of one, or an adapter ({WEIGHTS}), got {found}; give one of these"
         )
     if not source.has_base_weights:
-        describe_with_base(source, config, base)
+        described = describe_with_base(source, config, base)
     elif base is not None:
         raise ConfigError(f"base={base} would do nothing: {path} has all weights; leave it out")
     else:
-        source.describe(config)
-    _check_number_of_layers(source)
-    return source
+        described = ModelSource.of(source, config)
+    _check_number_of_layers(described)
+    return described
 
 
-def _check_number_of_layers(source: Source) -> None:
+def _check_number_of_layers(source: ModelSource) -> None:
     """Raise if the files cannot hold as many layers as the config says: each is built before it is missed."""
-    stored = sum(
-        math.prod(tensor.shape) for part in source.sources for tensor in part.stored.values()
-    )
+    stored = 0
+    for part in source.parts:
+        stored += sum(math.prod(tensor.shape) for tensor in part.stored.values())
     model = source.model
     layers = model.num_layers + model.num_decoder_layers
     queries = model.num_attention_heads * model.kv_channels

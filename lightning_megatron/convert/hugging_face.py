@@ -19,9 +19,9 @@ from lightning_megatron.convert.registry import (
     read_json,
     rules_of,
 )
-from lightning_megatron.convert.rules import VOCABULARY
+from lightning_megatron.convert.rules import VOCABULARY, Rule
 from lightning_megatron.convert.shards import Key, Region
-from lightning_megatron.convert.source import NO_WEIGHTS, Source
+from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source, Stored
 from lightning_megatron.convert.weight_files import CONFIG_FILE, WeightFiles, open_weights
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import CheckpointError
@@ -31,8 +31,14 @@ from lightning_megatron.models.config import ModelConfig
 _log = logging.getLogger(__name__)
 
 _HEADS = (
-    *("lm_head", "cls", "classifier", "score", "qa_outputs"),
-    *("classification_head", "multiple_choice_head", "v_head"),
+    "lm_head",
+    "cls",
+    "classifier",
+    "score",
+    "qa_outputs",
+    "classification_head",
+    "multiple_choice_head",
+    "v_head",
 )
 """First components of the names of heads in transformers' models."""
 _BODY = ("embedding", "encoder", "decoder")
@@ -57,122 +63,152 @@ class HuggingFaceSource(Source):
         self.metadata = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
         self.companions = path
 
-    def describe(self, config: Path | None) -> None:
+    def describe(self, config: Path | None) -> Description:
         """See ``Source``; reads no weights, except T5's embedding and output layer to find out if they are tied."""
         if config is None and not (self.path / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"model directory {self.path} has no {CONFIG_FILE}, so that its model is unknown; fetch it, or give "
                 "one with --config"
             )
-        self.hf_config = config_object(config or self.path)
-        described = family_of(self.hf_config.model_type).model_config(self.hf_config)
-        self.model = resolve_tied_output(described, self._files)
+        hf_config = config_object(config or self.path)
+        model = family_of(hf_config.model_type).model_config(hf_config)
+        return Description(resolve_tied_output(model, self._files), hf_config)
 
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+    def match(
+        self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
+    ) -> dict[Key, torch.dtype]:
         """See ``Source``; prefixes, ignored keys and ties are those of transformers. Rank 0 compares tied tensors."""
         import transformers
 
-        stored, family = self.stored, family_of(self.model.family)
-        self._rules = {rule.megatron: rule for rule in rules_of(self.model)}
-        self._dtypes: dict[Key, torch.dtype] = {}
+        family = family_of(model.family)
+        hf_class = getattr(transformers, family.architectures[model.task])
+        self._rules = {rule.megatron: rule for rule in rules_of(model)}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for key, shape in expected.items():
             tensors = self._rules[key.name].tensors(shape, key.layer, key.expert)
             keys |= dict.fromkeys(tensors, key)
             shapes |= tensors
-        hf_class = getattr(transformers, family.architectures[self.model.task])
-        ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
-        actual, ties = _stored_names(stored, keys, family), []
-        for name, source in (
-            hf_class._tied_weights_keys or {}
-        ).items():  # tensor -> tensor that it is tied to
-            name = _file_name(name, family)
-            if name in actual and name not in keys and source in keys:
-                in_file = actual.pop(name)
-                if actual.setdefault(source, in_file) != in_file:
-                    ties.append((in_file, actual[source]))
+
+        actual = _stored_names(self.stored, keys, family)
+        ties = _resolve_ties(actual, keys, hf_class._tied_weights_keys or {}, family)
         self._stored_name = {name: actual[name] for name in keys if name in actual}
-        is_headless = bool(family.names.base) and not any(
-            name.startswith(family.names.base) for name in stored
-        )
-        new = (
-            self._new_head_tensors(keys)
-            if is_headless or self.model.architecture == "bert"
-            else set()
-        )
-        unexpected, ignored = {}, []
+        found = {name: self.stored[in_file] for name, in_file in self._stored_name.items()}
+        ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
+        unexpected: dict[str, Stored] = {}
+        of_other_heads: list[str] = []
         for name in actual.keys() - keys.keys():
             in_file = actual[name]
             if NO_WEIGHTS.search(in_file) or any(re.search(pattern, name) for pattern in ignorable):
                 continue
             if name.split(".")[0] in _HEADS or ".pooler." in name:
-                ignored.append(in_file)
+                of_other_heads.append(in_file)
             else:
-                unexpected[in_file] = stored[in_file]
-        found = {name: stored[in_file] for name, in_file in self._stored_name.items()}
-        self.check(found | unexpected, {name: shapes[name] for name in shapes if name not in new})
+                unexpected[in_file] = self.stored[in_file]
+        new = self._new_head_tensors(model, family, keys)
+        required = {name: shape for name, shape in shapes.items() if name not in new}
+        self.check(model, found | unexpected, required)
         if dist.get_rank() == 0:
-            unequal = [
-                f"{a!r} differs from {b!r}" for a, b in ties if not self._files.are_equal(a, b)
-            ]
-            fix = ", to which the config ties it; set tie_word_embeddings=false in config.json if it should not be tied"
-            self.raise_mismatches([difference + fix for difference in unequal])
-            if ignored:
-                _log.warning(
-                    "of another head in %s and left out: %s", self.path, ", ".join(sorted(ignored))
-                )
+            self._compare_ties(model, ties)
+            if of_other_heads:
+                names = ", ".join(sorted(of_other_heads))
+                _log.warning("of another head in %s and left out: %s", self.path, names)
+
+        self._dtypes: dict[Key, torch.dtype] = {}
         for name, tensor in found.items():
             # Tensors of different dtypes that form one of Megatron's are promoted to a common one.
-            self._dtypes[keys[name]] = torch.promote_types(
-                self._dtypes.get(keys[name], tensor.dtype), tensor.dtype
-            )
+            dtype = self._dtypes.get(keys[name], tensor.dtype)
+            self._dtypes[keys[name]] = torch.promote_types(dtype, tensor.dtype)
         return self._dtypes
 
-    def _new_head_tensors(self, keys: Mapping[str, Key]) -> set[str]:
+    def _compare_ties(self, model: ModelConfig, ties: Iterable[tuple[str, str]]) -> None:
+        problems = [
+            f"{one!r} differs from {other!r}, to which the config ties it; set tie_word_embeddings=false in config.json"
+            " if it should not be tied"
+            for one, other in ties
+            if not self._files.are_equal(one, other)
+        ]
+        self.raise_mismatches(model, problems)
+
+    def _new_head_tensors(
+        self, model: ModelConfig, family: Family, keys: Mapping[str, Key]
+    ) -> set[str]:
         """Missing tensors of head modules of which the files have no tensor at all; these are newly initialized."""
-
-        def head_of(name: str) -> str:
-            return ".".join(
-                name.split(".")[:-1][:2]
-            )  # cls.predictions of cls.predictions.transform.dense.weight
-
-        stored = {head_of(name) for name in self._stored_name}
-        missing = keys.keys() - self._stored_name.keys()
+        base = family.names.base
+        is_headless = bool(base) and not any(name.startswith(base) for name in self.stored)
+        if not is_headless and model.architecture != "bert":
+            return set()
+        stored_heads = {_head_of(name) for name in self._stored_name}
         return {
             name
-            for name in missing
-            if not keys[name].name.startswith(_BODY) and head_of(name) not in stored
+            for name in keys.keys() - self._stored_name.keys()
+            if not keys[name].name.startswith(_BODY) and _head_of(name) not in stored_heads
         }
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        rule, start, stop = (
-            self._rules[region.key.name],
-            region.offset[0],
-            region.offset[0] + region.size[0],
-        )
+        rule = self._rules[region.key.name]
+        start = region.offset[0]
+        stop = start + region.size[0]
         # For each row of the region: its row in the concatenation of Hugging Face tensors.
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
         values = torch.empty(region.size, dtype=self._dtypes[region.key])
-        for name, rows in zip(
-            rule.names(*region.key[1:]), rule.rows or (region.shape[0],), strict=True
-        ):
-            target_rows = ((source >= 0) & (source < rows)).nonzero().flatten()
-            if len(target_rows) and not name:
-                values[_as_slice(target_rows)] = 0
-            elif len(target_rows):
-                source_rows, columns = source[target_rows], region.slices[1:]
-                first = int(source_rows.min())
-                span, within = (
-                    slice(first, int(source_rows.max()) + 1),
-                    _as_slice(source_rows - first),
-                )
-                box = (columns[0], span) if rule.transposed else (span, *columns)
-                block = self._files.read(self._stored_name[name], box)
-                values[_as_slice(target_rows)] = (block.t() if rule.transposed else block)[within]
-            source = source - rows
+        names = rule.names(region.key.layer, region.key.expert)
+        for name, num_rows in zip(names, rule.rows or (region.shape[0],), strict=True):
+            target_rows = ((source >= 0) & (source < num_rows)).nonzero().flatten()
+            if len(target_rows):
+                target = _as_slice(target_rows)
+                if name:
+                    columns = region.slices[1:]
+                    values[target] = self._read_rows(name, source[target_rows], columns, rule)
+                else:
+                    values[target] = 0
+            source = source - num_rows
         return values
+
+    def _read_rows(
+        self, name: str, rows: torch.Tensor, columns: tuple[slice, ...], rule: Rule
+    ) -> torch.Tensor:
+        """Some rows of a Hugging Face tensor, in Megatron's orientation."""
+        first = int(rows.min())
+        span = slice(first, int(rows.max()) + 1)
+        box = (columns[0], span) if rule.transposed else (span, *columns)
+        block = self._files.read(self._stored_name[name], box)
+        if rule.transposed:
+            block = block.t()
+        return block[_as_slice(rows - first)]
+
+
+def _head_of(name: str) -> str:
+    """Module of a head: ``cls.predictions`` of ``cls.predictions.transform.dense.weight``."""
+    return ".".join(name.split(".")[:-1][:2])
+
+
+def _resolve_ties(
+    actual: dict[str, str],
+    expected: Collection[str],
+    tied_to: Mapping[str, str],
+    family: Family,
+) -> list[tuple[str, str]]:
+    """Remove tied tensors from ``actual`` if the model has only the tensors that they are tied to.
+
+    Args:
+        actual: Names of the tensors of the files, by those in the full model.
+        expected: Names of the model's tensors.
+        tied_to: Names of the tensors that others are tied to, by those of the others.
+        family: Family of the model.
+
+    Returns:
+        Pairs of names in the files whose tensors must be equal.
+    """
+    ties = []
+    for tied, source in tied_to.items():
+        name = _file_name(tied, family)
+        if name in actual and name not in expected and source in expected:
+            in_file = actual.pop(name)
+            if actual.setdefault(source, in_file) != in_file:
+                ties.append((in_file, actual[source]))
+    return ties
 
 
 def _stored_names(
@@ -180,11 +216,12 @@ def _stored_names(
 ) -> dict[str, str]:
     """Map names in the full model (headless prefix added) to names in the files."""
     names: dict[str, str] = {}
-    for actual in stored:
-        name = _file_name(actual, family)
-        if name not in expected and family.names.base + name in expected:
-            name = family.names.base + name
-        names[name] = actual
+    for in_file in stored:
+        name = _file_name(in_file, family)
+        with_base = family.names.base + name
+        if name not in expected and with_base in expected:
+            name = with_base
+        names[name] = in_file
     return names
 
 
@@ -194,9 +231,11 @@ def _file_name(name: str, family: Family) -> str:
 
 def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     """``rows`` as a slice if they are consecutive, so that indexing returns a view."""
-    first, last = int(rows[0]), int(rows[-1])
-    is_range = last - first == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all())
-    return slice(first, last + 1) if is_range else rows
+    first = int(rows[0])
+    last = int(rows[-1])
+    if last - first == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return slice(first, last + 1)
+    return rows
 
 
 def check_num_layers(model: ModelConfig, files: WeightFiles) -> None:
@@ -215,9 +254,11 @@ def check_num_layers(model: ModelConfig, files: WeightFiles) -> None:
 
 def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     """Untie the output layer of a T5 ``model`` if the files have both tensors and they differ, as transformers does."""
+    if model.architecture != "t5":
+        return model
     untied = replace(model, share_embeddings_and_output_weights=False)
     names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
-    has_both = model.architecture == "t5" and all(name in files.tensors for name in names)
+    has_both = all(name in files.tensors for name in names)
     return untied if has_both and not files.are_equal(*names) else model
 
 
@@ -241,13 +282,11 @@ def load_hugging_face(
         CheckpointError: On every rank, before any weight changes, if the files are missing or damaged, or are not of
             this model; lists tensors that are missing, unexpected, or of another shape or an unsupported dtype.
     """
-    from lightning_megatron.engine.collectives import (
-        call_on_all_ranks,
-    )  # the engine's import takes seconds
+    # The engine's import takes seconds.
+    from lightning_megatron.engine.collectives import call_on_all_ranks
 
     source = call_on_all_ranks(lambda: HuggingFaceSource(Path(path)))
-    source.model = model
-    loader = WeightLoader(chunks, source)
+    loader = WeightLoader(chunks, model, [source])
     loader.fill()
     head = [key for key in loader.missing if not is_adapter(key.name)]
     if head and dist.get_rank() == 0:
@@ -258,13 +297,12 @@ def load_hugging_face(
 
 def hugging_face_names(keys: Collection[Key], model: ModelConfig) -> list[str]:
     """Hugging Face names of these tensors, in the order of the family's rules."""
-    return [
-        name
-        for rule in rules_of(model)
-        for key in keys
-        if key.name == rule.megatron
-        for name in rule.names(*key[1:])
-    ]
+    names: list[str] = []
+    for rule in rules_of(model):
+        for key in keys:
+            if key.name == rule.megatron:
+                names += rule.names(key.layer, key.expert)
+    return names
 
 
 def files_of_tensors(
@@ -288,9 +326,7 @@ def files_of_tensors(
             continue
         in_file = stored_names[name]
         location = files.tensors[in_file].location
+        file = location if isinstance(location, Path) else directory
         is_finite = bool(files.read(in_file, (slice(None),)).isfinite().all())
-        found[in_file] = (
-            str(location) if isinstance(location, Path) else str(directory),
-            is_finite,
-        )
+        found[in_file] = str(file), is_finite
     return found

@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.companions import copy_companions
 from lightning_megatron.convert.progress import weights_progress
-from lightning_megatron.convert.registry import (
-    config_for_task,
-)
+from lightning_megatron.convert.registry import config_for_task
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.convert.source import Stored
 from lightning_megatron.convert.weight_files import (
@@ -35,8 +33,18 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.publish import PARTIAL, staged
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def size_in_bytes(size: str | int, name: str = "max_shard_size") -> int:
@@ -46,16 +54,17 @@ def size_in_bytes(size: str | int, name: str = "max_shard_size") -> int:
         ConfigError: If ``size`` is not a positive size.
     """
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if (
-        isinstance(size, bool)
-        or not parts
-        or parts[2].upper() not in _UNITS
-        or float(parts[1]) <= 0
-    ):
+    if isinstance(size, bool) or parts is None:
+        number = 0.0
+        unit = ""
+    else:
+        number = float(parts[1])
+        unit = parts[2].upper()
+    if number <= 0 or unit not in _UNITS:
         raise ConfigError(
             f"{name}={size!r} is not a size; use e.g. '200MB', '5GB', or a number of bytes"
         )
-    return max(1, int(float(parts[1]) * _UNITS[parts[2].upper()]))
+    return max(1, int(number * _UNITS[unit]))
 
 
 def save_hugging_face(
@@ -88,26 +97,25 @@ def save_hugging_face(
 
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
-    largest, pattern = size_in_bytes(max_shard_size), "model{suffix}.safetensors"
+    largest = size_in_bytes(max_shard_size)
     gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
     contents = gatherer.contents()
     split = split_state_dict_into_shards_factory(
         contents,
         get_storage_size=lambda tensor: tensor.num_bytes,
-        filename_pattern=pattern,
+        filename_pattern="model{suffix}.safetensors",
         max_shard_size=largest,
     )
     config = _saved_config(hf_config, model, contents, is_headless=bool(without))
-    is_first, path = dist.get_rank() == 0, Path(directory).absolute()
+    index = None
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    is_first = dist.get_rank() == 0
+    path = Path(directory).absolute()
     with (
         weights_progress("saving weights", split.metadata["total_size"]) as bar,
         staged_directory(path) as folder,
     ):
-        index = (
-            {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            if split.is_sharded
-            else None
-        )
         call_on_all_ranks(
             lambda: _write_small_files(folder, config, index, companions) if is_first else None
         )
@@ -132,13 +140,13 @@ def _saved_config(
     for tensor in contents.values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
     config = config_for_task(hf_config, model)
-    if is_headless and str((getattr(hf_config, "architectures", None) or [""])[0]).endswith(
-        "Model"
-    ):
+    architectures = getattr(hf_config, "architectures", None) or [""]
+    if is_headless and str(architectures[0]).endswith("Model"):
         config.architectures = hf_config.architectures
     for name in ("auto_map", "transformers_weights"):  # name files that are not copied
         config.__dict__.pop(name, None)
-    config.dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+    ((dtype, _),) = sizes.most_common(1)
+    config.dtype = str(dtype).removeprefix("torch.")
     return config
 
 
@@ -154,9 +162,14 @@ def staged_directory(path: Path) -> Iterator[Path]:
     """
     from lightning_megatron.engine.collectives import call_on_all_ranks
 
-    is_new = not path.is_dir()
-    parent, name = (path.parent, path.name) if is_new else (path, "model")
-    folder = parent / f".{name}{PARTIAL}" / (path.name if is_new else "")
+    if path.is_dir():
+        parent = path
+        name = "model"
+        folder = parent / f".{name}{PARTIAL}"
+    else:
+        parent = path.parent
+        name = path.name
+        folder = parent / f".{name}{PARTIAL}" / name
 
     @contextlib.contextmanager
     def staging() -> Iterator[None]:
@@ -186,5 +199,6 @@ def _write_small_files(
     with failures_as_errors(f"model directory {folder} is not written"):
         config.to_json_file(folder / CONFIG_FILE)
         if index is not None:
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (folder / INDEX_FILE).write_text(f"{text}\n")
         copy_companions(companions, folder)

@@ -27,17 +27,23 @@ from lightning_megatron.convert.registry import (
 )
 from lightning_megatron.convert.rules import LAYER, POSITIONS, VOCABULARY
 from lightning_megatron.convert.shards import Key
+from lightning_megatron.convert.source import Description
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import ModelConfig, variant_of
 
 _log = logging.getLogger(__name__)
+
 _PUBLISHED: Mapping[str, Any] = {
     "gpt": (
         (24, 1024, 4096, 1024),
         (50257,),
         {"openai_gelu": True, "tokenizer_type": "GPT2BPETokenizer"},
     ),
-    "bert": ((24, 1024, 4096, 512), (28996, 30522), {"openai_gelu": False}),
+    "bert": (
+        (24, 1024, 4096, 512),
+        (28996, 30522),
+        {"openai_gelu": False},
+    ),
 }
 """NVIDIA's GPT-2 345M and BERT 345M: (num_layers, hidden_size, ffn_hidden_size, max_position_embeddings), vocabulary
 sizes without padding, and arguments that no tensor shows. All of them have 16 heads."""
@@ -46,20 +52,19 @@ _MAX_PADDING = 128
 """Vocabulary padding is less than this times tp rows (Megatron-LM's ``--make-vocab-size-divisible-by``)."""
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 _UNSUPPORTED = (
-    *(
-        "apply_layernorm_1p",
-        "apply_residual_connection_post_layernorm",
-        "multi_latent_attention",
-        "num_experts",
-    ),
-    *(
-        "rotary_interleaved",
-        "squared_relu",
-        "quick_geglu",
-        "activation_func_clamp_value",
-        "glu_linear_offset",
-    ),
-    *("qk_l2_norm", "no_rope_freq", "window_attn_skip_freq", "softmax_type"),
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "multi_latent_attention",
+    "num_experts",
+    "rotary_interleaved",
+    "squared_relu",
+    "quick_geglu",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "qk_l2_norm",
+    "no_rope_freq",
+    "window_attn_skip_freq",
+    "softmax_type",
 )
 """Arguments that no known family supports, unless their value is one of ``_OFF``."""
 _OFF = (None, False, 0, "vanilla")
@@ -71,8 +76,8 @@ def describe_model(
     tp: int,
     config: Path | None,
     path: Path,
-) -> tuple[ModelConfig, Any]:
-    """Find the model of a checkpoint of Megatron-LM or Megatron-Core, and its Hugging Face config object.
+) -> Description:
+    """Find the model of a checkpoint of Megatron-LM or Megatron-Core.
 
     Args:
         arguments: Megatron-LM's arguments by name; if empty, only NVIDIA's published models are recognized.
@@ -94,30 +99,26 @@ def describe_model(
             hf_config = _ConfigBuilder(arguments, shapes, tp, path).config()
         except ConfigError:
             raise
-        except (
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:  # arguments and shapes can be anything
+        # Arguments and shapes can be anything.
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: args and shapes describe no model ({error!r}); {GIVE_A_CONFIG}"
             ) from None
-    family, names = family_of(hf_config.model_type), {key.name for key in shapes}
+    family = family_of(hf_config.model_type)
+    names = {key.name for key in shapes}
     model = family.model_config(hf_config)
     if config is None and HUGGING_FACE_CONFIG in arguments:
         model = variant_of(model, arguments)
     if model.architecture == "bert":
-        tasks = (model.task, *family.architectures)  # the first task whose head is stored
-        models = [family.model_config(hf_config, task) for task in tasks]
-        model = next(
-            (candidate for candidate in models if _names_outside_layers(candidate) <= names), model
-        )
+        for task in (model.task, *family.architectures):  # the first task whose head is stored
+            candidate = family.model_config(hf_config, task)
+            if _names_outside_layers(candidate) <= names:
+                model = candidate
+                break
     if model.architecture == "t5" and VOCABULARY[1] in names:
-        model = replace(
-            model, share_embeddings_and_output_weights=False
-        )  # not in its config: families/encoders.py
-    return model, hf_config
+        # Not in its config: families/encoders.py.
+        model = replace(model, share_embeddings_and_output_weights=False)
+    return Description(model, hf_config)
 
 
 def _names_outside_layers(model: ModelConfig) -> set[str]:
@@ -134,62 +135,85 @@ class _ConfigBuilder:
         tp: int,
         path: Path,
     ) -> None:
+        self.tp = tp
+        self.path = path
+        self.names = {key.name for key in shapes}
         stacks = {key.name.split(".")[0] for key in shapes if key.layer is not None}
-        self.architecture = "t5" if len(stacks) > 1 else "bert" if "encoder" in stacks else "gpt"
-        self.names, self.tp, self.path = {key.name for key in shapes}, tp, path
+        self.architecture = "gpt"
+        if len(stacks) > 1:
+            self.architecture = "t5"
+        elif "encoder" in stacks:
+            self.architecture = "bert"
         self.shapes = {
             re.sub(r"^(?:encoder|decoder)\.(?:layers\.)?", "", key.name): shape
             for key, shape in shapes.items()
             if not key.layer
         }
         """Shapes of tensors of the first layer and outside layers, by names without their stack."""
-        self.rows, self.positions = (
-            self.shapes.get(name, (0,))[0] for name in (VOCABULARY[0], POSITIONS)
-        )
-        num_layers = 1 + max((key.layer for key in shapes if key.layer is not None), default=-1)
-        (width, ffn), branches = (
-            self.shapes["mlp.linear_fc2.weight"],
-            self.shapes["mlp.linear_fc1.weight"][0],
-        )
+        self.rows = self._rows_of(VOCABULARY[0])
+        self.positions = self._rows_of(POSITIONS)
+        layers = [key.layer for key in shapes if key.layer is not None]
+        num_layers = 1 + max(layers, default=-1)
+        width, ffn = self.shapes["mlp.linear_fc2.weight"]
+        branches = self.shapes["mlp.linear_fc1.weight"][0]
         self.arguments = arguments or self.published_arguments(num_layers, width, branches)
-        get, heads = self.arguments.get, self.arguments["num_attention_heads"]
-        head_dim, remainder = divmod(self.shapes["self_attention.linear_proj.weight"][1], heads)
-        if remainder != 0:
-            raise ValueError(
-                f"num_attention_heads={heads} does not divide {head_dim * heads + remainder} columns"
-            )
-        untied, window = get("untie_embeddings_and_output_weights"), get("window_size")
-        untied = "output_layer.weight" in self.shapes if untied is None else untied
-        positions = (
-            "rope" if get("use_rotary_position_embeddings") else get("position_embedding_type")
-        )
         self.fields = {
             "vocab_size": self.vocab_size(),
-            **{"num_layers": num_layers, "hidden_size": width, "ffn_hidden_size": ffn},
-            "num_query_groups": (
-                self.shapes["self_attention.linear_qkv.weight"][0] // head_dim - heads
-            )
-            // 2,
-            **{"num_attention_heads": heads, "kv_channels": head_dim},
-            "gated_linear_unit": branches == 2 * ffn and bool(get("swiglu", True)),
-            "layernorm_epsilon": self.get_float(
-                "norm_epsilon", self.get_float("layernorm_epsilon", 1e-5)
-            ),
+            "num_layers": num_layers,
+            "hidden_size": width,
+            "ffn_hidden_size": ffn,
+            **self._attention_fields(),
+            "gated_linear_unit": branches == 2 * ffn and bool(self.arguments.get("swiglu", True)),
+            "layernorm_epsilon": self._layernorm_epsilon(),
             "add_qkv_bias": "self_attention.linear_qkv.bias" in self.shapes,
             "add_bias_linear": "mlp.linear_fc1.bias" in self.shapes,
-            "share_embeddings_and_output_weights": self.architecture == "bert" or not untied,
-            "position_embedding_type": positions
-            or ("learned_absolute" if self.positions else None),
-            "rotary_percent": self.get_float("rotary_percent", 1.0),
-            "max_position_embeddings": self.positions
-            or get("max_position_embeddings")
-            or get("seq_length")
-            or 4096,
-            "num_tokentypes": self.shapes.get("embedding.tokentype_embeddings.weight", (0,))[0],
-            # Hugging Face's window includes the token itself.
-            "sliding_window": window[0] + 1 if isinstance(window, Sequence) else window,
+            "share_embeddings_and_output_weights": self._is_tied(),
+            **self._position_fields(),
+            "num_tokentypes": self._rows_of("embedding.tokentype_embeddings.weight"),
         }
         """Fields that the ``ModelConfig`` must have."""
+
+    def _rows_of(self, name: str) -> int:
+        """Rows of a tensor; 0 if it does not exist."""
+        return self.shapes.get(name, (0,))[0]
+
+    def _attention_fields(self) -> dict[str, Any]:
+        heads = self.arguments["num_attention_heads"]
+        columns = self.shapes["self_attention.linear_proj.weight"][1]
+        head_dim, remainder = divmod(columns, heads)
+        if remainder != 0:
+            raise ValueError(f"num_attention_heads={heads} does not divide {columns} columns")
+        query_and_key_heads = self.shapes["self_attention.linear_qkv.weight"][0] // head_dim
+        return {
+            "num_query_groups": (query_and_key_heads - heads) // 2,
+            "num_attention_heads": heads,
+            "kv_channels": head_dim,
+        }
+
+    def _layernorm_epsilon(self) -> float:
+        return self.get_float("norm_epsilon", self.get_float("layernorm_epsilon", 1e-5))
+
+    def _is_tied(self) -> bool:
+        is_untied = self.arguments.get("untie_embeddings_and_output_weights")
+        if is_untied is None:
+            is_untied = "output_layer.weight" in self.shapes
+        return self.architecture == "bert" or not is_untied
+
+    def _position_fields(self) -> dict[str, Any]:
+        get = self.arguments.get
+        kind = "rope" if get("use_rotary_position_embeddings") else get("position_embedding_type")
+        if not kind and self.positions:
+            kind = "learned_absolute"
+        longest = self.positions or get("max_position_embeddings") or get("seq_length") or 4096
+        window = get("window_size")
+        if isinstance(window, Sequence):
+            window = window[0] + 1  # Hugging Face's window includes the token itself
+        return {
+            "position_embedding_type": kind or None,
+            "rotary_percent": self.get_float("rotary_percent", 1.0),
+            "max_position_embeddings": longest,
+            "sliding_window": window,
+        }
 
     def published_arguments(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
         """Arguments of NVIDIA's published model with these shapes; the number of heads is never guessed for others."""
@@ -210,13 +234,12 @@ class _ConfigBuilder:
 
     def vocab_size(self) -> int:
         """Vocabulary size without padding if it is known, else all rows."""
-        size, padding = self.arguments.get("orig_vocab_size"), self.rows - _GPT2_VOCABULARY
+        size = self.arguments.get("orig_vocab_size")
         if type(size) is int and 0 < size <= self.rows:
             return size
-        is_gpt2 = (
-            self.architecture == "gpt"
-            and self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
-        )
+        padding = self.rows - _GPT2_VOCABULARY
+        has_gpt2_tokenizer = self.arguments.get("tokenizer_type") == "GPT2BPETokenizer"
+        is_gpt2 = self.architecture == "gpt" and has_gpt2_tokenizer
         if is_gpt2 and 0 <= padding < _MAX_PADDING * self.tp:
             return _GPT2_VOCABULARY
         _log.warning(
@@ -242,79 +265,87 @@ class _ConfigBuilder:
             return self.config_for("megatron-bert")
         if not wrong:
             mismatches = []
-            for family in (
-                ("gpt2", "gpt_bigcode")
-                if self.positions
-                else ("llama", "qwen2", "qwen3", "mistral")
-            ):
+            for family in self._candidates():
                 config = self.config_for(family)
-                model = family_of(family).model_config(config)
-                fields = [
-                    f"{name}={value}"
-                    for name, value in self.fields.items()
-                    if getattr(model, name) != value
-                ]
-                names = {rule.megatron for rule in rules_of(model)}
-                # With several pipeline stages the last one of a tied model has a copy of the embedding.
-                mismatches.append(
-                    fields + sorted(names ^ (self.names - ({"output_layer.weight"} - names)))
-                )
-                if not mismatches[-1]:
+                mismatch = self._mismatches(family, config)
+                if not mismatch:
                     return config
+                mismatches.append(mismatch)
             wrong = min(mismatches, key=len)
         raise CheckpointError(
             f"{self.path}: no known model family has {', '.join(wrong[:10])}; {GIVE_A_CONFIG}"
         )
 
+    def _candidates(self) -> tuple[str, ...]:
+        """Families of a GPT, the likeliest first."""
+        if self.positions:
+            return ("gpt2", "gpt_bigcode")
+        return ("llama", "qwen2", "qwen3", "mistral")
+
+    def _mismatches(self, family: str, config: Any) -> list[str]:
+        """Fields and names of tensors in which a model of the family differs from the checkpoint."""
+        model = family_of(family).model_config(config)
+        fields = [
+            f"{name}={value}"
+            for name, value in self.fields.items()
+            if getattr(model, name) != value
+        ]
+        names = {rule.megatron for rule in rules_of(model)}
+        # With several pipeline stages the last one of a tied model has a copy of the embedding.
+        copies = {"output_layer.weight"} - names
+        return fields + sorted(names ^ (self.names - copies))
+
     def config_for(self, family: str) -> Any:
         """Hugging Face config object of ``family`` with all fields that are known."""
-        default, get, fields = (
-            config_object({"model_type": family}),
-            self.arguments.get,
-            dict(self.fields),
-        )
+        default = config_object({"model_type": family})
+        names = config_field_names(default)
+        fields = {
+            **self.fields,
+            "hidden_dropout": self.get_float("hidden_dropout", 0.1),
+            "embedding_dropout": self.get_float("hidden_dropout", 0.1),
+            "attention_dropout": self.get_float("attention_dropout", 0.1),
+            "init_method_std": self.get_float("init_method_std", 0.02),
+        }
         if not fields["gated_linear_unit"]:
-            # Megatron-LM's fused kernel and OpenAI's formula are both GELU's tanh approximation.
-            fields["activation"] = (
-                "gelu_fast"
-                if get("bias_gelu_fusion")
-                else "gelu_new"
-                if get("openai_gelu")
-                else "gelu"
-            )
-        fields |= dict.fromkeys(
-            ("hidden_dropout", "embedding_dropout"), self.get_float("hidden_dropout", 0.1)
-        )
-        fields["attention_dropout"] = self.get_float("attention_dropout", 0.1)
-        fields["init_method_std"] = self.get_float("init_method_std", 0.02)
-        names, extra = config_field_names(default), dict[str, Any](rope_parameters=self.rope())
-        extra |= {"n_inner": fields["ffn_hidden_size"], "head_dim": fields["kv_channels"]}
+            fields["activation"] = self._activation()
+        extra: dict[str, Any] = {
+            "rope_parameters": self.rope(),
+            "n_inner": fields["ffn_hidden_size"],
+            "head_dim": fields["kv_channels"],
+        }
         if self.architecture == "gpt" and self.positions:
             end = min(_GPT2_VOCABULARY, fields["vocab_size"]) - 1
-            extra |= dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+            extra["bos_token_id"] = end
+            extra["eos_token_id"] = end
         for classifier in _CLASSIFIERS & self.shapes.keys():
-            extra["num_labels"] = self.shapes[classifier][0]
+            extra["num_labels"] = self._rows_of(classifier)
         known = {names[field]: value for field, value in fields.items() if field in names}
         known |= {name: value for name, value in extra.items() if hasattr(default, name)}
         return config_object({"model_type": family, **known})
 
+    def _activation(self) -> str:
+        # Megatron-LM's fused kernel and OpenAI's formula are both GELU's tanh approximation.
+        if self.arguments.get("bias_gelu_fusion"):
+            return "gelu_fast"
+        return "gelu_new" if self.arguments.get("openai_gelu") else "gelu"
+
     def rope(self) -> dict[str, Any]:
         """``rope_parameters`` of the Hugging Face config."""
-        rope: dict[str, Any] = {
-            "rope_type": "default",
-            "rope_theta": self.get_float("rotary_base", 10000.0),
-        }
+        base = self.get_float("rotary_base", 10000.0)
         if self.arguments.get("use_rope_scaling"):
             # Megatron-Core fixes the other values to those of Llama 3.1 (common/embeddings/rotary_pos_embedding.py).
-            rope |= {"rope_type": "llama3", "factor": self.get_float("rope_scaling_factor", 8.0)}
-            rope |= {
+            return {
+                "rope_type": "llama3",
+                "rope_theta": base,
+                "factor": self.get_float("rope_scaling_factor", 8.0),
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        elif self.arguments.get("rotary_seq_len_interpolation_factor"):
-            rope |= {
+        if self.arguments.get("rotary_seq_len_interpolation_factor"):
+            return {
                 "rope_type": "linear",
+                "rope_theta": base,
                 "factor": self.get_float("rotary_seq_len_interpolation_factor", 1.0),
             }
-        return rope
+        return {"rope_type": "default", "rope_theta": base}

@@ -32,15 +32,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.inferred_model import describe_model
-from lightning_megatron.convert.megatron_arguments import (
-    arguments_of,
-    metadata_of,
-)
+from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
 from lightning_megatron.convert.megatron_lm_files import (
     Rank,
     RankState,
@@ -56,7 +54,7 @@ from lightning_megatron.convert.megatron_lm_names import (
     split_axis,
 )
 from lightning_megatron.convert.shards import Key, Region
-from lightning_megatron.convert.source import Source, Stored
+from lightning_megatron.convert.source import Description, Source, Stored
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import Architecture, ModelConfig
 
@@ -81,30 +79,13 @@ def collect_tensors(
     Raises:
         CheckpointError: If the files of the ranks do not match.
     """
-    first, (tp, pp) = ranks[0, 0], layout_of_ranks(ranks)
-    for (tensor, stage), state in ranks.items():
-        fits_first = (len(state.chunks), state.version) == (len(first.chunks), first.version)
-        if not fits_first or _shapes(state) != _shapes(ranks[0, stage]):
-            raise CheckpointError(
-                f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors or another version than "
-                f"{rank_folder(0, stage if fits_first else 0, pp)}; copy it again"
-            )
-    names = {name for state in ranks.values() for chunk in state.chunks for name in chunk}
-    # GPT and BERT have the same layers and differ outside of them.
-    bert_only = (
-        "lm_head.",
-        "binary_head.",
-        "pooler.",
-        "language_model.pooler.",
-        "classification_head.",
-        "encoder.",
-    )
-    is_bert = any(name.startswith(bert_only) or ".tokentype_embeddings." in name for name in names)
-    is_t5 = any(".inter_attention." in name or ".cross_attention." in name for name in names)
-    architecture: Architecture = "t5" if is_t5 else "bert" if is_bert else "gpt"
+    _check_same_tensors(path, ranks)
+    tp, pp = layout_of_ranks(ranks)
+    architecture = _architecture_of(ranks)
     collected: dict[Key, list[tuple[str, Shards]]] = {}
     num_layers: Counter[str] = Counter()
-    for chunk, stage in itertools.product(range(len(first.chunks)), range(pp)):
+    num_chunks = len(ranks[0, 0].chunks)
+    for chunk, stage in itertools.product(range(num_chunks), range(pp)):
         before = num_layers.copy()
         states = [ranks[tensor, stage].chunks[chunk] for tensor in range(tp)]
         for name in states[0]:
@@ -120,6 +101,47 @@ def collect_tensors(
     return collected
 
 
+def _check_same_tensors(path: Path, ranks: Mapping[Rank, RankState]) -> None:
+    """Check that all files are of one version, and those of the ranks of a stage have the same tensors.
+
+    Raises:
+        CheckpointError: If they do not.
+    """
+    first = ranks[0, 0]
+    _, pp = layout_of_ranks(ranks)
+    for (tensor, stage), state in ranks.items():
+        fits_first = len(state.chunks) == len(first.chunks) and state.version == first.version
+        if fits_first and _shapes(state) == _shapes(ranks[0, stage]):
+            continue
+        other = rank_folder(0, stage if fits_first else 0, pp)
+        raise CheckpointError(
+            f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors or another version than {other}; "
+            "copy it again"
+        )
+
+
+_BERT_ONLY = (
+    "lm_head.",
+    "binary_head.",
+    "pooler.",
+    "language_model.pooler.",
+    "classification_head.",
+    "encoder.",
+)
+"""Prefixes of names that only BERT has: GPT and BERT have the same layers and differ outside of them."""
+
+
+def _architecture_of(ranks: Mapping[Rank, RankState]) -> Architecture:
+    is_bert = False
+    for state in ranks.values():
+        for chunk in state.chunks:
+            for name in chunk:
+                if ".inter_attention." in name or ".cross_attention." in name:
+                    return "t5"
+                is_bert |= name.startswith(_BERT_ONLY) or ".tokentype_embeddings." in name
+    return "bert" if is_bert else "gpt"
+
+
 def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
     return [
         {name: (tensor.shape, tensor.dtype) for name, tensor in chunk.items()}
@@ -129,8 +151,9 @@ def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]
 
 def _stored_tensor(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
     """Full shape, padding included, and dtype of a tensor; ``location`` is the list of its copies."""
-    shards = copies[0][1]
-    shape, axis = list(shards[0].shape), split_axis(key.name)
+    _, shards = copies[0]
+    shape = list(shards[0].shape)
+    axis = split_axis(key.name)
     if axis is not None and axis < len(shape):  # else of another model, which raises later
         shape[axis] *= len(shards)
     return Stored(tuple(shape), shards[0].dtype, copies)
@@ -142,19 +165,28 @@ def merge(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch
     if axis is None:
         return shards[0]
     if ".linear_qkv." in key.name and version < 2.0:
-        heads, width, columns = (
-            model.num_attention_heads // len(shards),
-            model.kv_channels,
-            shards[0].shape[1:],
-        )
-        sizes, axes = ((heads, width, 3), (1, 2)) if version == 1.0 else ((3, heads, width), (0, 1))
-        shards = tuple(shard.view(*sizes, *columns).transpose(*axes) for shard in shards)
-        return torch.cat([shard.reshape(-1, *columns) for shard in shards])
+        heads = model.num_attention_heads // len(shards)
+        return torch.cat([_grouped_by_head(shard, heads, model, version) for shard in shards])
     if model.gated_linear_unit and ".linear_fc1." in key.name:
         # Each shard has its part of the gate projection, then its part of the up projection.
         branches = [shard.chunk(2) for shard in shards]
         return torch.cat([branch[index] for index in (0, 1) for branch in branches])
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=axis)
+    if len(shards) == 1:
+        return shards[0]
+    return torch.cat(shards, dim=axis)
+
+
+def _grouped_by_head(
+    shard: torch.Tensor, heads: int, model: ModelConfig, version: float
+) -> torch.Tensor:
+    """Rows of a fused QKV weight of an old version, in Megatron-Core's order."""
+    width = model.kv_channels
+    columns = shard.shape[1:]
+    if version == 1.0:
+        ordered = shard.view(heads, width, 3, *columns).transpose(1, 2)
+    else:
+        ordered = shard.view(3, heads, width, *columns).transpose(0, 1)
+    return ordered.reshape(-1, *columns)
 
 
 class MegatronLMSource(Source):
@@ -166,92 +198,94 @@ class MegatronLMSource(Source):
         """Open and memory-map the files of all ranks; see ``Source``."""
         super().__init__(path)
         ranks = read_ranks(path)
-        first, (self._tp, self._pp) = ranks[0, 0], layout_of_ranks(ranks)
-        self._arguments, self._version = arguments_of(first.metadata), first.version
+        first = ranks[0, 0]
+        self._tp, self._pp = layout_of_ranks(ranks)
+        self._arguments = arguments_of(first.metadata)
+        self._version = first.version
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's names: saved without version, rows as in 3.0
-        self._found = {
-            key: _stored_tensor(key, copies) for key, copies in collect_tensors(path, ranks).items()
-        }
+        collected = collect_tensors(path, ranks)
+        self._found = {key: _stored_tensor(key, copies) for key, copies in collected.items()}
         self.stored = {tensor.location[0][0]: tensor for tensor in self._found.values()}
-        iterations = (first.metadata.get("iteration"), self._arguments.get("iteration"))
-        self.iteration = next(
-            (value for value in iterations if type(value) is int and value > 0), 0
-        )
+        for value in (first.metadata.get("iteration"), self._arguments.get("iteration")):
+            if type(value) is int and value > 0:
+                self.iteration = value
+                break
         folders = (path, path.parent) if path.is_dir() else ()
         self.companions = next((folder for folder in folders if companion_files(folder)), None)
-        layout = {
-            "tp": self._tp,
-            "pp": self._pp,
-            **({"vpp": len(first.chunks)} if len(first.chunks) > 1 else {}),
-        }
-        state = first.metadata
-        others = [name for name in state if name not in ("args", "iteration", "checkpoint_version")]
-        self.metadata = {
-            **metadata_of(state),
-            "checkpoint_version": first.version,
+        self.metadata = self._describe_file(first)
+
+    def _describe_file(self, state: RankState) -> dict[str, Any]:
+        """Plain data for ``inspect`` from the state of the first rank."""
+        layout = {"tp": self._tp, "pp": self._pp}
+        if len(state.chunks) > 1:
+            layout["vpp"] = len(state.chunks)
+        known = {"args", "iteration", "checkpoint_version"}
+        return {
+            **metadata_of(state.metadata),
+            "checkpoint_version": state.version,
             "layout": layout,
-            "others": others,
+            "others": [name for name in state.metadata if name not in known],
         }
 
-    def describe(self, config: Path | None) -> None:
+    def describe(self, config: Path | None) -> Description:
         """See ``Source``."""
-        for name, found in (
-            ("tensor_model_parallel_size", self._tp),
-            ("pipeline_model_parallel_size", self._pp),
-        ):
-            if type(size := self._arguments.get(name)) is int and size > found:
-                raise CheckpointError(
-                    f"{self.path} was written with {name}={size} and has the files of {found}; give the directory of "
-                    "all ranks, with those that are missing"
-                )
+        self._check_size("tensor_model_parallel_size", self._tp)
+        self._check_size("pipeline_model_parallel_size", self._pp)
         shapes = {key: tensor.shape for key, tensor in self._found.items()}
-        self.model, self.hf_config = describe_model(
-            self._arguments, shapes, self._tp, config, self.path
-        )
-        heads, groups, version = (
-            self.model.num_attention_heads,
-            self.model.num_query_groups,
-            self._version,
-        )
+        description = describe_model(self._arguments, shapes, self._tp, config, self.path)
+        version = self._version
         if version not in (0, 1, 2, 3):
             raise CheckpointError(
                 f"checkpoint_version={version:g} is unknown; known are 0, 1, 2, 3"
             )
+        heads = description.model.num_attention_heads
+        groups = description.model.num_query_groups
         if version < 2.0 and (groups != heads or heads % self._tp != 0):
             raise CheckpointError(
                 f"num_attention_heads: expected a multiple of the checkpoint's tp={self._tp}, and of checkpoint_version"
                 f"={version:g} as many keys, got {heads} and {groups}; give the config.json that "
                 "belongs to it with --config"
             )
+        return description
 
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+    def _check_size(self, name: str, found: int) -> None:
+        size = self._arguments.get(name)
+        if type(size) is int and size > found:
+            raise CheckpointError(
+                f"{self.path} was written with {name}={size} and has the files of {found}; give the directory of "
+                "all ranks, with those that are missing"
+            )
+
+    def match(
+        self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
+    ) -> dict[Key, torch.dtype]:
         """See ``Source``; copies of a tensor on several pipeline stages must be equal."""
-        optional: tuple[str, ...] = HEADS if self.model.architecture == "bert" else ()
-        if self.model.share_embeddings_and_output_weights:
+        self._model = model
+        optional: tuple[str, ...] = HEADS if model.architecture == "bert" else ()
+        if model.share_embeddings_and_output_weights:
             optional += (OUTPUT.name,)  # the last stage's copy, compared below
         ignored = [
             key for key in self._found if key not in expected and key.name.startswith(optional)
         ]
         found = {key: tensor for key, tensor in self._found.items() if key not in ignored}
-        self.check(found, expected)
-        if self.model.architecture == "bert" and ignored:
-            _log.warning(
-                "of another head in %s and left out: %s", self.path, ", ".join(map(str, ignored))
-            )
+        self.check(model, found, expected)
+        if model.architecture == "bert" and ignored:
+            names = ", ".join(map(str, ignored))
+            _log.warning("of another head in %s and left out: %s", self.path, names)
         for key, tensor in self._found.items():
             (_, first), *copies = tensor.location
             if key == EMBEDDING and OUTPUT in ignored:
                 copies += self._found[OUTPUT].location
-            if not all(all(map(torch.equal, first, copy)) for _, copy in copies):
-                raise CheckpointError(
-                    f"the pipeline stages of {self.path} have different copies of {key}; it is damaged, or a mixture "
-                    "of several checkpoints"
-                )
+            for _, copy in copies:
+                if not all(map(torch.equal, first, copy)):
+                    raise CheckpointError(
+                        f"the pipeline stages of {self.path} have different copies of {key}; it is damaged, or a "
+                        "mixture of several checkpoints"
+                    )
         return {key: tensor.dtype for key, tensor in found.items()}
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
-        return merge(region.key, self._found[region.key].location[0][1], self.model, self._version)[
-            region.slices
-        ]
+        _, shards = self._found[region.key].location[0]
+        return merge(region.key, shards, self._model, self._version)[region.slices]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import lzma
 import re
 import shutil
@@ -56,31 +57,40 @@ class RankState(NamedTuple):
 
 def rank_folder(tensor: int, stage: int, pp: int) -> str:
     """Name of a rank's directory."""
-    return f"mp_rank_{tensor:02d}" if pp == 1 else f"mp_rank_{tensor:02d}_{stage:03d}"
+    if pp == 1:
+        return f"mp_rank_{tensor:02d}"
+    return f"mp_rank_{tensor:02d}_{stage:03d}"
 
 
 def _rank_files(path: Path) -> dict[Rank, Path]:
     """Model file of each rank in a directory, or the given file; directories without one hold optimizer state only."""
     if path.is_file():
         return {(0, 0): path}
-    matches = {folder: _RANK.fullmatch(folder.name) for folder in sorted(path.glob("mp_rank_*"))}
-    folders = {(int(m[1]), int(m[2] or 0)): folder for folder, m in matches.items() if m} or {
-        (0, 0): path
-    }
-    files = {rank: [folder / name for name in MODEL_FILES] for rank, folder in folders.items()}
-    return {
-        rank: file for rank, names in files.items() for file in reversed(names) if file.is_file()
-    }
+    folders: dict[Rank, Path] = {}
+    for folder in sorted(path.glob("mp_rank_*")):
+        match = _RANK.fullmatch(folder.name)
+        if match:
+            folders[int(match[1]), int(match[2] or 0)] = folder
+    files: dict[Rank, Path] = {}
+    for rank, folder in (folders or {(0, 0): path}).items():
+        for name in MODEL_FILES:
+            if (folder / name).is_file():
+                files[rank] = folder / name
+                break
+    return files
 
 
 def is_legacy(path: Path) -> bool:
     """Whether ``path`` looks like a legacy checkpoint; the content of a file is not checked."""
-    return path.suffix in (".pt", ".zip") if path.is_file() else bool(_rank_files(path))
+    if path.is_file():
+        return path.suffix in (".pt", ".zip")
+    return bool(_rank_files(path))
 
 
 def layout_of_ranks(ranks: Collection[Rank]) -> tuple[int, int]:
     """(tp, pp) of the checkpoint with these ranks."""
-    return 1 + max(tensor for tensor, _ in ranks), 1 + max(stage for _, stage in ranks)
+    tensors, stages = zip(*ranks, strict=True)
+    return 1 + max(tensors), 1 + max(stages)
 
 
 def read_ranks(path: Path) -> dict[Rank, RankState]:
@@ -93,15 +103,16 @@ def read_ranks(path: Path) -> dict[Rank, RankState]:
     """
     with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
         is_zip = path.is_file() and path.suffix == ".zip"
-        if not (files := _rank_files(_unpack(path, Path(temporary)) if is_zip else path)):
+        files = _rank_files(_unpack(path, Path(temporary)) if is_zip else path)
+        if not files:
             raise CheckpointError(
                 f"{path} is no checkpoint of Megatron-LM: it has no directories mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
             )
         tp, pp = layout_of_ranks(files)
-        if (
-            len(files) < tp * pp
-        ):  # compared before any loop over ranks: a number in a name can be huge
-            absent = next((t, p) for t in range(tp) for p in range(pp) if (t, p) not in files)
+        # Compared before any loop over ranks: a number in a name can be huge.
+        if len(files) < tp * pp:
+            ranks = itertools.product(range(tp), range(pp))
+            absent = next(rank for rank in ranks if rank not in files)
             raise CheckpointError(
                 f"{path} lacks the file of {rank_folder(*absent, pp)}: there are {len(files)} of tp={tp} x pp={pp}; "
                 "copy the whole checkpoint"
@@ -116,14 +127,14 @@ def _unpack(archive: Path, folder: Path) -> Path:
             if num_bytes > _MAX_EXPANSION * archive.stat().st_size:
                 raise OSError(f"its members would take {num_bytes:,} bytes")
             for info in opened.infolist():
-                name = PurePosixPath(info.filename)
-                if name.name in MODEL_FILES:
-                    rank = folder / (
-                        name.parent.name if _RANK.fullmatch(name.parent.name) else "mp_rank_00"
-                    )
-                    rank.mkdir()
-                    with opened.open(info) as source, (rank / MODEL_FILES[0]).open("wb") as target:
-                        shutil.copyfileobj(source, target, 1 << 24)
+                member = PurePosixPath(info.filename)
+                if member.name not in MODEL_FILES:
+                    continue
+                name = member.parent.name
+                rank = folder / (name if _RANK.fullmatch(name) else "mp_rank_00")
+                rank.mkdir()
+                with opened.open(info) as source, (rank / MODEL_FILES[0]).open("wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 24)
     except FileExistsError:
         raise CheckpointError(
             f"zip file {archive} has several checkpoints; unpack it, and give one of them"
@@ -142,12 +153,16 @@ def _read_rank(file: Path) -> RankState:
         CheckpointError: If the file is damaged, could run code, or is no checkpoint of Megatron-LM.
     """
     state = read_pickle(file)
-    state = state if isinstance(state, Mapping) else {}
-    models = {
-        int(name[1] or 0): value
-        for key, value in state.items()
-        if (name := _CHUNK.fullmatch(str(key)))
-    }
+    if not isinstance(state, Mapping):
+        state = {}
+    models: dict[int, Any] = {}
+    metadata: dict[str, Any] = {}
+    for key, value in state.items():
+        match = _CHUNK.fullmatch(str(key))
+        if match:
+            models[int(match[1] or 0)] = value
+        else:
+            metadata[str(key)] = value
     chunks = tuple(dict(_flatten(models.get(index))) for index in range(len(models)))
     version = state.get("checkpoint_version", 0)
     if not chunks or not all(chunks) or type(version) not in (int, float):
@@ -156,9 +171,6 @@ def _read_rank(file: Path) -> RankState:
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"
         )
-    metadata = {
-        str(name): value for name, value in state.items() if not _CHUNK.fullmatch(str(name))
-    }
     return RankState(metadata, float(version), chunks)
 
 

@@ -55,17 +55,21 @@ _STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d{1,9})\.
 
 def _translate(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
     """Translate a legacy tensor name to Megatron-Core's or, with ``writes``, Megatron-Core's to the legacy name."""
-    modules = _OTHER_NAMES if stack is None else _LAYER_NAMES
-    if (stack, architecture) == ("decoder", "t5"):
+    if stack is None:
+        modules = _OTHER_NAMES
+    elif stack == "decoder" and architecture == "t5":
         modules = _DECODER_NAMES
+    else:
+        modules = _LAYER_NAMES
     if writes:
         names = {core: legacy.split()[0] for core, legacy in modules.items()}
     else:
         names = {name: core for core, legacy in modules.items() for name in legacy.split()}
-    module, kind = (
-        re.split(r"(?=(?:weight|bias)$)", name) if name.endswith(("weight", "bias")) else (name, "")
-    )
-    return names.get(module, module) + kind
+    for kind in ("weight", "bias"):
+        if name.endswith(kind):
+            module = name.removesuffix(kind)
+            return names.get(module, module) + kind
+    return names.get(name, name)
 
 
 def legacy_key(legacy: str, architecture: Architecture) -> Key:
@@ -76,32 +80,36 @@ def legacy_key(legacy: str, architecture: Architecture) -> Key:
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         return Key(_translate(name, None, architecture, writes=False))
-    stack = {"gpt": "decoder", "bert": "encoder"}.get(architecture) or stacked[1].replace(
-        "transformer", "encoder"
-    )
+    if architecture == "gpt":
+        stack = "decoder"
+    elif architecture == "bert":
+        stack = "encoder"
+    else:
+        stack = stacked[1].replace("transformer", "encoder")
+    layers = stacked[2] or ""
     inside = _translate(stacked[4], stack, architecture, writes=False)
-    return Key(f"{stack}.{stacked[2] or ''}{inside}", int(stacked[3]) if stacked[3] else None)
+    layer = int(stacked[3]) if stacked[3] else None
+    return Key(f"{stack}.{layers}{inside}", layer)
 
 
 def legacy_name(key: Key, architecture: Architecture) -> str:
     """Flat legacy name to save a tensor under; the layer index counts from 0 in the file."""
     stacked = _STACKED.fullmatch(key.name)
     if stacked is None:
-        is_head = (
-            key != OUTPUT and key.name.startswith(HEADS) and not key.name.startswith("pooler.")
-        )
-        return (
-            _translate(key.name, None, architecture, writes=True)
-            if is_head
-            else f"language_model.{key.name}"
-        )
+        is_in_language_model = key == OUTPUT or key.name.startswith("pooler.")
+        if key.name.startswith(HEADS) and not is_in_language_model:
+            return _translate(key.name, None, architecture, writes=True)
+        return f"language_model.{key.name}"
     stack = stacked[1] if architecture == "t5" else "encoder"
     layers = "" if key.layer is None else f"layers.{key.layer}."
-    return f"language_model.{stack}.{layers}{_translate(stacked[4], stacked[1], architecture, writes=True)}"
+    inside = _translate(stacked[4], stacked[1], architecture, writes=True)
+    return f"language_model.{stack}.{layers}{inside}"
 
 
 def split_axis(name: str) -> int | None:
     """Axis along which tensor parallelism shards the tensor of this Megatron-Core name; None if it is replicated."""
     if name in VOCABULARY or re.search(r"\.linear_(?:qkv|q|kv|fc1)\.(?:weight|bias)$", name):
         return 0
-    return 1 if name.endswith((".linear_proj.weight", ".linear_fc2.weight")) else None
+    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):
+        return 1
+    return None

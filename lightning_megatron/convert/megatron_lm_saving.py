@@ -8,7 +8,6 @@ the chunks p, p + pp, p + 2 pp, ... An encoder-decoder is split between its stac
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from lightning_megatron.convert.megatron_lm_names import (
 from lightning_megatron.convert.progress import weights_progress
 from lightning_megatron.convert.rules import VOCABULARY
 from lightning_megatron.convert.shards import Key, Shard, shards_of
-from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.source import ModelSource
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.models.config import ModelConfig
@@ -45,7 +44,7 @@ Layers = Mapping[str, range]
 
 def save_megatron_lm(
     chunks: Iterable[Any],
-    source: Source,
+    source: ModelSource,
     model: ModelConfig,
     layout: ParallelConfig,
     folder: Path,
@@ -69,17 +68,16 @@ def save_megatron_lm(
         CheckpointError: If a file cannot be written.
     """
     split, more = split_layers(model, layout)
-    local = shards_of(chunks, model)
     shards: dict[Key, list[Shard]] = {}
+    local = shards_of(chunks, model)
     for shard in local:
         shards.setdefault(shard.region.key, []).append(shard)
     dtype = max(local, key=lambda shard: shard.data.nbytes).data.dtype
-    arguments = megatron_arguments(
-        model, source.hf_config, layout, dtype, {"iteration": source.iteration, **more}
-    )
-    ranks = itertools.product(range(layout.tp), range(layout.pp))
+    more = {"iteration": source.iteration, **more}
+    arguments = megatron_arguments(model, source.hf_config, layout, dtype, more)
+    ranks = [rank] if rank is not None else itertools.product(range(layout.tp), range(layout.pp))
     with weights_progress("saving weights", sum(shard.data.nbytes for shard in local)) as bar:
-        for tensor, stage in ranks if rank is None else [rank]:
+        for tensor, stage in ranks:
             state: dict[str, Any] = {
                 "args": arguments,
                 "checkpoint_version": _VERSION,
@@ -88,21 +86,9 @@ def save_megatron_lm(
             for chunk in range(stage, len(split), layout.pp):
                 tensors: dict[str, Any] = {}
                 for name, key in _in_chunk(shards, split, chunk, model):
-                    values = _tp_shard(
-                        shards[key], model, layout.tp, tensor if rank is None else None
-                    )
-                    # Megatron-LM nests dictionaries: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"].
-                    depth = (
-                        3
-                        if ".embedding." in name
-                        else 2
-                        if name.startswith("language_model.")
-                        else 1
-                    )
-                    *outer, last = name.split(".", depth)
-                    functools.reduce(
-                        lambda nested, part: nested.setdefault(part, {}), outer, tensors
-                    )[last] = values
+                    own_rank = tensor if rank is None else None
+                    values = _tp_shard(shards[key], model, layout.tp, own_rank)
+                    _insert(tensors, name, values)
                     bar.update(values.nbytes)
                 state["model" if layout.vpp is None else f"model{chunk // layout.pp}"] = tensors
             file = folder / _RELEASE / rank_folder(tensor, stage, layout.pp) / MODEL_FILES[0]
@@ -110,6 +96,23 @@ def save_megatron_lm(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state, file)
                 (folder / TRACKER_FILE).write_text(_RELEASE)
+
+
+def _insert(tensors: dict[str, Any], name: str, values: torch.Tensor) -> None:
+    """Insert a tensor of a flat name where Megatron-LM has it.
+
+    It nests dictionaries: ``["language_model"]["encoder"]["layers.0.input_layernorm.weight"]``.
+    """
+    if ".embedding." in name:
+        depth = 3
+    elif name.startswith("language_model."):
+        depth = 2
+    else:
+        depth = 1
+    *outer, last = name.split(".", depth)
+    for part in outer:
+        tensors = tensors.setdefault(part, {})
+    tensors[last] = values
 
 
 def _tp_shard(
@@ -136,10 +139,10 @@ def _in_chunk(
 
     Readers of such checkpoints take layers from the front of the dictionary.
     """
-    own, is_last = split[chunk], chunk == len(split) - 1
-    is_first = any(
-        layers and layers.start == 0 for layers in own.values()
-    )  # also of a decoder after an encoder
+    own = split[chunk]
+    is_last = chunk == len(split) - 1
+    # Also of a decoder after an encoder.
+    is_first = any(layers and layers.start == 0 for layers in own.values())
 
     def is_in_chunk(key: Key) -> bool:
         stack, _, inside = key.name.partition(".")
@@ -148,14 +151,22 @@ def _in_chunk(
             return is_first if stack == "embedding" else is_last
         if inside.startswith("final_layernorm"):
             return bool(layers) and layers.stop == split[-1][stack].stop
-        return bool(layers) if key.layer is None else key.layer in layers
+        if key.layer is None:
+            return bool(layers)
+        return key.layer in layers
 
     names = []
-    for key in sorted(filter(is_in_chunk, keys), key=lambda key: ".final_layernorm." in key.name):
-        layer = None if key.layer is None else key.layer - own[key.name.split(".")[0]].start
-        names.append((legacy_name(key._replace(layer=layer), model.architecture), key))
+    in_chunk = filter(is_in_chunk, keys)
+    for key in sorted(in_chunk, key=lambda key: ".final_layernorm." in key.name):
+        local = key
+        if key.layer is not None:
+            stack = key.name.split(".")[0]
+            local = key._replace(layer=key.layer - own[stack].start)
+        names.append((legacy_name(local, model.architecture), key))
     is_tied = model.share_embeddings_and_output_weights and model.has_output_layer
-    return [*names, (HEAD_COPY, EMBEDDING)] if is_tied and is_last and not is_first else names
+    if is_tied and is_last and not is_first:
+        names.append((HEAD_COPY, EMBEDDING))
+    return names
 
 
 def split_layers(
@@ -166,42 +177,45 @@ def split_layers(
     Raises:
         ConfigError: If Megatron-LM does not support such a split.
     """
-    pp, num_chunks, is_t5 = (
-        layout.pp,
-        layout.pp * layout.num_model_chunks,
-        model.architecture == "t5",
-    )
+    pp = layout.pp
+    num_chunks = pp * layout.num_model_chunks
+    is_t5 = model.architecture == "t5"
     if layout.vpp is not None:
         if is_t5:
             raise ConfigError(
                 f"vpp={layout.vpp}: Megatron-LM does not interleave an encoder-decoder; leave vpp out"
             )
         require_divides("pp x vpp", num_chunks, "num_layers", model.num_layers)
-    layers, encoder = (
-        model.num_layers + model.num_decoder_layers,
-        model.num_layers * (model.architecture != "gpt"),
-    )
-    sizes, split = _stage_sizes(layers, num_chunks), None
+    layers = model.num_layers + model.num_decoder_layers
+    encoder = 0 if model.architecture == "gpt" else model.num_layers
+    sizes = _stage_sizes(layers, num_chunks)
+    split = None
+    first = None
+    last = None
     if is_t5 and pp > 1:
-        split = min(
-            max(1, pp - model.num_decoder_layers, round(pp * encoder / layers)), pp - 1, encoder
-        )
+        in_proportion = round(pp * encoder / layers)
+        least = max(1, pp - model.num_decoder_layers, in_proportion)
+        split = min(least, pp - 1, encoder)
         sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
-    ends = (None, None) if is_t5 or len(set(sizes)) == 1 else (sizes[0], sizes[-1])
-    names = (
-        "pipeline_model_parallel_split_rank",
-        *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")),
-    )
+    elif not is_t5 and len(set(sizes)) > 1:
+        first = sizes[0]
+        last = sizes[-1]
     chunks: list[Layers] = [
-        {"encoder": first, "decoder": second} for first, second in layer_ranges(encoder, sizes)
+        {"encoder": of_encoder, "decoder": of_decoder}
+        for of_encoder, of_decoder in layer_ranges(encoder, sizes)
     ]
-    return chunks, dict(zip(names, (split, *ends), strict=True))
+    return chunks, {
+        "pipeline_model_parallel_split_rank": split,
+        "decoder_first_pipeline_num_layers": first,
+        "decoder_last_pipeline_num_layers": last,
+    }
 
 
 def _stage_sizes(num_layers: int, stages: int) -> list[int]:
     """Number of layers per stage: equal in all but the first and last stage, which share the remainder."""
     if stages == 1:
         return [num_layers]
-    middle = min(round(num_layers / stages), (num_layers - 2) // max(1, stages - 2))
-    ends = num_layers - middle * (stages - 2)
-    return [ends - ends // 2, *[middle] * (stages - 2), ends // 2]
+    between = stages - 2
+    middle = min(round(num_layers / stages), (num_layers - 2) // max(1, between))
+    ends = num_layers - middle * between
+    return [ends - ends // 2, *[middle] * between, ends // 2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
-from lightning_megatron.convert.registry import model_config, read_json, rules_of
+from lightning_megatron.convert.registry import config_object, family_of, read_json, rules_of
 from lightning_megatron.convert.rules import linear_rules
-from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.source import Description, ModelSource, Source
 from lightning_megatron.convert.weight_files import WeightFiles, read_safetensors, write_weight_file
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
 from lightning_megatron.convert.weight_loader import WeightLoader
@@ -37,26 +37,38 @@ from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import local_folder, named_folder
 from lightning_megatron.storage.publish import staged
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 ALL_LINEARS = "all-linear"
 
 _KNOWN_FIELDS = {
-    *(
-        "base_model_name_or_path",
-        "revision",
-        "peft_version",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-    ),
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
-    *("megatron_core", "qalora_group_size"),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
 }
 """Fields of ``adapter_config.json`` that are read, or that do not affect what an adapter computes."""
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base
+    # Other ones change the base.
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),
 }
 """Fields of which only some values are plain LoRA."""
 _TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
@@ -146,8 +158,10 @@ def adaptation(
     if base is not None and Path(base).exists():
         base = str(Path(base).absolute())
     if isinstance(lora, (str, Path)):
-        return Adaptation(lora=AdapterSource(Path(lora)).lora(), source=Path(lora), base=base)
-    return Adaptation(lora=as_options(LoRA, lora, "lora"), source=None, base=base)
+        source = Path(lora)
+        return Adaptation(lora=AdapterSource(source).lora(), source=source, base=base)
+    options = as_options(LoRA, lora, "lora")
+    return Adaptation(lora=options, source=None, base=base)
 
 
 def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
@@ -165,16 +179,13 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
             raise ConfigError(
                 f"lora targets: expected linears of {model.family} layers, one of {names}, got {target!r}; correct it"
             )
-    adapted = {
-        name: tuple(any(_matches(module, target) for target in targets) for module in fused)
-        for name, fused in linears.items()
-    }
-    parts = tuple((name, is_adapted) for name, is_adapted in adapted.items() if any(is_adapted))
-    return replace(
-        model,
-        lora=Adapters(rank=lora.rank, alpha=lora.alpha, linears=parts),
-        lora_dropout=lora.dropout,
-    )
+    adapted = []
+    for name, fused in linears.items():
+        parts = tuple(any(_matches(module, target) for target in targets) for module in fused)
+        if any(parts):
+            adapted.append((name, parts))
+    adapters = Adapters(rank=lora.rank, alpha=lora.alpha, linears=tuple(adapted))
+    return replace(model, lora=adapters, lora_dropout=lora.dropout)
 
 
 def _matches(module: str, target: str) -> bool:
@@ -189,7 +200,8 @@ class AdapterSource(HuggingFaceSource):
     """Weights of a ``peft`` adapter."""
 
     kind = "PEFT adapter"
-    has_base_weights, has_adapters = False, True
+    has_base_weights = False
+    has_adapters = True
 
     def __init__(self, path: Path) -> None:
         """Read the config and the header of the weights; see ``Source``."""
@@ -211,31 +223,38 @@ class AdapterSource(HuggingFaceSource):
             CheckpointError: If the adapter is damaged or is not plain LoRA.
         """
         for name, value in self._config.items():
-            expected = _EXPECTED.get(name, ())
-            if value not in expected if expected else value and name not in _KNOWN_FIELDS:
-                supported = " or ".join(map(repr, expected)) or "it unset"
+            if name in _EXPECTED:
+                is_plain = value in _EXPECTED[name]
+                supported = " or ".join(map(repr, _EXPECTED[name]))
+            else:
+                is_plain = not value or name in _KNOWN_FIELDS
+                supported = "it unset"
+            if not is_plain:
                 raise CheckpointError(
                     f"adapter {self.path}: expected {supported} for {name}, got {value!r}, which changes what it "
                     "computes; use an adapter of plain LoRA"
                 )
-        modules = (
-            name.removeprefix("base_model.model.").rpartition(".lora_A.")[0] for name in self.stored
-        )
-        targets = tuple(
-            dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", module) for module in modules if module)
-        )
-        names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+        targets: dict[str, None] = {}
+        for name in self.stored:
+            module = name.removeprefix("base_model.model.").rpartition(".lora_A.")[0]
+            if module:
+                targets[re.sub(r"^.*?\.\d+\.", "", module)] = None
         try:
             return LoRA(
-                **{field: self._config[name] for field, name in names.items()}, targets=targets
+                rank=self._config["r"],
+                alpha=self._config["lora_alpha"],
+                dropout=self._config["lora_dropout"],
+                targets=tuple(targets),
             )
         except (KeyError, ConfigError) as error:
             raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
 
-    def describe(self, config: Path | None) -> None:
+    def describe(self, config: Path | None) -> Description:
         """See ``Source``; ``config`` is the config of the base model."""
         assert config is not None
-        self.model = with_adapters(model_config(config), self.lora())
+        hf_config = config_object(config)
+        model = family_of(hf_config.model_type).model_config(hf_config)
+        return Description(with_adapters(model, self.lora()), hf_config)
 
 
 def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
@@ -244,16 +263,16 @@ def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
     Raises:
         CheckpointError: On every rank, if the adapter is damaged or of another model.
     """
-    source = AdapterSource(path)
-    source.model = model
-    WeightLoader(chunks, source).fill()
+    WeightLoader(chunks, model, [AdapterSource(path)]).fill()
 
 
-def describe_with_base(adapters: Source, config: Path | None, base_path: Path | None) -> None:
+def describe_with_base(
+    adapters: Source, config: Path | None, base_path: Path | None
+) -> ModelSource:
     """Open the base model of adapters, and describe both.
 
     Args:
-        adapters: Source that holds adapters only, not described yet; its ``frozen`` is set.
+        adapters: Source that holds adapters only.
         config: Config of the base model; see ``Source.describe``.
         base_path: The base model as the user gives it: a directory, an address, or a name on the hub. None: the one
             that the adapters name, if it is a directory or in the hub's cache.
@@ -266,22 +285,21 @@ def describe_with_base(adapters: Source, config: Path | None, base_path: Path | 
             folder = named_folder(str(adapters.base), "model", "base")
         else:
             folder = local_folder(base_path, "model")
-        base = HuggingFaceSource(folder)
-        base.describe(config)
+        base = ModelSource.of(HuggingFaceSource(folder), config)
     except ConfigError as error:
         raise CheckpointError(
             f"{adapters.path}: expected its base {base_path or adapters.base}, whose weights its adapters need, got "
             f"none ({error})"
         ) from None
-    adapters.describe(config or base.path)
-    own = adapters.model
-    adapters.model = replace(base.model, lora=own.lora, lora_dropout=own.lora_dropout)
-    adapters.kind, adapters.frozen, adapters.base = (
-        f"{adapters.kind} and its base",
-        base,
-        str(base.path),
+    adapted = adapters.describe(config or base.path).model
+    return ModelSource(
+        parts=(*base.parts, adapters),
+        model=replace(base.model, lora=adapted.lora, lora_dropout=adapted.lora_dropout),
+        hf_config=base.hf_config,
+        kind=f"{adapters.kind} and its base",
+        base=str(base.path),
+        companions=adapters.companions or base.companions,
     )
-    adapters.hf_config, adapters.companions = base.hf_config, adapters.companions or base.companions
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -313,9 +331,8 @@ def save_adapter(
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
                 write_weight_file(folder, WEIGHTS, tensors)
-                (folder / CONFIG).write_text(
-                    json.dumps(_adapter_config(model, base), indent=2, sort_keys=True) + "\n"
-                )
+                text = json.dumps(_adapter_config(model, base), indent=2, sort_keys=True)
+                (folder / CONFIG).write_text(f"{text}\n")
 
     call_on_all_ranks(write)
 
@@ -326,26 +343,18 @@ def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     assert lora is not None
     rules = rules_of(replace(model, lora=None))
     linears = linear_rules(rules)
-    adapted = {
-        module
-        for name, parts in lora.linears
-        for module in itertools.compress(linears[name].modules, parts)
-    }
+    adapted: set[str] = set()
+    for name, parts in lora.linears:
+        adapted.update(itertools.compress(linears[name].modules, parts))
     others = {name for rule in rules for name in rule.modules} - adapted
-    targets = set()
-    for words in (module.split(".") for module in adapted):
-        suffixes = (".".join(words[-length:]) for length in range(1, len(words)))
-        targets.add(
-            next(
-                suffix for suffix in suffixes if not any(_matches(name, suffix) for name in others)
-            )
-        )
+    targets = {_shortest_suffix(module, others) for module in adapted}
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": model.lora_dropout,
         "target_modules": sorted(targets),
         "fan_in_fan_out": any(linears[name].transposed for name, _ in lora.linears),
@@ -353,3 +362,13 @@ def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _shortest_suffix(module: str, others: Collection[str]) -> str:
+    """The shortest suffix of a module's name that matches none of ``others``."""
+    words = module.split(".")
+    for length in range(1, len(words)):
+        suffix = ".".join(words[-length:])
+        if not any(_matches(other, suffix) for other in others):
+            return suffix
+    raise AssertionError(module)

@@ -23,7 +23,6 @@ from lightning_megatron.models.config import ModelConfig
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-
 TIMEOUT = timedelta(minutes=30)
 """Of collectives in which ranks wait while another one reads or writes files."""
 _LAYER_NUMBER = re.compile(r"(.*?\blayers)\.(\d{1,9})\.(.+)")
@@ -44,18 +43,20 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         """Name with layer and expert index, for messages."""
-        name = (
-            self.name
-            if self.layer is None
-            else self.name.replace(".layers.", f".layers.{self.layer}.", 1)
-        )
-        return name if self.expert is None else name.replace(EXPERTS, f".experts.{self.expert}.", 1)
+        name = self.name
+        if self.layer is not None:
+            name = name.replace(".layers.", f".layers.{self.layer}.", 1)
+        if self.expert is not None:
+            name = name.replace(EXPERTS, f".experts.{self.expert}.", 1)
+        return name
 
 
 def parse_key(name: str) -> Key:
     """Split the layer index off a name such as ``decoder.layers.3.mlp.linear_fc1.weight``."""
     parts = _LAYER_NUMBER.fullmatch(name)
-    return Key(f"{parts[1]}.{parts[3]}", int(parts[2])) if parts else Key(name)
+    if parts is None:
+        return Key(name)
+    return Key(f"{parts[1]}.{parts[3]}", int(parts[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,8 @@ class Region:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Index of the region in the full tensor."""
-        return tuple(
-            slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True)
-        )
+        bounds = zip(self.offset, self.size, strict=True)
+        return tuple(slice(start, start + size) for start, size in bounds)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,14 +102,16 @@ def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
         chunks: This rank's model chunks, wrapped or not.
         model: Config that the chunks were built from.
     """
-    names = {
-        rule.megatron for rule in rules_of(model)
-    }  # excludes the expert bias, which the engine initializes
-    candidates = (_shard(part, model) for _, parts in sharded_parameters(chunks) for part in parts)
-    shards = [shard for shard in candidates if shard.region.key.name in names]
-    index = {
-        key: i for i, key in enumerate(sorted_keys({shard.region.key for shard in shards}, model))
-    }
+    # The rules exclude the expert bias, which the engine initializes.
+    names = {rule.megatron for rule in rules_of(model)}
+    shards = []
+    for _, parts in sharded_parameters(chunks):
+        for part in parts:
+            shard = _shard(part, model)
+            if shard.region.key.name in names:
+                shards.append(shard)
+    keys = sorted_keys({shard.region.key for shard in shards}, model)
+    index = {key: i for i, key in enumerate(keys)}
     return sorted(shards, key=lambda shard: (index[shard.region.key], shard.region.offset))
 
 
@@ -143,21 +145,26 @@ def key_of(tensor: ShardedTensor) -> Key:
     """Key of a shard; of one that covers several layers or experts, that of the first."""
     stacked = [int(index) for index in tensor.global_offset[: tensor.prepend_axis_num]]
     key = parse_key(tensor.key)
-    return Key(key.name, *(() if key.layer is None else (key.layer,)), *stacked)
+    indices = stacked if key.layer is None else [key.layer, *stacked]
+    return Key(key.name, *indices)
 
 
 def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
-    axes, key = tensor.prepend_axis_num, key_of(tensor)
+    axes = tensor.prepend_axis_num
+    key = key_of(tensor)
     shape = tuple(tensor.global_shape)[axes:]
+    if key.name in VOCABULARY:
+        shape = (model.vocab_size, *shape[1:])
     region = Region(
         key=key,
-        shape=(model.vocab_size, *shape[1:]) if key.name in VOCABULARY else shape,
+        shape=shape,
         offset=tuple(tensor.global_offset)[axes:],
         size=tuple(tensor.local_shape),
         dtype=tensor.dtype,
     )
-    replica = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id,)
-    return Shard(region=region, data=tensor.data.detach(), is_main_replica=not any(replica))
+    replica = tensor.replica_id
+    is_main_replica = not any(replica) if isinstance(replica, tuple) else not replica
+    return Shard(region=region, data=tensor.data.detach(), is_main_replica=is_main_replica)
 
 
 def host_group() -> Any:

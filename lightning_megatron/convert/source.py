@@ -1,4 +1,8 @@
-"""``Source``: a checkpoint of one format, opened by its headers, described as a model and read region by region."""
+"""Checkpoints to read: a ``Source`` is one of a format, a ``ModelSource`` also knows which model it holds.
+
+A source is opened by its headers. ``describe`` says which model its tensors are of, ``match`` finds the tensors of a
+model in it, and ``read`` reads them region by region.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +45,16 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Description(NamedTuple):
+    """Which model a checkpoint holds."""
+
+    model: ModelConfig
+    hf_config: Any
+    """Hugging Face config object of ``model``."""
+
+
 class Source(ABC):
-    """Checkpoint of one format: opened by its headers, then described as a model, matched with it and read.
+    """Checkpoint of one format.
 
     Args:
         path: Directory or file of the checkpoint; only headers are read.
@@ -56,18 +69,12 @@ class Source(ABC):
     """All tensors of the checkpoint, by their names in the format."""
     metadata: Mapping[str, Any]
     """Everything else that the checkpoint records, as plain data for ``inspect``."""
-    model: ModelConfig
-    """Config of the model; set by ``describe``."""
-    hf_config: Any
-    """Hugging Face config object of ``model``; set by ``describe``."""
     iteration: int = 0
     """Optimizer steps done when the checkpoint was written; 0 if unknown."""
     companions: Path | None = None
     """Directory with the tokenizer and generation config of the model."""
     base: str | None = None
     """Name or directory of the base model of the adapters, if known."""
-    frozen: Source | None = None
-    """Source of the base weights of a checkpoint that holds adapters only; opened by ``describe_with_base``."""
     has_base_weights: bool = True
     """Whether the checkpoint holds weights other than adapters."""
     has_adapters: bool = True
@@ -78,8 +85,8 @@ class Source(ABC):
         self.path = path
 
     @abstractmethod
-    def describe(self, config: Path | None) -> None:
-        """Set ``model`` and ``hf_config``.
+    def describe(self, config: Path | None) -> Description:
+        """Find out which model the checkpoint holds.
 
         Args:
             config: Hugging Face ``config.json``, or a directory with one; None: use what the checkpoint records.
@@ -94,11 +101,14 @@ class Source(ABC):
         return self.has_adapters if is_adapter(key.name) else self.has_base_weights
 
     @abstractmethod
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, torch.dtype]:
-        """Find the tensors of the model in the checkpoint; does not communicate.
+    def match(
+        self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
+    ) -> Mapping[Key, torch.dtype]:
+        """Find the tensors of a model in the checkpoint, for ``read``; does not communicate.
 
         Args:
-            expected: Full shapes of the model's tensors.
+            model: The model.
+            expected: Full shapes of its tensors.
 
         Returns:
             Stored dtype of each tensor found; those of a head may be absent.
@@ -113,29 +123,22 @@ class Source(ABC):
         """Values of an unpadded region; may be a view of the mapped file, so copy before keeping it."""
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """Sources that together hold all tensors of the model: the base weights first, if they are separate."""
-        return (self,) if self.frozen is None else (self.frozen, self)
-
-    @property
     def weights(self) -> dict[str, Stored]:
         """``stored`` without optimizer state."""
         return {
             name: tensor for name, tensor in self.stored.items() if ".optimizer." not in f".{name}"
         }
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the largest weight."""
-        weights = self.sources[0].weights.values()
-        return max(
-            weights, key=lambda tensor: tensor.num_bytes, default=Stored((), torch.float32)
-        ).dtype
-
-    def check(self, found: Mapping[Any, Stored], expected: Mapping[Any, tuple[int, ...]]) -> None:
+    def check(
+        self,
+        model: ModelConfig,
+        found: Mapping[Any, Stored],
+        expected: Mapping[Any, tuple[int, ...]],
+    ) -> None:
         """Compare the tensors found with those of the model.
 
         Args:
+            model: The model.
             found: Tensors of the checkpoint, by name or key; Megatron's vocabulary tensors may have padding.
             expected: Full shapes of the model's tensors, by the same names or keys.
 
@@ -143,30 +146,92 @@ class Source(ABC):
             CheckpointError: Listing all mismatches.
         """
         problems = [f"'{name}' is missing" for name in expected if name not in found]
-        for name, (shape, dtype, _) in found.items():
-            full = expected.get(name)
-            if full is None:
-                problems.append(f"'{name}' is not part of the model")
-            elif shape != full and not (
-                str(name) in VOCABULARY and shape > full and shape[1:] == full[1:]
-            ):
-                problems.append(f"'{name}' has the shape {list(shape)}, not {list(full)}")
-            elif dtype not in _FLOATS:
-                problems.append(
-                    f"'{name}' is {str(dtype).removeprefix('torch.')}, not float32, float16 or bfloat16"
-                )
-        self.raise_mismatches(problems)
+        for name, stored in found.items():
+            if name in expected:
+                problem = _mismatch(str(name), stored, expected[name])
+            else:
+                problem = "is not part of the model"
+            if problem:
+                problems.append(f"'{name}' {problem}")
+        self.raise_mismatches(model, problems)
 
-    def raise_mismatches(self, problems: Sequence[str]) -> None:
+    def raise_mismatches(self, model: ModelConfig, problems: Sequence[str]) -> None:
         """Raise if ``problems`` is not empty.
 
         Raises:
             CheckpointError: Listing the first ``_MAX_NAMED`` problems.
         """
-        if problems:
-            more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
-            raise CheckpointError(
-                f"the weights in {self.path} are not those of this {self.model.family} model ({self.model.task}), "
-                f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {'; '.join(problems[:_MAX_NAMED])}{more}"
-                ". Use the config that belongs to the weights, and all of their files, unquantized"
-            )
+        if not problems:
+            return
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        listed = "; ".join(problems[:_MAX_NAMED])
+        if len(problems) > _MAX_NAMED:
+            listed += f"; and {len(problems) - _MAX_NAMED} more"
+        raise CheckpointError(
+            f"the weights in {self.path} are not those of this {model.family} model ({model.task}), {count}: {listed}. "
+            "Use the config that belongs to the weights, and all of their files, unquantized"
+        )
+
+
+def _mismatch(name: str, stored: Stored, expected: tuple[int, ...]) -> str | None:
+    """What is wrong with a stored tensor of the model; None if nothing is."""
+    shape = stored.shape
+    is_padded = name in VOCABULARY and shape > expected and shape[1:] == expected[1:]
+    if shape != expected and not is_padded:
+        return f"has the shape {list(shape)}, not {list(expected)}"
+    if stored.dtype not in _FLOATS:
+        dtype = str(stored.dtype).removeprefix("torch.")
+        return f"is {dtype}, not float32, float16 or bfloat16"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A checkpoint and the model that it holds."""
+
+    parts: tuple[Source, ...]
+    """Sources that together hold all tensors of the model: the base weights first, if they are separate."""
+    model: ModelConfig
+    hf_config: Any
+    """Hugging Face config object of ``model``."""
+    kind: str
+    """Name of the format, for messages."""
+    base: str | None
+    """Name or directory of the base model of the adapters, if known."""
+    companions: Path | None
+    """Directory with the tokenizer and generation config of the model."""
+
+    @classmethod
+    def of(cls, source: Source, config: Path | None) -> ModelSource:
+        """Describe a source that holds all tensors of its model; for ``config`` see ``Source.describe``.
+
+        Raises:
+            CheckpointError: See ``Source.describe``.
+            ConfigError: Likewise.
+        """
+        description = source.describe(config)
+        return cls(
+            parts=(source,),
+            model=description.model,
+            hf_config=description.hf_config,
+            kind=source.kind,
+            base=source.base,
+            companions=source.companions,
+        )
+
+    @property
+    def path(self) -> Path:
+        """Directory or file of the checkpoint."""
+        return self.parts[-1].path
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps done when the checkpoint was written; 0 if unknown."""
+        return self.parts[-1].iteration
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the largest weight."""
+        weights = self.parts[0].weights.values()
+        nothing = Stored((), torch.float32)
+        return max(weights, key=lambda tensor: tensor.num_bytes, default=nothing).dtype

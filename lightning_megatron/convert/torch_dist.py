@@ -41,9 +41,9 @@ from lightning_megatron.convert.inferred_model import describe_model
 from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
 from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
 from lightning_megatron.convert.shards import EXPERTS, Key, Region, parse_key
-from lightning_megatron.convert.source import NO_WEIGHTS, Source, Stored
+from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source, Stored
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import variant_of
+from lightning_megatron.models.config import ModelConfig, variant_of
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.storage.paths import file_sizes
 
@@ -71,10 +71,9 @@ def _common_state(path: Path) -> Any:
         if index.fqn == "common_state/shard_0_1":
             with (path / entry.relative_path).open("rb") as file:
                 file.seek(entry.offset)
-                (common,) = read_pickle(
-                    io.BytesIO(file.read(entry.length)), name=f"{path}: common_state"
-                )
-                return common
+                content = io.BytesIO(file.read(entry.length))
+            (common,) = read_pickle(content, name=f"{path}: common_state")
+            return common
     return {}
 
 
@@ -93,23 +92,20 @@ class DistributedSource(Source):
         """
         super().__init__(path)
         check_backends(path)
-        table, sizes = read_table(path), file_sizes(path)
+        table = read_table(path)
+        sizes = file_sizes(path)
         try:
-            ends = [
-                (entry.relative_path, entry.offset + entry.length)
-                for entry in table.storage_data.values()
-            ]
+            entries = table.storage_data.values()
+            ends = [(entry.relative_path, entry.offset + entry.length) for entry in entries]
             truncated = [(name, end) for name, end in ends if sizes.get(name, -1) < end]
-            lengths = sum(entry.length for entry in table.storage_data.values())
-            self.stored = {
-                str(name): Stored(
-                    tuple(map(operator.index, entry.size)), entry.properties.dtype, entry
-                )
-                for name, entry in table.state_dict_metadata.items()
-                if isinstance(
-                    entry, TensorStorageMetadata
-                )  # else bytes: objects that are not sharded
-            }
+            lengths = sum(entry.length for entry in entries)
+            stored = {}
+            for name, entry in table.state_dict_metadata.items():
+                # Others are bytes: objects that are not sharded.
+                if isinstance(entry, TensorStorageMetadata):
+                    shape = tuple(map(operator.index, entry.size))
+                    stored[str(name)] = Stored(shape, entry.properties.dtype, entry)
+            self.stored = stored
         except _FORMAT_ERRORS as error:
             raise CheckpointError(
                 f"checkpoint {path} has damaged metadata ({error!r}); use another"
@@ -121,17 +117,15 @@ class DistributedSource(Source):
                 "use another"
             )
         # Every layer of a stack gets a key of its own; an empty axis must not hide a huge one.
-        if (
-            sum(math.prod(max(1, size) for size in tensor.shape) for tensor in self.stored.values())
-            > lengths
-        ):
+        shapes = [tensor.shape for tensor in stored.values()]
+        if sum(math.prod(max(1, size) for size in shape) for shape in shapes) > lengths:
             raise CheckpointError(
                 f"checkpoint {path} has tensors larger than its {lengths:,} bytes; use another"
             )
-        folders = (path / COMPANIONS, path)
-        self.companions = next(
-            (folder for folder in folders if folder.is_dir() and companion_files(folder)), None
-        )
+        for folder in (path / COMPANIONS, path):
+            if folder.is_dir() and companion_files(folder):
+                self.companions = folder
+                break
         self._found: dict[Key, Stored] = {}
         self._reader = table_reader(path, table)
 
@@ -149,34 +143,39 @@ class DistributedSource(Source):
         for entry, stored in self.weights.items():
             if NO_WEIGHTS.search(entry):
                 continue
-            key = parse_key(_WRAPPERS.sub("", entry))
-            name, layer = key.name, () if key.layer is None else (key.layer,)
-            for unfused, fused in () if name in known else _UNFUSED_NORMS:
-                name = name.replace(unfused, fused)
-            axes = (".layers." in name and not layer) + (EXPERTS in name)
+            name, layer, _ = parse_key(_WRAPPERS.sub("", entry))
+            if name not in known:
+                for unfused, fused in _UNFUSED_NORMS:
+                    name = name.replace(unfused, fused)
+            is_stacked = ".layers." in name and layer is None
+            axes = int(is_stacked) + int(EXPERTS in name)
+            shape = stored.shape[axes:]
             for index in itertools.product(*map(range, stored.shape[:axes])):
-                self._found[Key(name, *layer, *index)] = Stored(
-                    stored.shape[axes:], stored.dtype, (entry, index)
-                )
+                indices = index if layer is None else (layer, *index)
+                self._found[Key(name, *indices)] = Stored(shape, stored.dtype, (entry, index))
         return self._found
 
-    def match(self, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.dtype]:
+    def match(
+        self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
+    ) -> dict[Key, torch.dtype]:
         """See ``Source``."""
         self._found.clear()
         found = self.find({key.name for key in expected})
-        self.check(found, expected)
+        self.check(model, found, expected)
         return {key: tensor.dtype for key, tensor in found.items()}
 
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
         name, index = self._found[region.key].location
-        one = (1,) * len(index)
+        one_each = (1,) * len(index)
         box = ChunkStorageMetadata(
-            offsets=torch.Size((*index, *region.offset)), sizes=torch.Size((*one, *region.size))
+            offsets=torch.Size((*index, *region.offset)),
+            sizes=torch.Size((*one_each, *region.size)),
         )
-        target = torch.empty(box.sizes, dtype=self.stored[name].dtype)
+        stored = self.stored[name]
+        target = torch.empty(box.sizes, dtype=stored.dtype)
         try:
-            items = create_read_items_for_chunk_list(name, self.stored[name].location, [box])
+            items = create_read_items_for_chunk_list(name, stored.location, [box])
             if sum(math.prod(item.lengths) for item in items) != target.numel():
                 raise ValueError("some of its values are in no file")
             self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
@@ -198,33 +197,30 @@ class StrategySource(DistributedSource):
         """Also read the metadata that the run saved; see ``DistributedSource``."""
         check_complete(path)
         super().__init__(path)
-        self._meta = meta = load_meta(path)
+        meta = load_meta(path)
+        self._meta = meta
         lightning = meta["lightning"]
-        self.base, self.has_base_weights = meta.get("base"), meta.get("part") != "adapters"
+        self.base = meta.get("base")
+        self.has_base_weights = meta.get("part") != "adapters"
         self.iteration = int(lightning.get("global_step", 0))
-        modules = ((name, state) for name, state in lightning.items() if isinstance(state, Mapping))
         self.metadata = {
             "format_version": meta["format_version"],
-            "model": {
-                name: value
-                for name, value in meta["model_description"].items()
-                if value is not None
-            },
+            "model": _without_none(meta["model_description"]),
             "base": self.base,
-            "layout": {name: size for name, size in meta["layout"].items() if size is not None},
+            "layout": _without_none(meta["layout"]),
             "optimizer": meta["optimizer_format"],
             "global_step": lightning.get("global_step"),
             "epoch": lightning.get("epoch"),
             # Position of each data module: the state that it saved under its name.
             "data": {
                 name: state["train"]
-                for name, state in modules
-                if {"train", "train_order"} <= state.keys()
+                for name, state in lightning.items()
+                if isinstance(state, Mapping) and {"train", "train_order"} <= state.keys()
             },
             "lightning": lightning.get("pytorch-lightning_version"),
         }
 
-    def describe(self, config: Path | None) -> None:
+    def describe(self, config: Path | None) -> Description:
         """See ``Source``; first verifies the checksums of all files, once."""
         verify_checksums(self.path)
         fields: Any = self._meta.get("hugging_face_config")
@@ -234,22 +230,28 @@ class StrategySource(DistributedSource):
                 f"checkpoint {self.path} has no Hugging Face config of its model (none is saved with a model_provider)"
                 "; if a Hugging Face model computes the same, give its config.json with --config"
             )
-        self.hf_config = (
-            config_object(config) if config else stored_config(fields, f"checkpoint {self.path}")
-        )
-        model = family_of(self.hf_config.model_type).model_config(
-            self.hf_config, stored.get("task")
-        )
+        if config is not None:
+            hf_config = config_object(config)
+        else:
+            hf_config = stored_config(fields, f"checkpoint {self.path}")
+        model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
         model = replace(model, **{name: stored[name] for name in _RUN_FIELDS if name in stored})
-        self.model = variant_of(model, stored)
-        if differing := differences(stored, described := self.model.to_dict()):
-            pairs = ", ".join(
-                f"{name}={stored[name]} (the config says {described[name]})" for name in differing
-            )
+        model = variant_of(model, stored)
+        described = model.to_dict()
+        pairs = [
+            f"{name}={stored[name]} (the config says {described[name]})"
+            for name in differences(stored, described)
+        ]
+        if pairs:
             raise CheckpointError(
-                f"checkpoint {self.path} is not of the model that its Hugging Face config describes: {pairs}; give the "
-                "right one with --config (no config describes models trained with a model_provider)"
+                f"checkpoint {self.path} is not of the model that its Hugging Face config describes: {', '.join(pairs)}"
+                "; give the right one with --config (no config describes models trained with a model_provider)"
             )
+        return Description(model, hf_config)
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class CoreSource(DistributedSource):
@@ -264,18 +266,24 @@ class CoreSource(DistributedSource):
                 f"checkpoint {path} lacks its file {META}: it is damaged; use another"
             )
         super().__init__(path)
-        common = read_pickle(path / COMMON) if (path / COMMON).is_file() else _common_state(path)
+        if (path / COMMON).is_file():
+            common = read_pickle(path / COMMON)
+        else:
+            common = _common_state(path)
         if not isinstance(common, Mapping):
             raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
         self._arguments = arguments_of(common)
-        self.iteration = common["iteration"] if type(common.get("iteration")) is int else 0
+        if type(common.get("iteration")) is int:
+            self.iteration = common["iteration"]
         self.metadata = metadata_of(common)
 
-    def describe(self, config: Path | None) -> None:
+    def describe(self, config: Path | None) -> Description:
         """See ``Source``."""
         shapes = {key: tensor.shape for key, tensor in self.find().items()}
-        tp = size if type(size := self._arguments.get("tensor_model_parallel_size")) is int else 1
-        self.model, self.hf_config = describe_model(self._arguments, shapes, tp, config, self.path)
+        tp = self._arguments.get("tensor_model_parallel_size")
+        if type(tp) is not int:
+            tp = 1
+        return describe_model(self._arguments, shapes, tp, config, self.path)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -41,7 +41,8 @@ class WeightFiles:
 
     def __init__(self, tensors: Mapping[str, Stored]) -> None:
         self.tensors = tensors
-        self._opened: tuple[Path, Any] | None = None
+        self._file: Path | None = None
+        self._opened: Any = None
         self._mapped = 0
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
@@ -55,16 +56,20 @@ class WeightFiles:
             return stored.location[box]
         from safetensors import safe_open
 
-        with _damage_as_errors(file := stored.location):
-            if self._opened is None or self._opened[0] != file or self._mapped > _MAX_MAPPED_BYTES:
-                self._opened, self._mapped = (file, safe_open(file, framework="pt")), 0
+        file: Path = stored.location
+        with _damage_as_errors(file):
+            if self._file != file or self._mapped > _MAX_MAPPED_BYTES:
+                self._opened = safe_open(file, framework="pt")
+                self._file = file
+                self._mapped = 0
             self._mapped += stored.num_bytes
-            part: torch.Tensor = self._opened[1].get_slice(name)[box]
+            part: torch.Tensor = self._opened.get_slice(name)[box]
             return part
 
     def are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same shape and values."""
-        return torch.equal(self.read(one, (slice(None),)), self.read(other, (slice(None),)))
+        whole = (slice(None),)
+        return torch.equal(self.read(one, whole), self.read(other, whole))
 
 
 def has_weights(directory: Path) -> bool:
@@ -86,12 +91,16 @@ def open_weights(directory: str | Path) -> WeightFiles:
     """
     directory = Path(directory)
     for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _read_pickled), strict=True):
-        is_single = (directory / single).is_file()
-        if is_single or (directory / index).is_file():
-            files = [directory / single] if is_single else _indexed_files(directory / index)
-            return WeightFiles(
-                {name: tensor for file in files for name, tensor in read(file).items()}
-            )
+        if (directory / single).is_file():
+            files = [directory / single]
+        elif (directory / index).is_file():
+            files = _indexed_files(directory / index)
+        else:
+            continue
+        tensors: dict[str, Stored] = {}
+        for file in files:
+            tensors |= read(file)
+        return WeightFiles(tensors)
     raise CheckpointError(
         f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "
         "save_pretrained, or train from random weights with pretrained=False"
@@ -102,21 +111,18 @@ def _indexed_files(index: Path) -> list[Path]:
     """Files named by an index; raises unless all exist and are in the directory of the index."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = [
-            f"{name!r} is in {file!r}"
-            for name, file in names.items()
-            if not re.fullmatch(r"\w[\w.-]*", file)
-        ]
-        if outside or not names:
-            raise ValueError(
-                f"{outside[0]}, which is outside its directory" if outside else "it names none"
-            )
+        if not names:
+            raise ValueError("it names none")
+        for name, file in names.items():
+            if not re.fullmatch(r"\w[\w.-]*", file):
+                raise ValueError(f"{name!r} is in {file!r}, which is outside its directory")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is not an index of weight files ({error!r}); fetch it again"
         ) from None
     files = [index.parent / file for file in sorted(set(names.values()))]
-    if missing := ", ".join(file.name for file in files if not file.is_file()):
+    missing = ", ".join(file.name for file in files if not file.is_file())
+    if missing:
         raise CheckpointError(f"{index} names files that are missing: {missing}; fetch them again")
     return files
 
@@ -143,30 +149,29 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     from safetensors.torch import _TYPES
 
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
-        headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        if unknown := next(
-            (name for name, each in headers.items() if each.get_dtype() not in _TYPES), None
-        ):
-            raise CheckpointError(
-                f"weights file {file} has {unknown!r} as {headers[unknown].get_dtype()}; unpack it"
-            )
-        return {
-            name: Stored(tuple(each.get_shape()), _TYPES[each.get_dtype()], file)
-            for name, each in headers.items()
-        }
+        tensors = {}
+        for name in opened.keys():  # noqa: SIM118 (no mapping)
+            header = opened.get_slice(name)
+            dtype = header.get_dtype()
+            if dtype not in _TYPES:
+                raise CheckpointError(f"weights file {file} has {name!r} as {dtype}; unpack it")
+            tensors[name] = Stored(tuple(header.get_shape()), _TYPES[dtype], file)
+        return tensors
 
 
 def _read_pickled(file: Path) -> dict[str, Stored]:
     state = read_pickle(file)
-    if not isinstance(state, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
-    ):
-        raise CheckpointError(
-            f"weights file {file} is not a dict of tensors; save model.state_dict()"
-        )
-    return {
-        name: Stored(tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in state.items()
-    }
+    error = CheckpointError(
+        f"weights file {file} is not a dict of tensors; save model.state_dict()"
+    )
+    if not isinstance(state, Mapping):
+        raise error
+    tensors = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise error
+        tensors[name] = Stored(tuple(tensor.shape), tensor.dtype, tensor)
+    return tensors
 
 
 def write_weight_file(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,15 @@ from lightning_megatron.convert.shards import (
 )
 from lightning_megatron.convert.source import Stored
 from lightning_megatron.models.config import ModelConfig
+
+
+class _Part(NamedTuple):
+    """A shard of a tensor, and where it is."""
+
+    rank: int
+    number: int
+    """Among the shards of its rank."""
+    region: Region
 
 
 class WeightGatherer:
@@ -42,19 +51,22 @@ class WeightGatherer:
         self._group = host_group()
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         self._shards = [
-            s for s in shards_of(chunks, model) if s.is_main_replica and include(s.region.key)
+            shard
+            for shard in shards_of(chunks, model)
+            if shard.is_main_replica and include(shard.region.key)
         ]
-        found: dict[Key, dict[tuple[int, ...], tuple[int, int, Region]]] = {}
+        found: dict[Key, dict[tuple[int, ...], _Part]] = {}
         for rank, regions in enumerate(all_gather([shard.region for shard in self._shards])):
             for index, region in enumerate(regions):
-                found.setdefault(region.key, {}).setdefault(region.offset, (rank, index, region))
+                parts = found.setdefault(region.key, {})
+                parts.setdefault(region.offset, _Part(rank, index, region))
         self._parts = {key: list(found[key].values()) for key in sorted_keys(found, model)}
 
     def contents(self) -> dict[str, Stored]:
         """Shape and dtype of each Hugging Face tensor, in the order of ``tensors``."""
         contents: dict[str, Stored] = {}
         for key, parts in self._parts.items():
-            region = parts[0][2]
+            region = parts[0].region
             tensors = self._rules[key.name].tensors(region.shape, key.layer, key.expert)
             contents |= {name: Stored(shape, region.dtype) for name, shape in tensors.items()}
         return contents
@@ -65,38 +77,45 @@ class WeightGatherer:
         A tensor may share memory with a parameter.
         """
         for key in self._parts:
-            rule, tensor = self._rules[key.name], self._gather(key)
-            names = rule.names(*key[1:])
+            rule = self._rules[key.name]
+            tensor = self._gather(key)
+            names = rule.names(key.layer, key.expert)
             if tensor is None:
                 yield from ((name, None) for name in names if name)
                 continue
             rows = tensor if rule.order is None else tensor[torch.argsort(rule.order)]
             for name, part in zip(names, rows.split(rule.rows or len(rows)), strict=True):
                 if name:
-                    yield name, (part.t() if rule.transposed else part).contiguous()
+                    values = part.t() if rule.transposed else part
+                    yield name, values.contiguous()
 
     def _gather(self, key: Key) -> torch.Tensor | None:
         """Gather one of Megatron's tensors, without padding, to rank 0; None on other ranks."""
-        parts, shape = self._parts[key], self._parts[key][0][2].shape
+        parts = self._parts[key]
         if dist.get_rank() != 0:
-            for rank, index, _ in parts:
-                if rank == dist.get_rank():
-                    # As bytes, since gloo does not send every dtype.
-                    data = self._shards[index].data.cpu().contiguous().view(-1).view(torch.uint8)
-                    dist.send(data, 0, group=self._group)
+            for part in parts:
+                if part.rank == dist.get_rank():
+                    self._send(part)
             return None
+        first = parts[0].region
         if len(parts) == 1:
-            return self._receive(*parts[0])[: shape[0]]
-        tensor = torch.empty(shape, dtype=parts[0][2].dtype)
-        for rank, index, region in parts:
-            tensor[region.unpadded.slices] = self._receive(rank, index, region)[
-                : region.unpadded.size[0]
-            ]
+            return self._receive(parts[0])[: first.shape[0]]
+        tensor = torch.empty(first.shape, dtype=first.dtype)
+        for part in parts:
+            region = part.region.unpadded
+            tensor[region.slices] = self._receive(part)[: region.size[0]]
         return tensor
 
-    def _receive(self, rank: int, index: int, region: Region) -> torch.Tensor:
-        if rank == 0:
-            return self._shards[index].data.cpu()
-        buffer = torch.empty(math.prod(region.size) * region.dtype.itemsize, dtype=torch.uint8)
-        dist.recv(buffer, rank, group=self._group)
+    def _send(self, part: _Part) -> None:
+        # As bytes, since gloo does not send every dtype.
+        data = self._shards[part.number].data.cpu().contiguous().view(-1).view(torch.uint8)
+        dist.send(data, 0, group=self._group)
+
+    def _receive(self, part: _Part) -> torch.Tensor:
+        if part.rank == 0:
+            return self._shards[part.number].data.cpu()
+        region = part.region
+        num_bytes = math.prod(region.size) * region.dtype.itemsize
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        dist.recv(buffer, part.rank, group=self._group)
         return buffer.view(region.dtype).view(region.size)

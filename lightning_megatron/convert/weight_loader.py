@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,42 +18,46 @@ from lightning_megatron.convert.shards import (
 )
 from lightning_megatron.convert.source import Source
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
 
 
 class WeightLoader:
     """Load weights from a checkpoint into a live model. Constructor and methods are collective over the world.
 
     Args:
-        chunks: This rank's model chunks, built from ``source.model``.
-        source: A checkpoint of any format, opened on every rank.
+        chunks: This rank's model chunks.
+        model: Config that the chunks were built from.
+        sources: Checkpoints of any format that together hold the model's tensors, opened on every rank.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or is not of this model.
     """
 
-    def __init__(self, chunks: Iterable[Any], source: Source) -> None:
-        from lightning_megatron.engine.collectives import (
-            call_on_all_ranks,
-        )  # the engine's import takes seconds
+    def __init__(
+        self, chunks: Iterable[Any], model: ModelConfig, sources: Sequence[Source]
+    ) -> None:
+        # The engine's import takes seconds.
+        from lightning_megatron.engine.collectives import call_on_all_ranks
 
-        self._chunks, self._model = list(chunks), source.model
+        self._chunks = list(chunks)
+        self._model = model
         shapes: dict[Key, tuple[int, ...]] = {}
-        for part in all_gather(
-            {s.region.key: s.region.shape for s in shards_of(self._chunks, source.model)}
-        ):
+        regions = [shard.region for shard in shards_of(self._chunks, model)]
+        for part in all_gather({region.key: region.shape for region in regions}):
             shapes |= part
-        keys = sorted_keys(shapes, source.model)
+        keys = sorted_keys(shapes, model)
 
         def match() -> dict[Key, tuple[Source, torch.dtype]]:
-            matches = (
-                (part, part.match({k: shapes[k] for k in keys if part.holds(k)}))
-                for part in source.sources
-            )
-            return {key: (part, dtype) for part, dtypes in matches for key, dtype in dtypes.items()}
+            found: dict[Key, tuple[Source, torch.dtype]] = {}
+            for source in sources:
+                expected = {key: shapes[key] for key in keys if source.holds(key)}
+                for key, dtype in source.match(model, expected).items():
+                    found[key] = source, dtype
+            return found
 
         self._found = call_on_all_ranks(match)  # the first rank compares tied tensors
         self.missing = frozenset(shapes) - frozenset(self._found)
-        """Tensors of the model that ``source`` lacks (those of a head, or adapters); ``fill`` leaves them unchanged."""
+        """Tensors of the model that no source has (those of a head, or adapters); ``fill`` leaves them unchanged."""
 
     @torch.no_grad()
     def fill(self, *, as_stored: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -81,11 +85,11 @@ class WeightLoader:
             def fill_all() -> None:
                 for shard in shards:
                     region = shard.region.unpadded
-                    values, target = (
-                        self._found[region.key][0].read(region),
-                        shard.data[: region.size[0]],
-                    )
-                    shard.data[region.size[0] :] = 0
+                    source, _ = self._found[region.key]
+                    values = source.read(region)
+                    num_rows = region.size[0]
+                    target = shard.data[:num_rows]
+                    shard.data[num_rows:] = 0
                     target.copy_(values)
                     if dtype is not None:
                         check_overflow(region.key, values, target)
@@ -102,8 +106,11 @@ class WeightLoader:
 def check_overflow(name: object, values: torch.Tensor, rounded: torch.Tensor) -> None:
     """Raise if a finite value of ``values`` is infinite in ``rounded``."""
     # Counting costs several times as much as rounding, and hardly any weight has infinite values.
-    if rounded.isinf().any() and rounded.isinf().sum() > values.isinf().sum():
-        raise CheckpointError(
-            f"{name}: expected values up to {torch.finfo(rounded.dtype).max:.4g} ({str(rounded.dtype)[6:]}), got "
-            f"{values[values.isfinite()].abs().max().item():.4g}; keep the dtype, or use bf16 or fp32"
-        )
+    if not rounded.isinf().any() or rounded.isinf().sum() <= values.isinf().sum():
+        return
+    dtype = str(rounded.dtype).removeprefix("torch.")
+    limit = torch.finfo(rounded.dtype).max
+    largest = values[values.isfinite()].abs().max().item()
+    raise CheckpointError(
+        f"{name}: expected values up to {limit:.4g} ({dtype}), got {largest:.4g}; keep the dtype, or use bf16 or fp32"
+    )

@@ -8,7 +8,7 @@ import torch
 from lightning_megatron.convert.convert import build_on_cpu, live_engine
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.shards import Key, shards_of
-from lightning_megatron.convert.source import Source
+from lightning_megatron.convert.source import ModelSource
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.engine.parallel import ParallelConfig
 
@@ -17,7 +17,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 class Weights:
     """An opened checkpoint and its tensors."""
 
-    source: Source
+    source: ModelSource
     tensors: dict[Key, torch.Tensor]
     """In their stored dtypes, without vocabulary padding."""
 
@@ -27,7 +27,7 @@ def weights_of(path: Path, config: Path | None = None) -> Weights:
     source = open_source(path, config)
     with live_engine(ParallelConfig()):
         chunks = build_on_cpu(source.model, ParallelConfig())
-        loading = WeightLoader(chunks, source)
+        loading = WeightLoader(chunks, source.model, source.parts)
         loading.fill(as_stored=True)
         parts: dict[Key, list[torch.Tensor]] = {}
         for shard in shards_of(chunks, source.model):
