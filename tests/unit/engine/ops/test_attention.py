@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_megatron.engine.ops import attention
+from lightning_megatron.engine.ops import attention, split_k
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
 from lightning_megatron.errors import ConfigError
@@ -429,12 +429,12 @@ def test_split_k_attention_is_exact_without_host_synchronization(
     scores = torch.zeros(rows, 1, 1, length)
     scores[0, ..., 300:] = scores[-1, ..., :140] = MASKED_SCORE  # complete splits
     inputs = [x.to("cuda", dtype) for x in (q, k, v, scores)]
-    splits = attention.num_key_splits(inputs[0], inputs[1])
-    assert splits == length // attention.SPLIT_SIZE
-    attention.attend_split_k(*inputs, splits, 0.3)  # compiles
+    splits = split_k.num_key_splits(inputs[0], inputs[1])
+    assert splits == length // split_k.SPLIT_SIZE
+    split_k.attend_split_k(*inputs, splits, 0.3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = attention.attend_split_k(*inputs, splits, 0.3)
+        actual = split_k.attend_split_k(*inputs, splits, 0.3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q, k, v, scores = (x.double().cpu() for x in inputs)
