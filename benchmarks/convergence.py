@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.cases import CASES, Case, case_named, changed
 from benchmarks.measurement import is_first_rank
 from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy
-from lightning_megatron.engine.ops import fp8
+from lightning_megatron.engine.ops import fp8 as fp8_op
+from lightning_megatron.engine.settings import Recipe
 
 TEXT_FOLDERS = [Path(sysconfig.get_path("purelib")), Path("/usr/share/doc")]
 SUFFIXES = (".py", ".rst", ".md", ".txt")
@@ -39,7 +40,7 @@ _WINDOW = 50
 class Way(NamedTuple):
     """Options of a training run."""
 
-    fp8: fp8.Recipe | None = None
+    fp8: Recipe | None = None
     fast_backward: bool = True
     seed: int = 1
 
@@ -110,7 +111,7 @@ def tokenize(texts: Sequence[str], vocab_size: int) -> np.ndarray[Any, Any]:
 
 def run(case: Case, way: Way, tokens: np.ndarray[Any, Any], steps: int, lr: float) -> list[float]:
     """Train, and return the loss of each step."""
-    fp8.FAST_BACKWARD = way.fast_backward
+    fp8_op.FAST_BACKWARD = way.fast_backward
     pl.seed_everything(way.seed, verbose=False)
     module = MegatronModule(
         model=dict(case.model),

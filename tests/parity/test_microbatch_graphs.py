@@ -25,7 +25,7 @@ class _FakeGraph:
 
 def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
     from lightning_megatron.engine import microbatch_graph
-    from lightning_megatron.models import transformer_config
+    from lightning_megatron.models import checks
 
     graphs_made: list[_FakeGraph] = []
 
@@ -34,7 +34,7 @@ def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
         return graphs_made[-1]
 
     microbatch_graph._capture = record  # type: ignore[assignment]
-    transformer_config._check_graphs = lambda settings: None
+    checks._check_graphs = lambda settings: None
     return train(case), [each.replays for each in graphs_made]
 
 
