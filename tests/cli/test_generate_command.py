@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.generate import TextWriter, _default_precision
+from lightning_megatron.cli.generate import TextWriter, _default_precision, _lack_of_memory_as_error
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from tests.cli.command import run_cli
 
@@ -242,3 +243,19 @@ def test_checkpoint_without_config_needs_the_config_option(
     assert _generate(
         *common, "--prompt", *PROMPTS, "--config", checkpoints / "hf/config.json"
     ) == _hf_completions(checkpoints / "hf", max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lack"),
+    [
+        (MemoryError("no room"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("shapes differ"), False),
+    ],
+)
+def test_too_little_memory_names_the_options_to_lower(error: Exception, is_lack: bool) -> None:
+    expected = ConfigError if is_lack else type(error)
+    with pytest.raises(expected) as caught, _lack_of_memory_as_error():
+        raise error
+    assert str(error) in str(caught.value)
+    assert ("lower --batch-size, --num-beams" in str(caught.value)) == is_lack

@@ -54,6 +54,28 @@ def test_ranks_connect_after_restarts_with_other_world_sizes() -> None:
         assert run_ranks(_sum_of_ranks, world_size, agent.port, last) == [expected] * world_size
 
 
+def _wait_for_another_rank() -> str:
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    from lightning_megatron.errors import ConfigError
+    from lightning_megatron.run.launch import connect_ranks
+
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
+    limit = timedelta(seconds=2)
+    try:
+        connect_ranks(TorchElasticEnvironment(), 1, torch.device("cpu"), limit, limit)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come_names_the_option_that_limits_the_wait() -> None:
+    (message,) = run_ranks(_wait_for_another_rank, 1)
+    assert "expected 2 (num_nodes=1) within 0:00:02, got" in message
+    assert "raise MegatronStrategy(timeout=...)" in message
+    assert "MASTER_ADDR" not in message
+
+
 _SUPERVISED = """
 import sys
 from lightning_megatron.run.restarts import supervise

@@ -1,6 +1,8 @@
 """Generation options, requests refused before decoding, token sampling, special tokens and stop strings."""
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,21 @@ def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> N
         stop_strings(["x"], str(tmp_path), 2)
     with pytest.raises(ConfigError, match="stop_strings: expected a tokenizer .* got 3"):
         stop_strings(["a"], 3, 2)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "count"), [(13, 0), (14, 1)])
+def test_rows_beyond_the_trained_rotary_positions_are_reported(
+    max_new_tokens: int, count: int
+) -> None:
+    import lightning.pytorch  # noqa: F401  (sets the rank of rank_zero_warn)
+
+    model = replace(model_of("llama"), max_position_embeddings=16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build_request({"input_ids": _ids([1, 2, 3])}, {"max_new_tokens": max_new_tokens}, model)
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == count
+    for message in messages:
+        assert "a prompt of 3 tokens and max_new_tokens=14 go beyond" in message
+        assert "max_position_embeddings=16" in message
+        assert "use max_new_tokens of at most 13" in message
