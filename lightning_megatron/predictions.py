@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -22,7 +22,14 @@ from lightning_megatron.errors import ConfigError
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_megatron.strategy import MegatronStrategy
+    from lightning_megatron.engine.groups import Topology
+
+
+class _HasTopology(Protocol):
+    """A strategy with Megatron's process groups."""
+
+    @property
+    def topology(self) -> Topology: ...
 
 
 def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -> list[Any]:
@@ -70,7 +77,7 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
     return _gather(loaders[0], predictions, strategy)
 
 
-def _gather(loader: Any, predictions: Sequence[Any], strategy: MegatronStrategy) -> list[Any]:
+def _gather(loader: Any, predictions: Sequence[Any], strategy: _HasTopology) -> list[Any]:
     """All-gather the predictions of one loader, in dataset order. Collective over the world."""
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(
@@ -160,11 +167,9 @@ def predict_size_error(error: AssertionError) -> ConfigError | None:
     sees the loader. None for any other error.
     """
     file = traceback.extract_tb(error.__traceback__)[-1].filename
-    return (
-        ConfigError(_TOO_FEW_SAMPLES)
-        if file == inspect.getfile(UnrepeatedDistributedSampler)
-        else None
-    )
+    if file != inspect.getfile(UnrepeatedDistributedSampler):
+        return None
+    return ConfigError(_TOO_FEW_SAMPLES)
 
 
 _TOO_FEW_SAMPLES = (

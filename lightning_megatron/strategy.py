@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import inspect
 import math
 import os
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -22,7 +17,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -30,7 +24,6 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.load import LoadFrom, read_weights
 from lightning_megatron.checkpoint.save import write_weights
-from lightning_megatron.checkpoint.schema import restore_error
 from lightning_megatron.checkpoint.state import EXPERT_BIAS, RunState
 from lightning_megatron.data.broadcast import broadcast_batch
 from lightning_megatron.data.evaluation_loader import EvaluationLoader
@@ -71,9 +64,10 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.foreign_names import explains_options
 from lightning_megatron.precision import MegatronPrecision
-from lightning_megatron.predictions import check_predict_size, predict_size_error
+from lightning_megatron.predictions import check_predict_size
+from lightning_megatron.run.check import check_trainer, check_world_size
 from lightning_megatron.run.checkpointing import Checkpointing
-from lightning_megatron.run.failures import FailureReport, is_lost_connection, report_as
+from lightning_megatron.run.failures import FailureReport
 from lightning_megatron.run.heartbeat import Heartbeat, Watch
 from lightning_megatron.run.hooks import (
     EngineLoss,
@@ -83,16 +77,10 @@ from lightning_megatron.run.hooks import (
     has_own_training_step,
     overrides_clipping,
 )
-from lightning_megatron.run.launch import (
-    check_loaders,
-    check_trainer,
-    check_world_size,
-    connect_ranks,
-    die_with_launcher,
-    elastic_layout,
-)
+from lightning_megatron.run.launch import ScriptLauncher
 from lightning_megatron.run.nonfinite import check_weights
-from lightning_megatron.run.restarts import LAUNCHER
+from lightning_megatron.run.ranks import die_with_launcher, elastic_layout
+from lightning_megatron.run.rendezvous import connect_ranks
 from lightning_megatron.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -103,9 +91,6 @@ if TYPE_CHECKING:
     from lightning_megatron.steps.base import TrainStep
 
 T = TypeVar("T")
-
-_REAP_SECONDS = 0.2
-"""Seconds until a killed process, whose connections close at once, can be waited for."""
 
 
 @explains_options
@@ -376,7 +361,9 @@ class MegatronStrategy(DDPStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        self.check_run(model.trainer, model, getattr(model.trainer, "datamodule", None))
+        environment = ready(self.cluster_environment, "the Trainer")
+        if environment.creates_processes_externally:  # otherwise the launcher has checked the run
+            self.check_run(model.trainer, model, getattr(model.trainer, "datamodule", None))
 
     def check_run(
         self,
@@ -442,7 +429,6 @@ class MegatronStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         ready(self.accelerator, "the Trainer").setup(trainer)
-        check_trainer(trainer)
         module = self._module
         if not isinstance(getattr(module, "model_chunks", None), torch.nn.ModuleList):
             raise ConfigError(
@@ -745,89 +731,3 @@ def ready(value: T | None, hook: str) -> T:
             f"this is only known after {hook}; use it from within Trainer.fit, validate or test"
         )
     return value
-
-
-class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which runs the script once per rank; here the ranks know their launcher's process id.
-
-    Where torchrun or a scheduler has started the ranks already, it only calls the function.
-    """
-
-    _has_failed = False
-    """Whether the last function that any Trainer of this process launched has failed, or is still running."""
-
-    is_interactive_compatible = True  # check_world_size refuses more than one process
-
-    @override
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
-    ) -> Any:
-        """Start the other ranks and call ``function``; they die with this process, which waits for them when it exits.
-
-        Args:
-            function: The Trainer's function that fits, validates, tests or predicts.
-            args: Its arguments; ``ckpt_path`` among them is replaced by the path of the checkpoint that it refers to.
-            trainer: The Trainer of this launcher's strategy.
-            kwargs: Further arguments of ``function``.
-
-        Raises:
-            CheckpointError: If that checkpoint is missing or not complete.
-            ConfigError: If the run cannot work, or a data-parallel replica has no sample to predict.
-        """
-        strategy: MegatronStrategy = trainer.strategy
-        call = inspect.signature(function).bind(*args, **kwargs)
-        call.apply_defaults()
-        arguments = call.arguments
-        check_loaders(arguments)
-        arguments["ckpt_path"] = strategy.checkpointing.resolve_ckpt_path(
-            trainer, arguments["ckpt_path"]
-        )
-        ScriptLauncher._has_failed = True  # until it returns
-        try:
-            if self.cluster_environment.creates_processes_externally:
-                result = function(*call.args, **call.kwargs)
-            else:
-                # Checked here once instead of on every rank, where Lightning connects module and data module.
-                for part in filter(None, (trainer.lightning_module, arguments["datamodule"])):
-                    part.trainer = trainer  # as the Trainer does next
-                strategy.check_run(trainer, trainer.lightning_module, arguments["datamodule"])
-                os.environ[LAUNCHER] = str(os.getpid())
-                atexit.register(self._wait_for_other_ranks)
-                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
-        except Exception as error:
-            if self.procs:
-                time.sleep(_REAP_SECONDS)
-            for local_rank, process in enumerate(self.procs, 1):
-                if (
-                    code := process.poll() or 0
-                ) < 0:  # a lost connection's error does not name the rank
-                    line = (
-                        f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}"
-                    )
-                    print(line, file=sys.stderr)
-                    if is_lost_connection(error):
-                        report_as(error, f"{line}, and rank 0 ends with it")
-            if (
-                isinstance(error, AssertionError)
-                and (size_error := predict_size_error(error)) is not None
-            ):
-                raise size_error from None
-            if (damage := restore_error(error, arguments["ckpt_path"])) is not None:
-                raise damage from error
-            raise
-        ScriptLauncher._has_failed = False
-        return result
-
-    def _wait_for_other_ranks(self) -> None:
-        """Wait at normal exit for the other ranks, which may still write files; exit with 1 if one of them fails."""
-        if self._has_failed or getattr(sys, "last_value", None) is not None:
-            return  # the other ranks wait in a collective, and die with this process
-        for local_rank, process in enumerate(self.procs, 1):
-            if code := process.wait():
-                print(
-                    f"error: local rank {local_rank} ended with code {code}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                sys.stdout.flush()
-                os._exit(1)  # nothing else sets the exit code by now

@@ -287,9 +287,9 @@ class MegatronCLI(LightningCLI):
         model.trainer, self.trainer.state.fn = self.trainer, TrainerFn(self.subcommand)
         strategy = model.megatron if isinstance(model, MegatronModule) else self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            strategy._lightning_module = model  # as well; data is checked against the model
             if datamodule is not None:
                 datamodule.trainer = self.trainer  # as well
+            strategy.connect(model)  # as well; data is checked against the model
             strategy.check_run(self.trainer, model, datamodule)
             strategy.checkpointing.resolve_ckpt_path(
                 self.trainer, self._get(self.config_init, "ckpt_path")

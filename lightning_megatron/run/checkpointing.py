@@ -2,36 +2,26 @@
 
 Lightning ends a run on SIGTERM with code 0 and without a checkpoint (2.6.6: ``SIGTERMException`` is a ``SystemExit``).
 Here the run saves a checkpoint that ``ckpt_path="last"`` finds, and exits with code 143.
-
-A signal handler interrupts the program anywhere, which on a Megatron rank is nearly always in the middle of some
-communication. Lightning's handlers communicate themselves (trainer/connectors/signal_connector.py: SIGTERM broadcasts,
-SLURM's requeue signal saves a checkpoint), so ranks that were interrupted at different points would deadlock. Here a
-signal is only recorded; the registered handlers run between two batches, on all ranks at the same step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -43,7 +33,6 @@ from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.data.resumable import ResumableLoader
-from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import (
@@ -54,8 +43,22 @@ from lightning_megatron.errors import (
     NumericsError,
     as_options,
 )
+from lightning_megatron.run.lightning_state import (
+    check_data_position,
+    close_finished_epoch,
+    forget_addresses,
+    loader_state,
+    without_training_state,
+)
 from lightning_megatron.run.nonfinite import WeightOrigin
-from lightning_megatron.run.restarts import FIRST_START, is_of_this_run
+from lightning_megatron.run.signals import DeferredSignals
+from lightning_megatron.run.start import (
+    REQUEUED,
+    find_checkpoint,
+    is_of_this_job,
+    paths_of_last,
+    preemption_path,
+)
 from lightning_megatron.storage.failures import (
     failures_as_errors,
     is_caused_by_files,
@@ -67,22 +70,36 @@ from lightning_megatron.storage.publish import remove, wait_for_deletions
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_megatron.strategy import MegatronStrategy
 
+T = TypeVar("T")
 
 _FAILURE_WAIT = timedelta(seconds=30)
 """How long a failed rank waits for all other ranks to fail, too, before a callback may save."""
-
-LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
-_PREEMPTED = "preempted.ckpt"
-"""Name of the checkpoint saved on preemption where ``last.ckpt`` is a link."""
-_REQUEUED = "hpc_ckpt_*.ckpt*"
-"""Names of checkpoints that Lightning saves on SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
 modules_with_weights: WeakKeyDictionary[torch.nn.Module, WeightOrigin | None] = WeakKeyDictionary()
 """Modules of this process that were trained or have loaded a checkpoint: a later run keeps their weights.
 
 With the origin of the weights; None if they may have been trained since."""
+
+
+class _Strategy(Protocol):
+    """What checkpointing needs of ``MegatronStrategy``."""
+
+    load_weights_only: bool
+    optimizers: list[torch.optim.Optimizer]
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def lightning_module(self) -> pl.LightningModule | None: ...
+
+    def broadcast(self, obj: T) -> T: ...
+
+    def engine(self) -> AbstractContextManager[None]: ...
 
 
 class Checkpointing:
@@ -94,7 +111,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        strategy: MegatronStrategy,
+        strategy: _Strategy,
         *,
         load_from: LoadFrom | str | Path | None,
         async_save: bool,
@@ -500,9 +517,9 @@ class Checkpointing:
         if resumed is None:
             return find.RunPosition.new()
         root = as_path(self._trainer.default_root_dir)
-        requeued = [each for each in find.list_checkpoints(root) if each.match(_REQUEUED)]
+        requeued = [each for each in find.list_checkpoints(root) if each.match(REQUEUED)]
         return find.continued(
-            resumed, beside=dict.fromkeys([*_paths_of_last(self._trainer), *requeued])
+            resumed, beside=dict.fromkeys([*paths_of_last(self._trainer), *requeued])
         )
 
     @property
@@ -516,7 +533,7 @@ class Checkpointing:
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        resumes = fitting and (not self._strategy.load_weights_only or _is_of_this_job(path))
+        resumes = fitting and (not self._strategy.load_weights_only or is_of_this_job(path))
         run = self._run if resumes else replace(self._run, optimizer=None)
         modules_with_weights[trainer.lightning_module] = None if fitting else self.weight_origin
         self.finish()
@@ -525,13 +542,13 @@ class Checkpointing:
             check_lightning_state(loaded, path, trainer.fit_loop.state_dict(), resumes=resumes)
             if fitting and not resumes and self._run.optimizer is not None:
                 self._run.optimizer.inner.reload_model_params()  # master weights
-        _forget_addresses(loaded, trusted=(path.parent, *self._checkpoint_folders))
+        forget_addresses(loaded, trusted=(path.parent, *self._checkpoint_folders))
         if not resumes:
-            return _without_training_state(loaded, datamodule) if fitting else loaded
+            return without_training_state(loaded, datamodule) if fitting else loaded
         # Without max_epochs, a data module continues in its single long epoch.
-        if _loader_state(loaded) is not None or (trainer.max_epochs or -1) >= 0:
-            _close_finished_epoch(loaded)
-        _check_data_position(loaded, datamodule, path)
+        if loader_state(loaded) is not None or (trainer.max_epochs or -1) >= 0:
+            close_finished_epoch(loaded)
+        check_data_position(loaded, datamodule, path)
         if 0 <= trainer.max_steps <= loaded["global_step"]:
             hint = (
                 f"max_steps={trainer.max_steps}: nothing is left to do; raise max_steps to train on"
@@ -549,13 +566,13 @@ class Checkpointing:
         ):
             optimizer.load_state_dict(state)
         # Lightning resumes the training data only in the middle of what it counts as an epoch.
-        loader_state, loader = _loader_state(loaded), trainer.train_dataloader
-        if loader_state is not None and isinstance(loader, ResumableLoader):
-            loader.load_state_dict(
-                loader_state
-            )  # created early, as for trainer.estimated_stepping_batches
+        position = loader_state(loaded)
+        loader = trainer.train_dataloader
+        if position is not None and isinstance(loader, ResumableLoader):
+            # Created early, as for trainer.estimated_stepping_batches.
+            loader.load_state_dict(position)
         else:
-            self._loader_state = loader_state
+            self._loader_state = position
         return loaded
 
     def roll_back(self, *, before: int) -> dict[str, Any] | None:
@@ -587,379 +604,3 @@ class Checkpointing:
         for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         return loaded
-
-
-# ---- signals ---------------------------------------------------------------------------------------------------------
-
-
-class DeferredSignals:
-    """Records signals, and runs their handlers later, on all ranks at the same step."""
-
-    def __init__(self, environment: ClusterEnvironment, group: dist.ProcessGroup) -> None:
-        """Defer the signals for which Lightning registers communicating handlers, from the first ``deliver`` on.
-
-        Args:
-            environment: SLURM's adds its requeue signal.
-            group: Process group of all ranks over gloo, which does not wait for a GPU.
-        """
-        self._signums: tuple[int, ...] = (signal.SIGTERM,)
-        if (
-            isinstance(environment, SLURMEnvironment)
-            and environment.auto_requeue
-            and environment.requeue_signal
-        ):
-            self._signums += (environment.requeue_signal,)
-        self._group = group
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._received: set[int] = set()
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        """All-reduce of the previous ``deliver``, and its flags."""
-        self.is_delivering = False
-        """Whether handlers are running."""
-
-    def deliver(self, done: bool = False) -> bool:
-        """Run the handlers of signals that any rank had received at the previous call; every rank must call.
-
-        The flags are reduced while the batch between two calls is computed, so nothing waits for them.
-
-        Args:
-            done: A flag that is reduced over all ranks along with the signals.
-
-        Returns:
-            Whether all ranks passed ``done`` at the previous call.
-        """
-        self._replace_handlers()
-        any_not_done, *received = [True, *(False for _ in self._signums)]
-        if self._pending is not None:
-            work, flags = self._pending
-            work.wait()
-            any_not_done, *received = flags.tolist()
-        flags = torch.tensor(
-            [not done, *(signum in self._received for signum in self._signums)], dtype=torch.uint8
-        )
-        self._received.clear()
-        self._pending = (
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True),
-            flags,
-        )
-        self.is_delivering = True
-        try:
-            for signum, is_received in zip(self._signums, received, strict=True):
-                if is_received and signum in self._handlers:
-                    self._handlers[signum](signum, None)
-        finally:
-            self.is_delivering = False
-        return not any_not_done
-
-    def _replace_handlers(self) -> None:
-        """Replace the handlers that Lightning has registered since; Lightning itself restores the original ones."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for signum in self._signums:
-            handler = signal.getsignal(signum)
-            if callable(handler) and handler != self._record:
-                self._handlers[signum] = handler
-                signal.signal(signum, self._record)
-
-    def _record(self, signum: int, frame: FrameType | None) -> None:
-        self._received.add(signum)
-
-
-# ---- finding the checkpoint to start from -------------------------------------------------------------------------
-
-
-def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | Path | None:
-    """Find the checkpoint that Lightning should load for ``ckpt_path``.
-
-    Args:
-        trainer: The Trainer that is about to fit, validate, test or predict.
-        ckpt_path: The user's argument: a checkpoint, a directory of checkpoints (the newest is taken), a keyword of
-            Lightning, or None.
-
-    Returns:
-        The path of a complete checkpoint; None or the keyword itself if there is nothing to load.
-
-    Raises:
-        CheckpointError: If the requested checkpoint is missing, was never finished, or is another program's.
-    """
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    saves_on_failure = any(
-        isinstance(callback, OnExceptionCheckpoint) for callback in trainer.checkpoint_callbacks
-    )
-    if ckpt_path is None and fitting and saves_on_failure:
-        ckpt_path = "last"
-    if (
-        fitting
-        and FIRST_START in os.environ
-        and (own := find_last(trainer)) is not None
-        and is_of_this_run(own.time)
-    ):
-        return str(own.path)
-    in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
-    requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
-    if ckpt_path == "":
-        raise CheckpointError(
-            "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out"
-        )
-    if ckpt_path in (None, "hpc"):
-        return ckpt_path if requeued is None else str(requeued.path)
-    if ckpt_path == "best" or str(ckpt_path).startswith("registry"):
-        has_best = any(
-            getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks
-        )
-        if ckpt_path == "best" and not has_best and not getattr(trainer, "fast_dev_run", False):
-            raise CheckpointError(
-                "ckpt_path=best: expected a ModelCheckpoint of this Trainer that has saved, got none; give the path of "
-                "a *.ckpt, or last"
-            )
-        return ckpt_path
-    is_last = ckpt_path == "last"
-    found = (
-        find_last(trainer)
-        if is_last
-        else find.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
-    )
-    was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if (
-        requeued is not None
-        and was_requeued
-        and (not is_last or found is None or not _is_newer(found, requeued))
-    ):
-        rank_zero_info(
-            f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}"
-        )
-        return str(requeued.path)
-    if found is not None:
-        return str(found.path)
-    if is_last and any(is_remote(path) for path in _paths_of_last(trainer)):
-        # Lightning would take a last.ckpt that was never finished.
-        rank_zero_warn(
-            "ckpt_path='last': there is no finished checkpoint yet; the run starts from the beginning"
-        )
-        return None
-    return ckpt_path
-
-
-def find_last(trainer: pl.Trainer) -> find.CheckpointInfo | None:
-    """The checkpoint of ``ckpt_path="last"``: the newest of the Trainer's callbacks; None before the first.
-
-    Its name need not be ``last.ckpt``, which a killed run may not have updated. Of one run and its restarts it is the
-    one that was written last, by their counters, whatever clocks say; of several runs that of the latest, by the clock.
-    An older checkpoint with more steps is from an earlier run, or from before the run went back. To resume, a
-    weights-only checkpoint is taken only if there is no other.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is complete.
-    """
-    paths = dict.fromkeys(_paths_of_last(trainer))
-    found, incomplete = find.find_complete(paths, to_resume=_needs_optimizer(trainer))
-    if found:
-        return find.last_saved(found)
-    unfinished = [path for path in incomplete if find.was_never_finished(path)]
-    damaged = [path for path in incomplete if path not in unfinished]
-    if unfinished:
-        names = ", ".join(map(str, unfinished))
-        rank_zero_warn(
-            f"{names}: expected a finished checkpoint, got one whose run was ended meanwhile; it is ignored"
-        )
-    if damaged:
-        names = ", ".join(map(str, damaged))
-        raise CheckpointError(
-            f"ckpt_path='last' finds no complete checkpoint, but {names}; give another, or remove it"
-        )
-    return None
-
-
-def _paths_of_last(trainer: pl.Trainer) -> list[Path]:
-    """Where ``ckpt_path="last"`` looks: the checkpoints of all callbacks, and what a preempted run saves."""
-    callbacks = trainer.checkpoint_callbacks
-    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
-    paths = [as_path(trainer.default_root_dir) / LAST]  # saved on SIGTERM
-    paths += [
-        as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)
-    ]
-    for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
-        paths += find.list_checkpoints(folder)
-    return paths
-
-
-def preemption_path(trainer: pl.Trainer) -> Path | None:
-    """Path where a preempted run saves, and ``ckpt_path="last"`` looks; None for a Trainer that keeps no checkpoints.
-
-    Every rank must call.
-    """
-    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-    # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
-    if not savers or bool(getattr(trainer, "fast_dev_run", False)):
-        return None
-    saver = next((each for each in savers if each.save_last), savers[0])
-    folder = as_path(str(saver.dirpath))
-    log_dir = trainer.log_dir if trainer.loggers else None
-    if log_dir is not None and folder.is_relative_to(as_path(log_dir).absolute()):
-        # The log directory of this run alone, where the next run will not look.
-        return as_path(trainer.default_root_dir).absolute() / LAST
-    # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
-    last = (
-        folder / _PREEMPTED
-        if saver.save_last == "link"
-        else as_path(saver.last_model_path or folder / LAST)
-    )
-    try:
-        with failures_as_errors(f"{last} cannot be looked up"):
-            is_own = find.is_checkpoint_within(last, [folder])
-    except CheckpointError:  # this rank's store does not answer; rank 0 decides where to save
-        is_own = False
-    if not is_own:  # a loaded state may name any path
-        last = folder / LAST
-    saver.last_model_path = str(last)  # so that the resumed run replaces it
-    return last
-
-
-def _is_of_this_job(path: Path) -> bool:
-    """Whether the checkpoint was saved on SLURM's requeue signal, or by an earlier start of a restarted run."""
-    return path.match(_REQUEUED) or (
-        FIRST_START in os.environ and is_of_this_run(find.find_newest(path).time)
-    )
-
-
-def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
-    """Directories in which ``saver`` keeps checkpoints, which it determines only in its ``setup``.
-
-    Where a logger numbers its runs, those of all runs, since this run gets a new number.
-    """
-    if saver.dirpath is not None:
-        return [as_path(saver.dirpath)]
-    if not trainer.loggers:
-        return [as_path(trainer.default_root_dir) / "checkpoints"]
-    logger = trainer.loggers[0]
-    runs, version = (
-        as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name),
-        logger.version,
-    )
-    if isinstance(version, str) and not re.fullmatch(r"version_\d+", version):
-        return [runs / version / "checkpoints"]
-    return sorted(runs.glob("version_*/checkpoints"))
-
-
-def _needs_optimizer(trainer: pl.Trainer) -> bool:
-    """Whether the run loads the optimizer state of a checkpoint, too."""
-    return trainer.state.fn == TrainerFn.FITTING and not getattr(
-        trainer.strategy, "load_weights_only", False
-    )
-
-
-def _is_newer(one: find.CheckpointInfo, requeued: find.CheckpointInfo) -> bool:
-    """Whether a checkpoint is newer than that of a requeued job: by the counters of their line, else by steps."""
-    are_of_one_line = find.is_later(one, requeued) or find.is_later(requeued, one)
-    return find.is_later(one, requeued) if are_of_one_line else one.step > requeued.step
-
-
-def _find_requeued(root: Path) -> find.CheckpointInfo | None:
-    found, _ = find.find_complete(
-        each for each in find.list_checkpoints(root) if each.match(_REQUEUED)
-    )
-    if found:
-        have_counters = all(each.position is not None for each in found)
-        return find.last_saved(found) if have_counters else find.newest(found)
-    if left := sorted(path.name for path in root.glob(_REQUEUED)):
-        raise CheckpointError(
-            f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"
-        )
-    return None
-
-
-# ---- Lightning's dict -----------------------------------------------------------------------------------------------
-
-_TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
-
-
-def _without_training_state(
-    lightning_state: Mapping[str, Any], datamodule: object
-) -> dict[str, Any]:
-    """Lightning's dict as before a run: without steps, callbacks, schedules and position in the training data.
-
-    Args:
-        lightning_state: The dict of a checkpoint.
-        datamodule: This run's data module, whose state in the dict is the position in the data; None if there is none.
-    """
-    dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
-    fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
-    return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
-
-
-def _forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path]) -> None:
-    """Remove addresses of object stores from the states of callbacks: they would be opened when Lightning uses them.
-
-    Args:
-        lightning_state: The dict of a checkpoint, changed in place.
-        trusted: Directories whose files may be named: that of the checkpoint, and those of the run's callbacks.
-    """
-    folders = [str(folder).rstrip("/") for folder in trusted if is_remote(folder)]
-
-    def is_foreign(value: object) -> bool:
-        if not isinstance(value, str) or ("://" not in value and "::" not in value):
-            return False
-        is_within = any(value == folder or value.startswith(f"{folder}/") for folder in folders)
-        return not is_within or "/.." in value
-
-    callbacks = lightning_state.get("callbacks")
-    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
-        if not isinstance(state, dict):
-            continue
-        foreign = [key for key, value in state.items() if is_foreign(value)]
-        for key in foreign:
-            rank_zero_warn(
-                f"{key} of {name} in the checkpoint is {state[key]}, outside of the run's folders: forgotten"
-            )
-            state[key] = ""
-        if isinstance(kept := state.get("best_k_models"), dict):
-            state["best_k_models"] = {
-                path: score for path, score in kept.items() if not is_foreign(path)
-            }
-
-
-def _loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """State of the training data's loader, if it was a single ``ResumableLoader``."""
-    fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
-    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    return states[0] if len(states) == 1 and "random_state" in states[0] else None
-
-
-def _check_data_position(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
-    """Check whether a checkpoint's position in the training data is of this run's kind of data; drop it otherwise.
-
-    Raises:
-        CheckpointError: If both have a data module, of different kinds.
-    """
-    expected = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
-    states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}
-    # A conversion writes the state of each of our data modules, without an order.
-    saved = [name for name, state in states.items() if state.get("train_order") is not None]
-    if expected in states or not (expected or saved):
-        return
-    if expected and saved:
-        raise CheckpointError(
-            f"data of checkpoint {path}: expected {expected}, got {' or '.join(saved)}; resume with the same kind, or "
-            "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
-        )
-    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(
-        "combined_loader", None
-    )
-    rank_zero_warn(
-        f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew"
-    )
-
-
-def _close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:
-    """Make the next epoch start at its first batch, if the last one was finished.
-
-    Lightning 2.6.6 (loops/training_epoch_loop.py:reset) resumes a run of ``max_steps`` that ended, or was saved, at the
-    end of an epoch with one stray batch of the finished epoch, and restarts the next epoch's order after it.
-    """
-    fit_loop = lightning_state["loops"]["fit_loop"]
-    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
-    if epochs["total"]["processed"] == epochs["total"]["ready"] and batches["is_last_batch"]:
-        for counts in epochs.values():  # if it was saved in on_train_epoch_end
-            counts["completed"] = counts["processed"]
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        batches["is_last_batch"] = False

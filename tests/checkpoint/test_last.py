@@ -64,7 +64,7 @@ def _find(
     import lightning.pytorch as pl
     from lightning.pytorch.trainer.states import TrainerFn
 
-    from lightning_megatron.run.checkpointing import find_checkpoint
+    from lightning_megatron.run.start import find_checkpoint
 
     options: dict[str, Any] = {
         "accelerator": "cpu",
@@ -391,7 +391,7 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
 
-    from lightning_megatron.run.checkpointing import find_last
+    from lightning_megatron.run.start import find_last
 
     options: dict[str, Any] = {
         "accelerator": "cpu",
@@ -415,7 +415,7 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
 def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
     """Runs on hosts with wrong clocks: from which checkpoint each starts, and line, start and save of its last one."""
     from lightning_megatron.checkpoint import save
-    from lightning_megatron.run.checkpointing import find_last
+    from lightning_megatron.run.start import find_last
 
     starts = []
     lines: list[str] = []

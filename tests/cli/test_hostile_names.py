@@ -238,7 +238,7 @@ def test_tokenizer_and_config_files_send_no_requests(
 
 
 def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None:
-    from lightning_megatron.run.checkpointing import _forget_addresses
+    from lightning_megatron.run.lightning_state import forget_addresses
     from lightning_megatron.storage.paths import as_path
 
     mine = as_path("memory://mine/run")
@@ -255,14 +255,14 @@ def test_addresses_in_states_of_callbacks_are_forgotten(server: _Server) -> None
             "last_model_path": "x",
         }
         with pytest.warns(UserWarning, match="forgotten"):
-            _forget_addresses({"callbacks": {"ModelCheckpoint": state}}, [mine])
+            forget_addresses({"callbacks": {"ModelCheckpoint": state}}, [mine])
         assert state == {
             "best_model_path": "",
             "best_k_models": {"/disk/b.ckpt": 2.0},
             "last_model_path": "x",
         }
     own = {"best_model_path": "memory://mine/run/a.ckpt"}
-    _forget_addresses({"callbacks": {"ModelCheckpoint": own}}, [mine])
+    forget_addresses({"callbacks": {"ModelCheckpoint": own}}, [mine])
     assert own == {"best_model_path": "memory://mine/run/a.ckpt"}
     assert server.requests == []
 

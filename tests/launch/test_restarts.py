@@ -25,7 +25,7 @@ def _sum_of_ranks(port: int, last: int) -> float:
     """All-reduce as a torchrun worker whose agent's store is at ``port``; rank ``last`` starts later."""
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-    from lightning_megatron.run.launch import connect_ranks
+    from lightning_megatron.run.rendezvous import connect_ranks
 
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",

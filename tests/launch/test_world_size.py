@@ -45,10 +45,10 @@ def _wait_alone() -> tuple[str, float]:
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     from lightning_megatron import MegatronStrategy
-    from lightning_megatron.run import launch
+    from lightning_megatron.run import rendezvous
 
     lines: list[str] = []
-    launch.rank_zero_info = lines.append
+    rendezvous.rank_zero_info = lines.append
     options = {
         "num_nodes": 2,
         "strategy": MegatronStrategy(timeout=4),
@@ -169,10 +169,10 @@ def _listening() -> set[str]:
     import psutil
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    from lightning_megatron.run import launch
+    from lightning_megatron.run import rendezvous
 
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    store = launch._rendezvous_store(TorchElasticEnvironment(), 1, timedelta(seconds=60))
+    store = rendezvous._rendezvous_store(TorchElasticEnvironment(), 1, timedelta(seconds=60))
     store.add("arrived", 1)
     while store.add("arrived", 0) < 2:
         time.sleep(0.05)

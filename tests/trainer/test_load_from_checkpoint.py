@@ -95,7 +95,7 @@ def _load_without_trainer(folder: str) -> dict[str, Any]:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from lightning_megatron import MegatronModule
-    from lightning_megatron.run.launch import check_world_size
+    from lightning_megatron.run.check import check_world_size
 
     module = MegatronModule.load_from_checkpoint(folder)  # loads the newest checkpoint
     sequences = module.generate(TOKENS)

@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_megatron import MegatronModule, SpikeGuard
-from lightning_megatron.run.launch import check_loaders
+from lightning_megatron.run.check import check_loaders
 from tests.checkpoint.runs import (
     EXPERT_BIAS,
     LLAMA,

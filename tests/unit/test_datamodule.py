@@ -19,8 +19,8 @@ from lightning_megatron.data.batch_shape import BatchShape
 from lightning_megatron.datamodules.base import Run
 from lightning_megatron.datamodules.indexed import IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.run.launch import ScriptLauncher
 from lightning_megatron.run.restarts import LAUNCHER
-from lightning_megatron.strategy import ScriptLauncher
 from tests.models import QUIET
 from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy
 
