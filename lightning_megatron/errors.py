@@ -7,7 +7,6 @@ library is imported, so that help and wrong arguments answer at once.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import math
 import os
@@ -251,30 +250,6 @@ def printable(text: str) -> str:
     return re.sub(
         "[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text
     )
-
-
-def with_cli_flags(message: str, parser: argparse.ArgumentParser) -> str:
-    """Replace Python names of options by their flags in an error message: ``top_k=3`` becomes ``--top-k 3``.
-
-    A name of one word is replaced only before ``=``: ``seed`` may be plain English.
-
-    Args:
-        message: Message of an error raised by the functions behind the command.
-        parser: Parser of the command; the ``dest`` of an option is its Python name.
-    """
-    start = r"(?<![\w./=-])"  # not within a path or another name
-    for action in parser._actions:
-        name, flag = (
-            action.dest,
-            next((flag for flag in action.option_strings if flag.startswith("--")), "--help"),
-        )
-        if flag != "--help":
-            if action.nargs == 0:
-                message = re.sub(rf"{start}{name}=True\b", flag, message)
-            message = re.sub(rf"{start}{name}=(?=\S)", f"{flag} ", message)
-            if "_" in name:
-                message = re.sub(rf"{start}{name}(?![\w/=]|\.\w)", flag, message)
-    return message
 
 
 def report(message: str) -> int:

@@ -85,7 +85,7 @@ def foreign_names() -> tuple[ForeignName, ...]:
         )
 
 
-def advice(
+def suggest_option(
     name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False, tool: str = ""
 ) -> str:
     """Suggest a replacement for an unknown option.
@@ -118,7 +118,7 @@ def advice(
     return f"use {spellings.get(row.option or '', ours)}{row.note and f', {row.note}'}"
 
 
-def explains_options(cls: _Class) -> _Class:
+def checks_options(cls: _Class) -> _Class:
     """Class decorator: raise ``ConfigError`` for options that the constructor does not have, or of a wrong type."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = list(inspect.signature(construct).parameters)[1:]
@@ -131,7 +131,7 @@ def explains_options(cls: _Class) -> _Class:
         for name in options:
             if name not in annotations:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {name!r}; {advice(name, names)}"
+                    f"{type(self).__name__} has no option {name!r}; {suggest_option(name, names)}"
                 )
         positional = dict(
             zip(names, args, strict=False)

@@ -38,7 +38,7 @@ from lightning_megatron.engine.lr_schedule import (
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_tokens
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy import MegatronStrategy
 
 
-@explains_options
+@checks_options
 class MegatronModule(pl.LightningModule):
     """Trains a Hugging Face model under ``MegatronStrategy``, from its weights or from random ones.
 

@@ -62,7 +62,7 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
 from lightning_megatron.run.check import check_trainer, check_world_size
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@explains_options
+@checks_options
 class MegatronStrategy(DDPStrategy):
     """Trains one model with Megatron-Core's tensor, pipeline, context, expert, sequence and data parallelism.
 

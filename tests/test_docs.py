@@ -25,7 +25,7 @@ from lightning_megatron import (
     OptimizerOptions,
     TrainStep,
 )
-from lightning_megatron.cli.commands import TRAINER_COMMANDS, _parser
+from lightning_megatron.cli.commands import TRAINER_COMMANDS, build_parser
 from lightning_megatron.foreign_names import foreign_names
 from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE
@@ -298,7 +298,7 @@ def test_commands_of_readme_and_contributing_exist_and_match_the_quickstart(
         if arguments[0] in TRAINER_COMMANDS:
             assert (ROOT / arguments[arguments.index("--config") + 1]).exists()
         else:
-            _parser()[0].parse_args(arguments)
+            build_parser()[0].parse_args(arguments)
         assert (
             arguments == ["doctor"]
             or [word for word in arguments if word not in noxfile and not word.isupper()] == []

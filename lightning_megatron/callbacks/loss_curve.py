@@ -13,11 +13,11 @@ from typing_extensions import override
 from lightning_megatron.callbacks.intervals import check_interval, is_due, is_partial_validation
 from lightning_megatron.callbacks.log_dir import LogDirCallback
 from lightning_megatron.errors import require_choice, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.storage.paths import save_figure
 
 
-@explains_options
+@checks_options
 class LossCurve(LogDirCallback):
     """Records training and validation loss, and writes a plot of both when training ends.
 

@@ -9,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.intervals import is_partial_validation
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 class PerplexityReport(Callback):
     """Prints the validation perplexity before and after training when ``fit`` ends; ``val_perplexity`` is in the log.
 

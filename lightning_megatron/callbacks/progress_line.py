@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
 
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 class ProgressLine(ProgressBar):
     """Progress in one line: step, time, time left, and metrics logged with ``prog_bar=True``.
 

@@ -19,10 +19,10 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.state import ungathered_weights
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import NumericsError, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 class ReplicaCheck(Callback):
     """Compares all copies of weights and optimizer state bit by bit; all ranks raise if two differ.
 

@@ -16,7 +16,7 @@ from lightning_megatron.callbacks.log_dir import LogDirCallback
 from lightning_megatron.callbacks.throughput import ThroughputMonitor
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.generate.layout import prepend_token
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.request import build_request
@@ -24,7 +24,7 @@ from lightning_megatron.generate.text import decode_completions, encode_prompts
 from lightning_megatron.storage.paths import open_to_append
 
 
-@explains_options
+@checks_options
 class SampleText(LogDirCallback):
     """Generates completions of prompts every few steps, on all ranks together, without an effect on training.
 

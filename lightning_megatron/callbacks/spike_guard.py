@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.errors import ConfigError, NumericsError, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 _DEVIATIONS_PER_MAD = 1.4826
 """Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution."""
@@ -29,7 +29,7 @@ _SMALLEST_DEVIATION = 1e-3
 """Lower bound of a deviation relative to the median, for losses that are almost constant."""
 
 
-@explains_options
+@checks_options
 class SpikeGuard(Callback):
     """Rolls back to the newest checkpoint from before a loss spike, and skips the samples since then.
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.devices import DEVICES, GIB, Precision, peak_flops_per_s
 from lightning_megatron.planning.flops import model_flops
@@ -23,7 +23,7 @@ from lightning_megatron.callbacks.intervals import check_interval, is_due
 from lightning_megatron.callbacks.step_clock import StepClock
 
 
-@explains_options
+@checks_options
 class ThroughputMonitor(Callback):
     """Logs throughput, model FLOP/s, model FLOPs utilization (MFU) and peak memory.
 

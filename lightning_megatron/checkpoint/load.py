@@ -39,7 +39,7 @@ from lightning_megatron.checkpoint.state import (
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.storage.checksums import verify_checksums
 from lightning_megatron.storage.publish import recover, remove
 
@@ -139,7 +139,7 @@ def read_weights(chunks: list[Any], folder: Path) -> None:
 # ---- new runs -------------------------------------------------------------------------------------------------------
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class LoadFrom:
     """Where a new run takes its initial weights from. Its counts of steps and samples begin at 0.

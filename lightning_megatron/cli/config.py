@@ -22,7 +22,7 @@ import yaml
 from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
-from lightning_megatron.foreign_names import advice, foreign_names
+from lightning_megatron.foreign_names import foreign_names, suggest_option
 from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import open_new
@@ -386,7 +386,7 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
             for row in foreign_names() if row.value or row.used_by in ("config", "plugin")}  # fmt: skip
     for key in source:
         if key not in rows:
-            fix = advice(key, list(rows)).partition("choose from")[0] or "remove it"
+            fix = suggest_option(key, list(rows)).partition("choose from")[0] or "remove it"
             raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
     settings, launch, ignored = dict(_ACCELERATE_DEFAULTS), dict[str, str](), dict[str, list[str]]()
     samples: dict[str, str] = {}

@@ -6,14 +6,14 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-
-import torch
+from typing import TYPE_CHECKING
 
 import lightning_megatron
 from lightning_megatron.cli.inspect import columns
-from lightning_megatron.engine.ops.report import DeviceType, ops_report
-from lightning_megatron.engine.ops.swiglu import has_liger
 from lightning_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_megatron.engine.ops.report import DeviceType
 
 _REQUIRED = (
     "torch",
@@ -28,12 +28,19 @@ _NOT_INSTALLED = "not installed"
 _FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
 
 
+def doctor() -> None:
+    """Show versions, devices, what implements each op of the engine, and optional packages."""
+    print(report_installation())
+
+
 def check_accelerator(accelerator: object) -> None:
     """Check that torch finds a GPU if ``Trainer(accelerator=...)`` requires one.
 
     Raises:
         ConfigError: If it finds none.
     """
+    import torch
+
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"accelerator={accelerator}: expected a GPU that torch can use, got none; give accelerator=cpu, or see "
@@ -43,61 +50,62 @@ def check_accelerator(accelerator: object) -> None:
 
 def report_installation() -> str:
     """Report versions, devices, what implements each op of the engine, and optional packages, as text tables."""
+    import torch
+
+    from lightning_megatron.engine.ops.report import ops_report
+
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
-    # The package may be installed without a working CUDA extension.
-    liger = (
-        "usable"
-        if has_liger()
-        else "installed, but not usable"
-        if find_spec("liger_kernel")
-        else _NOT_INSTALLED
-    )
-    optional = [
-        ("liger-kernel", liger, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'")
-    ]
-    for name in _FOR_PREPROCESS:
-        state = "usable" if find_spec(name) else _NOT_INSTALLED
-        optional.append((name, state, "for preprocess", "pip install 'lightning-megatron[data]'"))
-    return "\n\n".join(
-        (
-            _table("Versions", ("what", "version"), _versions()),
-            _table("Devices", ("device", "what"), _devices()),
-            _table(
-                f"Engine ops when a strategy runs on {device_type}",
-                ("op", "implementation", "why"),
-                ops_report(device_type),
-            ),
-            _table("Optional", ("package", "state", "gives", "install"), optional),
-        )
-    )
-
-
-def _versions() -> list[tuple[str, str]]:
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return [
-        ("python", platform.python_version()),
-        ("lightning-megatron", lightning_megatron.__version__),
-        *((package, importlib.metadata.version(package)) for package in _REQUIRED),
-        ("CUDA of torch", torch.version.cuda or "none (CPU build)"),
-        (
-            "NCCL",
-            ".".join(map(str, torch.cuda.nccl.version()))
-            if torch.cuda.is_available()
-            else "not used",
+    tables = [
+        _table("Versions", ("what", "version"), _versions()),
+        _table("Devices", ("device", "what"), _devices()),
+        _table(
+            f"Engine ops when a strategy runs on {device_type}",
+            ("op", "implementation", "why"),
+            ops_report(device_type),
         ),
-        ("cuDNN", str(cudnn or "not used")),
+        _table("Optional", ("package", "state", "gives", "install"), _optional_packages()),
     ]
+    return "\n\n".join(tables)
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    import torch
+
+    yield "python", platform.python_version()
+    yield "lightning-megatron", lightning_megatron.__version__
+    for package in _REQUIRED:
+        yield package, importlib.metadata.version(package)
+    yield "CUDA of torch", torch.version.cuda or "none (CPU build)"
+    nccl = "not used"
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield "NCCL", nccl
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    yield "cuDNN", str(cudnn or "not used")
 
 
 def _devices() -> Iterable[tuple[str, str]]:
+    import torch
+
     yield "cpu", f"{torch.get_num_threads()} threads; ranks communicate through gloo"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        memory, capability = (
-            f"{gpu.total_memory / 2**30:.0f} GiB",
-            f"compute capability {gpu.major}.{gpu.minor}",
-        )
-        yield f"cuda:{index}", f"{gpu.name}, {memory}, {capability}"
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        yield f"cuda:{index}", f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
+
+
+def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
+    from lightning_megatron.engine.ops.swiglu import has_liger
+
+    state = _NOT_INSTALLED
+    if has_liger():
+        state = "usable"
+    elif find_spec("liger_kernel"):  # without a working CUDA extension
+        state = "installed, but not usable"
+    yield "liger-kernel", state, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"
+    for name in _FOR_PREPROCESS:
+        state = "usable" if find_spec(name) else _NOT_INSTALLED
+        yield name, state, "for preprocess", "pip install 'lightning-megatron[data]'"
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -54,7 +54,7 @@ from lightning_megatron.errors import (
     one_line,
     user_error,
 )
-from lightning_megatron.foreign_names import advice
+from lightning_megatron.foreign_names import suggest_option
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.precision import PrecisionName
 from lightning_megatron.registration import STRATEGY_SIZES
@@ -450,7 +450,9 @@ def _explain(error: Exception, arguments: Sequence[str], options: Iterable[str])
             known = (*(cls.__name__ for cls in SHORT_NAMES), *callbacks.__all__, *loggers.__all__)
         else:
             path, wrong = wrong, f"--{wrong}"
-        hint = advice(match[1].rpartition(".")[2], typed=True) or _suggest(wrong, list(known))
+        hint = suggest_option(match[1].rpartition(".")[2], typed=True) or _suggest(
+            wrong, list(known)
+        )
     is_typed = any(word.startswith(f"--{path}") for word in typed)
     return ("" if is_typed else _locate(path, files)) + message + (hint and f"; {hint}")
 

@@ -30,7 +30,7 @@ from lightning_megatron.errors import (
     require_kind,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import Adapters, ModelConfig
 from lightning_megatron.storage.failures import failures_as_errors
@@ -74,7 +74,7 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 _TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Train low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685), as ``peft`` does.

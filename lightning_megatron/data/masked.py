@@ -30,7 +30,7 @@ from lightning_megatron.data.samples import Objective, Part, Rows, SavedArrays
 from lightning_megatron.data.splits import split_ranges
 from lightning_megatron.data.tokenizer_facts import TokenizerFacts
 from lightning_megatron.errors import ConfigError, DataError, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ LONG_SENTENCE = 512
 _MAX_INT32 = 2**31 - 1
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class MaskingOptions:
     """How many tokens of BERT and T5 samples are masked, and how many together.

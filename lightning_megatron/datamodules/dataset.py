@@ -18,10 +18,10 @@ from lightning_megatron.errors import (
     ConfigError,
     DataError,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 class DatasetDataModule(MegatronDataModule):
     """Map-style datasets with the loaders of indexed datasets: read once per replica, and resumable.
 

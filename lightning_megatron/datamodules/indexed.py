@@ -25,7 +25,7 @@ from lightning_megatron.errors import (
     as_options,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
 
 DataPath: TypeAlias = str | list[str | float]
@@ -35,7 +35,7 @@ DataPath: TypeAlias = str | list[str | float]
 _TOKENS_CHECKED = 1 << 20
 
 
-@explains_options
+@checks_options
 class IndexedDataModule(MegatronDataModule):
     """Training, validation and test samples from Megatron's indexed datasets, ``PREFIX.bin`` and ``PREFIX.idx``.
 

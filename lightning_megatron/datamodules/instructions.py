@@ -24,10 +24,10 @@ from lightning_megatron.errors import (
     require_divides,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 class InstructionDataModule(MegatronDataModule):
     """Instruction tuning of a GPT: prompts and answers from JSON lines, with the loss on the answers alone.
 

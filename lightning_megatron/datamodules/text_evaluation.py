@@ -26,11 +26,11 @@ from lightning_megatron.errors import (
     require_choice,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.steps.gpt import GPTTrainStep
 
 
-@explains_options
+@checks_options
 class TextEvaluationDataModule(MegatronDataModule):
     """Texts for ``Trainer.test``, ``validate`` and ``predict`` of a GPT; each target counts once, on any layout.
 

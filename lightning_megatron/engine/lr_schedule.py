@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from lightning_megatron.errors import ConfigError, require_choice, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 LRStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -25,7 +25,7 @@ _STYLES = {
 }
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """Schedule of learning rate and weight decay over the steps of a run.

@@ -38,10 +38,10 @@ from lightning_megatron.errors import (
     require_choice,
     require_number,
 )
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class GroupMultipliers:
     """Factors for one group of parameters.
@@ -55,7 +55,7 @@ class GroupMultipliers:
     wd_mult: float = 1.0
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """Options of Megatron's optimizer, without the learning rate, which is an option of the module.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_megatron.errors import LARGEST_COUNT, LARGEST_SEED, ConfigError
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 
 DEFAULT_NEW_TOKENS = 20
 """Maximum number of new tokens per row if no option sets one."""
@@ -31,7 +31,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Inclusive ranges of the numeric options."""
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """Options of ``MegatronModule.generate``, named as in Hugging Face's ``generate`` and Megatron's inference server.

@@ -52,7 +52,7 @@ import torch.distributed as dist
 
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import LARGEST_COUNT, require_number
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.run.restarts import LAUNCHER
 from lightning_megatron.storage.paths import open_new
 
@@ -77,7 +77,7 @@ _MIN_SAMPLES, _MAX_SAMPLES, _MIN_SAMPLED_STEPS, _WAIT_GAP = 60, 600, 20, 0.5
 which there must be that many, over that many steps."""
 
 
-@explains_options
+@checks_options
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """Time limits: seconds without progress on any rank after which a run counts as hanging.

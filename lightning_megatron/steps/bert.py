@@ -17,7 +17,7 @@ from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric
 
 from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError, DataError, require_choice
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig, ProblemType
 from lightning_megatron.steps import base, batch_checks, metrics
 from lightning_megatron.steps.base import MaskedLossStep
@@ -68,7 +68,7 @@ _OPTIONAL = {"token_classification": ("loss_mask",)} | dict.fromkeys(
 """Optional keys of a batch, by task."""
 
 
-@explains_options
+@checks_options
 class BertTrainStep(MaskedLossStep):
     """Loss of a BERT's task; each term is a mean over its targets in the global batch.
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
-from lightning_megatron.foreign_names import explains_options
+from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base, batch_checks, metrics
 from lightning_megatron.steps.base import MaskedLossStep
@@ -29,7 +29,7 @@ _KNOWN_KEYS = {
 }
 
 
-@explains_options
+@checks_options
 class GPTTrainStep(MaskedLossStep):
     """Cross-entropy of the next token, averaged over the targets of the global batch.
 

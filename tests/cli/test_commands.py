@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_megatron import errors
 from lightning_megatron.cli import main, program
-from lightning_megatron.cli.commands import _parser
+from lightning_megatron.cli.commands import build_parser
 from lightning_megatron.errors import ConfigError
 from tests.ranks import ROOT, RankError, run_ranks
 
-COMMANDS = tuple(_parser()[1])
+COMMANDS = tuple(build_parser()[1])
 _ALL_HELP = """
 import sys, time
 from lightning_megatron.cli import main
@@ -47,6 +47,21 @@ def test_help_of_every_command_is_fast_and_complete() -> None:
         "(mmap, cached, lazy)",
     ):
         assert any(option in line for line in text), option
+
+
+def test_every_option_of_every_command_may_have_underscores() -> None:
+    for command in build_parser()[1].values():
+        for action in command.options:
+            for flag in action.option_strings:
+                underscored = flag[:2] + flag[2:].replace("-", "_")
+                assert command.with_hyphens([underscored]) == [flag]
+                typed = [f"{underscored}=a_b", "c_d", "--", underscored]
+                assert command.with_hyphens(typed) == [f"{flag}=a_b", *typed[1:]]
+
+
+def test_options_of_other_tools_keep_their_underscores() -> None:
+    command = build_parser()[1]["generate"]
+    assert command.with_hyphens(["--tokens_to_generate", "3"]) == ["--tokens_to_generate", "3"]
 
 
 # ---- exit codes -----------------------------------------------------------------------------------------------------
@@ -126,7 +141,7 @@ def test_user_error_follows_causes_but_not_contexts() -> None:
 def test_messages_name_options_as_typed_except_inside_paths() -> None:
     message = "top_k=3 is more than top_k allows, set do_sample=True; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
     typed = "--top-k 3 is more than --top-k allows, set --sample; runs/tp=2/top_k.json and my-tp=2 and stop_top_k"
-    assert errors.with_cli_flags(message, _parser()[1]["generate"]) == typed
+    assert build_parser()[1]["generate"].with_flags(message) == typed
 
 
 def test_only_one_rank_reports_an_error(

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from benchmarks.cases import LLAMA_8B
-from lightning_megatron.cli.commands import _parser as commands_parser
+from lightning_megatron.cli.commands import build_parser
 from tests.cli.command import run_all
 from tests.cli.corpus import configuration
 
@@ -148,7 +148,7 @@ for _option in (
             f"{_option}: expected keys and values, got {_value}; give it "
         )
 _SCRIPT_FLAGS = {
-    "--load_path hf": "--load_path: --load-path",
+    "--load_path hf": "the following arguments are required: --to; see",
     "--convert_checkpoint_from_megatron_to_transformers": "use --to",
     "--target_tensor_model_parallel_size 2": "use --tp",
     "--target_params_dtype fp16": "use --dtype",
@@ -163,7 +163,7 @@ MISTAKES["convert --load-path hf --saver core --save-path x"] = "--saver core; u
 MISTAKES["preprocess --input x --tokenizer-type HuggingFaceTokenizer"] = (
     "use --tokenizer, a directory of a transf"
 )
-for _command, _options in commands_parser()[1].items():
+for _command, _options in build_parser()[1].items():
     for _action in _options._actions:
         # Lightning's own commands have no options here.
         if getattr(_action.type, "__name__", "") == "_integer":

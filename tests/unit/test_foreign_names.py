@@ -16,7 +16,7 @@ from lightning_megatron import (
     MegatronModule,
     MegatronStrategy,
 )
-from lightning_megatron.cli.commands import PROG, _parser
+from lightning_megatron.cli.commands import PROG, build_parser
 from lightning_megatron.foreign_names import foreign_names
 
 _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
@@ -67,7 +67,7 @@ def test_options_in_the_table_exist_and_are_unique_per_tool() -> None:
     names = [(tool, row.theirs) for row in foreign_names() for tool in row.used_by.split()]
     assert len(set(names)) == len(names)
 
-    _, commands = _parser()
+    _, commands = build_parser()
     homes = (lightning_megatron, pl, callbacks, loggers)
     for row in foreign_names():
         if row.ours.startswith(PROG):
