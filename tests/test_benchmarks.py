@@ -12,6 +12,7 @@ import pytest
 from benchmarks import convergence, picture
 from benchmarks.cases import case_named
 from benchmarks.measurement import read, tables
+from tests.marks import exhaustive
 from tests.ranks import run_ranks
 
 _OTHER_SMOKE = ("smoke", "smoke-bert", "smoke-t5", "smoke-lora", "smoke-experts")
@@ -61,7 +62,7 @@ def test_loader_benchmark_measures_all_objectives() -> None:
     "name",
     [
         "smoke-tp2",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in _OTHER_SMOKE),
+        *(exhaustive(x) for x in _OTHER_SMOKE),
     ],
 )
 def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.checkpoint.runs import (
     train,
     train_with_checkpoints,
 )
+from tests.marks import exhaustive
 from tests.ranks import run_ranks
 
 STEPS_PER_EPOCH = 5
@@ -210,11 +211,7 @@ def _loader_of_whole_batches(dp: int) -> Any:
     [
         (_noisy_loader, [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3]),
         (_loader_with_worker, [STEPS_PER_EPOCH + 3]),
-        pytest.param(
-            _loader_of_whole_batches,
-            [STEPS_PER_EPOCH + 3],
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(_loader_of_whole_batches, [STEPS_PER_EPOCH + 3]),
     ],
 )
 def test_resume_with_larger_max_steps_is_exact(

@@ -14,6 +14,7 @@ import torch
 
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.runs import Run, checkpoints_at, fit
+from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
 
 Files = dict[str, Any]
@@ -473,7 +474,7 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
 
 @pytest.mark.parametrize(
     "protocol",
-    ["", pytest.param("memory", marks=pytest.mark.exhaustive)],
+    ["", exhaustive("memory")],
 )
 def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(
     tmp_path: Path, protocol: str

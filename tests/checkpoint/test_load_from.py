@@ -20,6 +20,7 @@ from tests.checkpoint.runs import (
     rows_dataset,
     train,
 )
+from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -185,7 +186,7 @@ def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained:
 
 @pytest.mark.parametrize(
     "vocab_size",
-    [pytest.param(110, marks=pytest.mark.exhaustive), 300],
+    [exhaustive(110), 300],
 )
 def test_embeddings_of_new_tokens_keep_their_initial_values(
     trained: Trained, vocab_size: int

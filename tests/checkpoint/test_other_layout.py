@@ -23,6 +23,7 @@ from tests.checkpoint.runs import (
     rows_dataset,
     train,
 )
+from tests.marks import exhaustive
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -265,7 +266,7 @@ def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path)
     "optimizer",
     [
         {},
-        pytest.param(_unsharded(ONE)[1], marks=pytest.mark.exhaustive),
+        exhaustive(_unsharded(ONE)[1]),
     ],
     ids=["sharded optimizer", "unsharded optimizer"],
 )

@@ -19,6 +19,7 @@ from tests.checkpoint.runs import (
     save,
     train_with_checkpoints,
 )
+from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
@@ -77,11 +78,7 @@ def _train_on_a_full_disk(
 @pytest.mark.parametrize(
     ("victim", "async_save"),
     [
-        pytest.param(
-            0,
-            False,
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(0, False),
         (1, True),
     ],
     ids=["rank 0", "rank 1, async"],

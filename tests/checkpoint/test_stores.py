@@ -28,6 +28,7 @@ from tests.checkpoint.runs import (
     fit,
     train,
 )
+from tests.marks import exhaustive
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
@@ -163,7 +164,7 @@ def _check(address: str, is_async: bool) -> Trace:
 
 @pytest.mark.parametrize(
     "is_async",
-    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    [True, exhaustive(False)],
 )
 def test_checkpoints_in_a_store_resume_as_from_a_disk(tmp_path: Path, is_async: bool) -> None:
     from_store = _check(f"shared://{tmp_path}/run", is_async)

@@ -23,6 +23,7 @@ from tests.generate.models import (
     run_with_models,
     set_up,
 )
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, refusal
 
 START = 2
@@ -122,7 +123,7 @@ def _option_calls(
     ("layout", "models"),
     [
         *CASES,
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES),
+        *(exhaustive(*case) for case in RARER_CASES),
     ],
     ids=str,
 )

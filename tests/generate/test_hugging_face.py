@@ -25,6 +25,7 @@ from tests.generate.models import (
     set_up,
 )
 from tests.generate.test_encoder_decoders import calls_of_every_t5
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout
 from tests.tokenizers import byte_level_tokenizer
 
@@ -108,7 +109,7 @@ def calls_of(
     ("layout", "models", "ends"),
     [
         *CASES,
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARER_CASES),
+        *(exhaustive(*case) for case in RARER_CASES),
     ],
     ids=lambda part: str(part) if isinstance(part, Layout | bool) else f"{len(part)} models",
 )

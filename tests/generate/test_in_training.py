@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.generate.models import NO_END, generate, make_call
+from tests.marks import exhaustive
 from tests.parity.training import (
     Case,
     Layout,
@@ -45,15 +46,10 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
             Layout(tp=2, sequence_parallel=True, recompute="full"),
             "bf16-mixed",
         ),
-        pytest.param(
-            "gpt2",
-            Layout(pp=2, vpp=2, num_microbatches=2),
-            "16-mixed",
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("gpt2", Layout(pp=2, vpp=2, num_microbatches=2), "16-mixed"),
         ("gpt2", Layout(dp=2, overlap_communication=True), "32-true"),
         ("gpt2", Layout(cp=2), "bf16-mixed"),
-        pytest.param(
+        exhaustive(
             "t5",
             Layout(
                 tp=2,
@@ -63,7 +59,6 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
                 recompute="full",
             ),
             "32-true",
-            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from tests.generate.models import (
     prompts,
     run_with_models,
 )
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, refusal, trainer_of
 
 Batch = dict[str, torch.Tensor]
@@ -52,11 +53,7 @@ def _loader(batch: Batch) -> DataLoader[Any]:
                 num_microbatches=2,
             ),
         ),
-        pytest.param(
-            "mt5",
-            Layout(cp=2, dp=2),
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("mt5", Layout(cp=2, dp=2)),
     ],
     ids=str,
 )
@@ -180,14 +177,13 @@ def _predict_logits(
             ("gpt2",),
         ),
         (Layout(dp=3), ("llama",)),
-        pytest.param(
+        exhaustive(
             Layout(
                 cp=2,
                 tp=2,
                 dp=2,
             ),
             ("gpt2", "t5", *BERTS),
-            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from tests.generate.models import (
     set_up,
 )
 from tests.generate.tape import TapeRecorder
+from tests.marks import exhaustive, on_gpus
 from tests.parity.training import Case, Layout, refusal
 
 TWO_BY_TWO = Layout(
@@ -53,20 +54,15 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     [
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
-        pytest.param(
+        exhaustive(
             Layout(
                 pp=2,
                 vpp=2,
                 num_microbatches=2,
             ),
             ("llama",),
-            marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            Layout(tp=4),
-            ("gpt_bigcode",),
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(Layout(tp=4), ("gpt_bigcode",)),
     ],
     ids=str,
 )
@@ -134,31 +130,11 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
 @pytest.mark.parametrize(
     ("layout", "models"),
     [
-        pytest.param(
-            Layout(),
-            (*EVERY, "olmo2"),
-            marks=pytest.mark.gpu(1),
-        ),
-        pytest.param(
-            Layout(tp=2, sequence_parallel=True),
-            (*EVERY, "olmo2"),
-            marks=pytest.mark.gpu(2),
-        ),
-        pytest.param(
-            Layout(pp=2),
-            ("gpt2", "llama", "bloom"),
-            marks=pytest.mark.gpu(2),
-        ),
-        pytest.param(
-            Layout(pp=2, vpp=2, num_microbatches=2),
-            ("llama",),
-            marks=pytest.mark.gpu(2),
-        ),
-        pytest.param(
-            Layout(tp=2, pp=2),
-            ("llama", "bloom"),
-            marks=pytest.mark.gpu(4),
-        ),
+        on_gpus(1, Layout(), (*EVERY, "olmo2")),
+        on_gpus(2, Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2")),
+        on_gpus(2, Layout(pp=2), ("gpt2", "llama", "bloom")),
+        on_gpus(2, Layout(pp=2, vpp=2, num_microbatches=2), ("llama",)),
+        on_gpus(4, Layout(tp=2, pp=2), ("llama", "bloom")),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.run.heartbeat import Beat, Heartbeat, find_hang, find_straggler
 from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_dataset
 from tests.launch.test_started_by import has_ended
+from tests.marks import on_gpus
 from tests.ranks import RankError, run_ranks
 
 LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
@@ -274,7 +275,7 @@ def _hang_and_terminate(accelerator: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "accelerator",
-    ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(2))],
+    ["cpu", on_gpus(2, "gpu")],
 )
 def test_sigterm_ends_a_hanging_run_within_the_grace_period(
     tmp_path: Path, accelerator: str

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import exhaustive
 from tests.ranks import ROOT
 
 # Deliberately without a __main__ guard: Megatron's own checkpoint writer would start such a script again, and hang.
@@ -147,7 +148,7 @@ def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
     "how",
     [
         "lightning",
-        *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("torchrun", "slurm")),
+        *(exhaustive(how) for how in ("torchrun", "slurm")),
     ],
 )
 def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_path: Path) -> None:
@@ -168,14 +169,9 @@ def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_
     ("end", "code", "message"),
     [
         ("rank 1 is killed", 1, "error: local rank 1 was ended by SIGKILL"),
-        pytest.param("rank 0 is killed", -9, "", marks=pytest.mark.exhaustive),
-        pytest.param("an exception", 1, "RuntimeError: rank 0 alone", marks=pytest.mark.exhaustive),
-        pytest.param(
-            "a failing child",
-            1,
-            "error: local rank 1 ended with code 3",
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("rank 0 is killed", -9, ""),
+        exhaustive("an exception", 1, "RuntimeError: rank 0 alone"),
+        exhaustive("a failing child", 1, "error: local rank 1 ended with code 3"),
     ],
 )
 def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_path: Path) -> None:
@@ -188,9 +184,7 @@ def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_pa
     assert time.monotonic() - begin < 120  # Lightning checks its children every few seconds
 
 
-@pytest.mark.parametrize(
-    "how", ["lightning", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("how", ["lightning", exhaustive("torchrun")])
 def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_path: Path) -> None:
     codes, printed = _run(how, "a callback of rank 1", tmp_path)
     assert codes == [1], printed

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import exhaustive, on_gpus
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
@@ -131,15 +132,8 @@ ON_GPUS = (
     ("case", "layout", "targets"),
     [
         *(pytest.param(*each, id=name) for name, each in CASES.items()),
-        *(
-            pytest.param(*each, id=name, marks=pytest.mark.exhaustive)
-            for name, each in RARER_CASES.items()
-        ),
-        pytest.param(
-            *ON_GPUS,
-            id="llama_on_gpus",
-            marks=pytest.mark.gpu(2),
-        ),
+        *(exhaustive(*each, id=name) for name, each in RARER_CASES.items()),
+        on_gpus(2, *ON_GPUS, id="llama_on_gpus"),
     ],
 )
 def test_lora_training_equals_peft(

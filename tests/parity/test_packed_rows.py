@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.data.instruction_rows import InstructionSamples
 from lightning_megatron.data.instructions import Instructions
+from tests.marks import exhaustive
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors
@@ -117,12 +118,7 @@ def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tup
             "llama",
             Layout(pp=2, vpp=2, num_microbatches=2),
         ),
-        pytest.param(
-            "documents",
-            "gpt2",
-            Layout(cp=2),
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("documents", "gpt2", Layout(cp=2)),
         ("documents", "llama", Layout(cp=4)),
         ("instructions", "llama", FOUR_RANKS),
     ],

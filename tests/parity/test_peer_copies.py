@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import exhaustive
 from tests.parity.comparison import assert_same_run
 from tests.parity.training import (
     Case,
@@ -111,12 +112,7 @@ _FORCED = (("tp_comm_overlap", True),)
             Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True),
             2 * 4 * 2,
         ),
-        pytest.param(
-            "t5",
-            Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3),
-            None,
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None),
     ],
     ids=str,
 )

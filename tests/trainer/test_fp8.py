@@ -15,6 +15,7 @@ from tests.checkpoint.runs import (
     train,
     train_with_checkpoints,
 )
+from tests.marks import exhaustive
 from tests.parity.comparison import relative_error
 from tests.parity.training import (
     Case,
@@ -76,16 +77,8 @@ def test_fp8_is_close_to_bf16(model: str, fields: tuple[tuple[str, Any], ...]) -
         (Layout(pp=2, num_microbatches=2), Layout(num_microbatches=2)),
         (Layout(recompute="full"), Layout()),
         (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
-        pytest.param(
-            Layout(recompute="selective"),
-            Layout(),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            Layout(dp=2, overlap_communication=True),
-            Layout(dp=2),
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(Layout(recompute="selective"), Layout()),
+        exhaustive(Layout(dp=2, overlap_communication=True), Layout(dp=2)),
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ from tests.checkpoint.runs import (
     fit,
     rows_dataset,
 )
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
@@ -113,11 +114,8 @@ def _guarded(
     "strategy",
     [
         {},
-        pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"pp": 2, "async_save": True, "distributed_optimizer": False},
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive({"tp": 2, "pp": 2}),
+        exhaustive({"pp": 2, "async_save": True, "distributed_optimizer": False}),
     ],
     ids=str,
 )
@@ -260,25 +258,13 @@ STATE = [
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
-        pytest.param(
-            {"tp": 2},
-            "32-true",
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive({"tp": 2}, "32-true"),
         ({"cp": 2}, "bf16-mixed"),
-        pytest.param(
-            {"cp": 2, "distributed_optimizer": False}, "32-true", marks=pytest.mark.exhaustive
-        ),
+        exhaustive({"cp": 2, "distributed_optimizer": False}, "32-true"),
         ({"distributed_optimizer": False}, "bf16-mixed"),
-        pytest.param({}, "bf16-mixed", marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"overlap_communication": True},
-            "bf16-mixed",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            {"tp": 2, "sequence_parallel": True}, "bf16-mixed", marks=pytest.mark.exhaustive
-        ),
+        exhaustive({}, "bf16-mixed"),
+        exhaustive({"overlap_communication": True}, "bf16-mixed"),
+        exhaustive({"tp": 2, "sequence_parallel": True}, "bf16-mixed"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoint.runs import callback
 from tests.leaks import Baseline
+from tests.marks import on_gpus
 from tests.parity.training import Case, Layout, common_result, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
@@ -38,12 +39,7 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
     [
         (FOUR_RANKS, "32-true", "cpu"),
         (Layout(dp=2, overlap_communication=True), "bf16-mixed", "cpu"),
-        pytest.param(
-            Layout(dp=2),
-            "bf16-mixed",
-            "gpu",
-            marks=pytest.mark.gpu(2),
-        ),
+        on_gpus(2, Layout(dp=2), "bf16-mixed", "gpu"),
     ],
 )
 def test_fit_validate_and_test_run_in_any_order(

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
+from tests.marks import exhaustive, on_gpus
 from tests.parity.sharding import shards
 from tests.parity.training import (
     Case,
@@ -171,22 +172,8 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     ("layout", "clip", "optimizer", "accelerator", "is_late"),
     [
         (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
-        pytest.param(
-            Layout(tp=2, dp=2, distributed_optimizer=False),
-            None,
-            "sgd",
-            "cpu",
-            False,
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            STAGES_AND_REPLICAS,
-            0.5,
-            "adamw",
-            "cpu",
-            True,
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False),
+        exhaustive(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True),
         (
             Layout(tp=2, dp=2, distributed_optimizer=False),
             0.5,
@@ -194,22 +181,8 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
             "cpu",
             True,
         ),
-        pytest.param(
-            Layout(pp=2, num_microbatches=3),
-            0.5,
-            "adamw",
-            "gpu",
-            True,
-            marks=pytest.mark.gpu(2),
-        ),
-        pytest.param(
-            Layout(dp=2, num_microbatches=3),
-            0.5,
-            "adamw",
-            "gpu",
-            True,
-            marks=pytest.mark.gpu(2),
-        ),
+        on_gpus(2, Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
+        on_gpus(2, Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
     ],
     ids=str,
 )
@@ -292,7 +265,7 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
 
 @pytest.mark.parametrize(
     "late",
-    [pytest.param(False, marks=pytest.mark.exhaustive), True],
+    [exhaustive(False), True],
 )
 def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
     for first, again, saved in run_ranks(

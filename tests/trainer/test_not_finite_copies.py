@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import callback
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
@@ -110,20 +111,15 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
     [
         (Layout(tp=2, dp=2), "32-true"),
         (Layout(tp=2, dp=2, distributed_optimizer=False), "bf16-mixed"),
-        pytest.param(
-            Layout(tp=2, pp=2),
-            "32-true",
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive(Layout(tp=2, pp=2), "32-true"),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
-        pytest.param(
+        exhaustive(
             Layout(
                 cp=2,
                 tp=2,
                 distributed_optimizer=False,
             ),
             "32-true",
-            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,

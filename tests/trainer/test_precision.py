@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import Run, callback, fit
+from tests.marks import on_gpus
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
@@ -151,7 +152,7 @@ def _loss_scales(skipped: list[bool]) -> list[float]:
 
 @pytest.mark.parametrize(
     "accelerator",
-    ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(4))],
+    ["cpu", on_gpus(4, "gpu")],
 )
 def test_overflow_on_any_rank_changes_only_the_loss_scale(accelerator: str) -> None:
     for steps in run_ranks(_steps_in_fp16, 4, accelerator):

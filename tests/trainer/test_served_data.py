@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit, make_corpus
+from tests.marks import exhaustive
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 
@@ -155,7 +156,7 @@ def instructions(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     "rows",
     [
         {"packing": True},
-        pytest.param({"pad_to_multiple_of": 4}, marks=pytest.mark.exhaustive),
+        exhaustive({"pad_to_multiple_of": 4}),
     ],
     ids=str,
 )

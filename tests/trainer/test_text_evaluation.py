@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.families.parity import pretrained_module, tiny_model
+from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, refusal, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import make_tokenizer
@@ -29,7 +30,7 @@ LAYOUTS = (
     Layout(),
     Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
     Layout(dp=3, num_microbatches=2),
-    pytest.param(Layout(cp=2, pp=2), marks=pytest.mark.exhaustive),
+    exhaustive(Layout(cp=2, pp=2)),
 )
 
 

@@ -14,8 +14,9 @@ from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
 from lightning_megatron.engine.ops.token_dispatch import Dispatcher
 from lightning_megatron.models.gpt import mask_padded_vocab_
+from tests.marks import on_gpus
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", on_gpus(1, "cuda")]
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import on_gpus
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 CHECKS = Path(__file__).parent / "triton_checks.py"
@@ -15,7 +17,7 @@ CHECKS = Path(__file__).parent / "triton_checks.py"
 
 @pytest.mark.parametrize(
     "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+    ["cpu", on_gpus(1, "cuda")],
 )
 def test_kernels_equal_torch_forward_and_backward(device: str) -> None:
     # Triton reads TRITON_INTERPRET at import.
