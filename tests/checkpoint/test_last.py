@@ -157,13 +157,7 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "another line, later by the clock": (
         {
             **WENT_BACK,
-            "other.ckpt": _at(
-                3,
-                1,
-                1,
-                80.0,
-                line="b",
-            ),
+            "other.ckpt": _at(3, 1, 1, 80.0, line="b"),
         },
         "last",
         "other.ckpt",
@@ -171,13 +165,7 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "another line, earlier by the clock": (
         {
             **WENT_BACK,
-            "other.ckpt": _at(
-                99,
-                9,
-                9,
-                60.0,
-                line="b",
-            ),
+            "other.ckpt": _at(99, 9, 9, 60.0, line="b"),
         },
         "last",
         "step=7.ckpt",

@@ -204,12 +204,7 @@ def test_embeddings_of_new_tokens_keep_their_initial_values(
     )
     initial = run_ranks(_begin, 2, larger)
     lenient = larger.but(
-        strategy={
-            "load_from": LoadFrom(
-                path=str(folder / "step=3.ckpt"),
-                strict=False,
-            )
-        }
+        strategy={"load_from": LoadFrom(path=str(folder / "step=3.ckpt"), strict=False)}
     )
     loaded = run_ranks(_begin_and_warn, 2, lenient)
 

@@ -126,10 +126,7 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
         run_ranks(
             train,
             world_size,
-            run.but(
-                strategy=strategy,
-                ckpt_path=resumed_from,
-            ),
+            run.but(strategy=strategy, ckpt_path=resumed_from),
             paths[index],
         )
 
@@ -278,10 +275,7 @@ def test_master_weights_survive_a_change_of_precision(
     first, *other_traces = run_ranks(
         train,
         3,
-        LLAMA_RUN.but(
-            strategy=optimizer,
-            ckpt_path=str(in_16_bits),
-        ),
+        LLAMA_RUN.but(strategy=optimizer, ckpt_path=str(in_16_bits)),
         in_32_bits,
     )
     run_ranks(

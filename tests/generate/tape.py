@@ -86,16 +86,7 @@ class TapeRecorder:
         return output
 
     def _count(self, *more: int) -> None:
-        self.counts = tuple(
-            map(
-                sum,
-                zip(
-                    self.counts,
-                    more,
-                    strict=True,
-                ),
-            )
-        )  # type: ignore[assignment]
+        self.counts = tuple(map(sum, zip(self.counts, more, strict=True)))  # type: ignore[assignment]
 
 
 def _wait(result: Any) -> None:

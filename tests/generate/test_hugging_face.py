@@ -322,15 +322,7 @@ def test_scores_equal_hugging_face() -> None:
     beams = {"num_beams": 3, "num_return_sequences": 2}
     outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     one: Any = hf_output(make_call("llama", rows, **options, **outputs))
-    several: Any = hf_output(
-        make_call(
-            "llama",
-            rows,
-            **options,
-            **beams,
-            **outputs,
-        )
-    )
+    several: Any = hf_output(make_call("llama", rows, **options, **beams, **outputs))
     beam_scores = hf_model("llama").compute_transition_scores(
         several.sequences, several.scores, several.beam_indices
     )
@@ -349,12 +341,7 @@ def test_scores_equal_hugging_face() -> None:
     )
     calls = [
         make_call("llama", rows, **options),
-        make_call(
-            "llama",
-            rows,
-            **options,
-            **beams,
-        ),
+        make_call("llama", rows, **options, **beams),
     ]
     for outputs_of_rank in run_with_models(_generate_with_scores, Layout(tp=2, dp=2), calls):
         for actual, (sequences, log_probabilities, scores) in zip(

@@ -161,28 +161,16 @@ def _predict_logits(
             ("t5", "t5_1_1", "bloom", *BERTS[:3]),
         ),
         (
-            Layout(
-                pp=2,
-                vpp=2,
-                num_microbatches=2,
-            ),
+            Layout(pp=2, vpp=2, num_microbatches=2),
             ("qwen3",),
         ),
         (
-            Layout(
-                pp=2,
-                dp=2,
-                num_microbatches=2,
-            ),
+            Layout(pp=2, dp=2, num_microbatches=2),
             ("gpt2",),
         ),
         (Layout(dp=3), ("llama",)),
         exhaustive(
-            Layout(
-                cp=2,
-                tp=2,
-                dp=2,
-            ),
+            Layout(cp=2, tp=2, dp=2),
             ("gpt2", "t5", *BERTS),
         ),
     ],

@@ -55,11 +55,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
         exhaustive(
-            Layout(
-                pp=2,
-                vpp=2,
-                num_microbatches=2,
-            ),
+            Layout(pp=2, vpp=2, num_microbatches=2),
             ("llama",),
         ),
         exhaustive(Layout(tp=4), ("gpt_bigcode",)),

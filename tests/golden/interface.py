@@ -236,14 +236,7 @@ def _trainer_commands() -> Interface:
         flags = re.findall(r"--[a-z]\w*(?:\.[a-z]\w*)*", _run(command, "--help"))
         options |= {f"{command} {flag}": "option" for flag in flags}
     callbacks = [f"--trainer.callbacks+={name}" for name in _CALLBACKS]
-    config = yaml.safe_load(
-        _run(
-            "fit",
-            "--model.model=config.json",
-            *callbacks,
-            *_FIT.split(),
-        )
-    )
+    config = yaml.safe_load(_run("fit", "--model.model=config.json", *callbacks, *_FIT.split()))
     config["trainer"] = {name: config["trainer"][name] for name in ("strategy", "callbacks")}
     return {
         **options,

@@ -116,13 +116,7 @@ def test_resume_equals_the_recorded_run(
     resumed = run.but(ckpt_path=str(checkpoints / f"{checkpoint}.ckpt"))
     steps = runs.merge_ranks(
         resumed,
-        run_ranks(
-            runs.train,
-            world_size,
-            resumed,
-            FILES,
-            tmp_path,
-        ),
+        run_ranks(runs.train, world_size, resumed, FILES, tmp_path),
     )
 
     assert list(steps) == list(expected)

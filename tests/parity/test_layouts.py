@@ -57,11 +57,7 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     ),
     (
         _uneven(
-            Layout(
-                pp=2,
-                vpp=2,
-                num_microbatches=2,
-            ),
+            Layout(pp=2, vpp=2, num_microbatches=2),
             2,
         ),
         True,

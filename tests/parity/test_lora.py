@@ -175,11 +175,7 @@ def _train_with_dropout(case: Case, dropout: float) -> Outcome:
     return train_module(
         module_of(
             case,
-            lora=LoRA(
-                rank=3,
-                alpha=30,
-                dropout=dropout,
-            ),
+            lora=LoRA(rank=3, alpha=30, dropout=dropout),
         ),
         case,
         loader_of(case),
@@ -191,11 +187,7 @@ def _train_with_dropout(case: Case, dropout: float) -> Outcome:
     "layout",
     [
         Layout(tp=2),
-        Layout(
-            tp=2,
-            sequence_parallel=True,
-            recompute="full",
-        ),
+        Layout(tp=2, sequence_parallel=True, recompute="full"),
     ],
     ids=str,
 )

@@ -139,12 +139,7 @@ def outcome(case: Case) -> Outcome:
     # The summation order of some bf16 CUDA kernels varies from run to run.
     copies_rtol = 0.0 if case.accelerator == "cpu" else 0.02
     return join_outcomes(
-        run_ranks(
-            train,
-            case.layout.world_size,
-            case,
-            timeout=240,
-        ),
+        run_ranks(train, case.layout.world_size, case, timeout=240),
         copies_rtol,
     )
 

@@ -233,15 +233,7 @@ def _options(load: Path, save: Path, **fields: Any) -> ConvertOptions:
 
 
 def _write(load: Path, save: Path, dtype: str) -> None:
-    convert(
-        _options(
-            load,
-            save,
-            tp=2,
-            pp=2,
-            dtype=dtype,
-        )
-    )
+    convert(_options(load, save, tp=2, pp=2, dtype=dtype))
 
 
 def _in(dtype: str, model: Any) -> Tensors:

@@ -21,11 +21,7 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 
 CASE = Case(
-    layout=Layout(
-        tp=2,
-        pp=2,
-        num_microbatches=2,
-    ),
+    layout=Layout(tp=2, pp=2, num_microbatches=2),
     steps=2,
 )
 TOKENS = torch.arange(24).reshape(2, 12) % 80

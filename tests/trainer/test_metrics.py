@@ -78,13 +78,7 @@ def test_metrics_are_equal_on_every_layout_rank_and_epoch() -> None:
     reference = common_result(_validate_twice, Case(), True)
     sharded = common_result(
         _validate_twice,
-        Case(
-            layout=Layout(
-                pp=2,
-                dp=2,
-                num_microbatches=2,
-            )
-        ),
+        Case(layout=Layout(pp=2, dp=2, num_microbatches=2)),
         False,
     )
     expected, again, tested = reference

@@ -151,12 +151,7 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
     """Runs that stop at the bad step and that leave it out; then each kind with ``raise`` and with ``skip``."""
     references = (
         _run(case, "nan", "raise"),
-        _run(
-            case,
-            None,
-            "raise",
-            leave_out=True,
-        ),
+        _run(case, None, "raise", leave_out=True),
     )
     if late:
         _decide_on_device()

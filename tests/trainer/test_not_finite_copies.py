@@ -114,11 +114,7 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
         exhaustive(Layout(tp=2, pp=2), "32-true"),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
         exhaustive(
-            Layout(
-                cp=2,
-                tp=2,
-                distributed_optimizer=False,
-            ),
+            Layout(cp=2, tp=2, distributed_optimizer=False),
             "32-true",
         ),
     ],
@@ -171,11 +167,7 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
 
 def test_run_ends_with_the_weights_of_before() -> None:
     case = Case(
-        layout=Layout(
-            tp=2,
-            pp=2,
-            distributed_optimizer=False,
-        ),
+        layout=Layout(tp=2, pp=2, distributed_optimizer=False),
         steps=2,
     )
     planted = [

@@ -61,11 +61,7 @@ def test_multipliers_scale_lr_and_weight_decay_of_matching_weights() -> None:
 # ---- overridden fields of Megatron's configs ------------------------------------------------------------------------
 
 _DEFAULTS = Case(
-    layout=Layout(
-        dp=2,
-        num_microbatches=2,
-        overlap_communication=True,
-    ),
+    layout=Layout(dp=2, num_microbatches=2, overlap_communication=True),
     steps=3,
 )
 _OVERRIDDEN = replace(
@@ -201,11 +197,7 @@ def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
     used, logged = common_result(
         _rates,
-        Case(
-            layout=TWO_STAGES,
-            steps=6 // epochs,
-            lr=LR,
-        ),
+        Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR),
         "linear",
         epochs,
     )

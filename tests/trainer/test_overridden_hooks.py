@@ -244,10 +244,7 @@ def _steps_without_one_pass(case: Case) -> list[str]:
 def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
     own, twice, without = common_result(
         _steps_without_one_pass,
-        Case(
-            layout=Layout(tp=2),
-            steps=2,
-        ),
+        Case(layout=Layout(tp=2), steps=2),
     )
     assert "OwnCrossEntropy.training_step: expected one call of super().training_step" in own
     assert "got 0; call it once" in own
@@ -474,10 +471,7 @@ def _other_refusals(case: Case) -> dict[str, str]:
 def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
     messages = common_result(
         _other_refusals,
-        Case(
-            layout=Layout(tp=2),
-            steps=1,
-        ),
+        Case(layout=Layout(tp=2), steps=1),
     )
     assert "forward would not be called" in messages["OwnForward"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["OwnOptimizer"]

@@ -112,10 +112,7 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
     )
     module = module_of(
         case,
-        lr_schedule=LRSchedule(
-            warmup_steps=9,
-            init_lr=case.lr / 10,
-        ),
+        lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10),
     )
     on_cpu = {
         "precision": None,

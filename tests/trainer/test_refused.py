@@ -222,23 +222,9 @@ ITEMS = rows_dataset(8)
 NO_LOADERS: dict[str, tuple[Any, ...]] = {
     "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(": ([*ITEMS],),
     "got a TensorDataset; give DataLoader(": (
-        torch.utils.data.TensorDataset(
-            torch.zeros(
-                4,
-                8,
-                dtype=torch.long,
-            )
-        ),
+        torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),
     ),
-    "got a dict of Tensor; give": (
-        {
-            "input_ids": torch.zeros(
-                4,
-                8,
-                dtype=torch.long,
-            )
-        },
-    ),
+    "got a dict of Tensor; give": ({"input_ids": torch.zeros(4, 8, dtype=torch.long)},),
     "got a str; give": ("corpus_text_document",),
     "got a int; give": (5,),
     "val_dataloaders: expected a DataLoader, got a list of dict": (shuffled_loader(1), [*ITEMS]),

@@ -12,11 +12,7 @@ from tests.parity.training import Case, Layout, common_result, loader_of, module
 from tests.ranks import RankError
 
 CASE = Case(
-    layout=Layout(
-        pp=2,
-        dp=2,
-        num_microbatches=2,
-    ),
+    layout=Layout(pp=2, dp=2, num_microbatches=2),
     steps=2,
     global_batch_size=8,
     labels="uneven",

@@ -299,11 +299,7 @@ def _measure(
     trainer = toy_trainer(
         folder,
         [monitor, clock],
-        logger=CSVLogger(
-            folder,
-            name=None,
-            version="log",
-        ),
+        logger=CSVLogger(folder, name=None, version="log"),
         **options,
     )
     trainer.strategy.step_shape = SimpleNamespace(

@@ -288,12 +288,7 @@ def test_token_beyond_the_vocabulary_is_refused(
     with pytest.raises(
         DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"
     ):
-        _data(tmp_path).check(
-            Run(
-                shape=shape,
-                model=replace(model, vocab_size=largest),
-            )
-        )
+        _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
 
 
 def test_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:

@@ -199,14 +199,7 @@ def test_flex_attention_equals_dense_masks(
     flex = layer._attend_flex(q, k, v, segments, pattern)
     torch.testing.assert_close(
         flex,
-        layer._attend_masked(
-            q,
-            k,
-            v,
-            segments,
-            pattern,
-            0.0,
-        ),
+        layer._attend_masked(q, k, v, segments, pattern, 0.0),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -372,13 +365,7 @@ def test_cross_attention_uses_flex_attention(calls: _Calls) -> None:
     segments = (_segments(900)[:2] != 0).long()
     _assert_equals_cpu(
         _layer("padding", "cross", groups=8),
-        _qkv(
-            600,
-            900,
-            8,
-            2,
-            device="cuda",
-        ),
+        _qkv(600, 900, 8, 2, device="cuda"),
         segments,
     )
     assert calls.blocks == 1

@@ -127,11 +127,7 @@ def _inputs(
     return (
         logits.to(dtype),
         labels,
-        torch.randn(
-            S,
-            B,
-            generator=generator,
-        ),
+        torch.randn(S, B, generator=generator),
     )
 
 
