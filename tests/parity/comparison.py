@@ -1,5 +1,7 @@
 """Assertions that two training runs are equal, up to rounding from a different summation order."""
 
+from collections.abc import Iterable
+
 import torch
 
 from tests.parity.sharding import Tensors
@@ -20,6 +22,11 @@ _TIMES_ROUNDING = 3.0
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """2-norm of the difference, relative to the 2-norm of the expected tensor."""
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def all_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    """Whether as many tensors are bitwise equal, one by one."""
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def assert_same(actual: Tensors, expected: Tensors) -> None:

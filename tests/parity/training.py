@@ -187,6 +187,25 @@ def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return str(error.value)
 
 
+def refused_fit(case: Case, module: Any, **options: Any) -> str:
+    """Message of the ConfigError that training ``module`` raises; ``options`` are arguments of the Trainer."""
+    return refusal(trainer_of(case, **options).fit, module, loader_of(case))
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """What callbacks see: all metrics logged last."""
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def recorded_rates(rates: list[float]) -> Any:
+    """Callback that appends the learning rate of each step to ``rates``."""
+
+    def append(trainer: Any, *_: Any) -> None:
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    return callback(on_train_batch_start=append)
+
+
 class Sentences(Dataset[dict[str, torch.Tensor]]):
     """Rows of random tokens, identical in every process."""
 

@@ -1,7 +1,5 @@
 """Training of mixtures of experts: logged metrics, biases that follow the load, and refusals to lose biases."""
 
-import io
-import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +12,10 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.planning.parameters import total_parameters
 from tests.checkpoint.runs import EXPERT_BIAS, LLAMA, Run, callback, fit, train
-from tests.parity.training import refusal
+from tests.parity.comparison import all_equal
+from tests.parity.training import metrics_of, refusal
 from tests.ranks import run_ranks
+from tests.recording import recorded_log
 
 MIXTRAL: dict[str, Any] = {
     **LLAMA,
@@ -26,16 +26,17 @@ MIXTRAL: dict[str, Any] = {
 RUN = Run(model=MIXTRAL, trainer={"max_steps": 2})
 
 
-def _fit_and_read_logs(run: Run) -> tuple[str, tuple[dict[str, float], list[list[float]]]]:
+Logged = tuple[dict[str, float], list[list[float]]]
+
+
+def _fit_and_read_logs(run: Run) -> tuple[str, Logged]:
     """Lightning's model summary; logged metrics and the expert counts that callbacks see."""
     from lightning.pytorch.callbacks import ModelSummary
 
-    summary = io.StringIO()
-    log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
-    log.addHandler(logging.StreamHandler(summary))
-    trainer, _ = fit(run, ModelSummary())
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return summary.getvalue(), (metrics, trainer.strategy.step_shape.expert_counts.tolist())
+    with recorded_log("lightning.pytorch.callbacks.model_summary") as summary:
+        trainer, _ = fit(run, ModelSummary())
+    counts = trainer.strategy.step_shape.expert_counts
+    return summary.getvalue(), (metrics_of(trainer), counts.tolist())
 
 
 def test_expert_load_is_logged_and_summary_counts_all_experts() -> None:
@@ -62,18 +63,13 @@ def test_expert_load_is_logged_and_summary_counts_all_experts() -> None:
 def _train_with_bias(run: Run) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
     """Expert counts of all layers after each step, and the biases by layer on this rank."""
     counts: list[torch.Tensor] = []
-    watch = callback(
-        on_train_batch_end=lambda trainer, *_: counts.append(
-            trainer.strategy.step_shape.expert_counts
-        )
-    )
-    trainer, _ = fit(run, watch)
-    routers = [
-        m
-        for chunk in trainer.lightning_module.model_chunks
-        for m in chunk.modules()
-        if hasattr(m, "gating")
-    ]
+
+    def count(trainer: Any, *_: Any) -> None:
+        counts.append(trainer.strategy.step_shape.expert_counts)
+
+    trainer, _ = fit(run, callback(on_train_batch_end=count))
+    modules = trainer.lightning_module.model_chunks.modules()
+    routers = [module for module in modules if hasattr(module, "gating")]
     return counts, {router.layer_number - 1: router.expert_bias for router in routers}
 
 
@@ -90,11 +86,12 @@ def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str
         strategy=EXPERT_BIAS, trainer={"max_steps": 3}, model={"router_aux_loss_coef": 0.0}
     )
     ((counts, reference),) = run_ranks(_train_with_bias, 1, run)
-    expected = 0.05 * sum((step.mean(dim=1, keepdim=True) - step).sign() for step in counts)
+    surplus = [step.mean(dim=1, keepdim=True) - step for step in counts]
+    expected = 0.05 * sum(each.sign() for each in surplus)
     assert expected.abs().max() > 0.04  # an odd number of steps: the bias oscillates
     assert all(torch.allclose(bias, expected[layer]) for layer, bias in reference.items())
     for sharded_counts, biases in run_ranks(_train_with_bias, ranks, run.but(strategy=strategy)):
-        assert all(torch.equal(*pair) for pair in zip(sharded_counts, counts, strict=True))
+        assert all_equal(sharded_counts, counts)
         assert all(torch.equal(bias, reference[layer]) for layer, bias in biases.items())
 
 

@@ -19,6 +19,7 @@ from tests.parity.training import (
     loader_of,
     module_of,
     refusal,
+    refused_fit,
     train_module,
     trainer_of,
 )
@@ -48,17 +49,20 @@ def train_frozen(case: Case, what: What, **options: Any) -> tuple[Outcome, int, 
 
         def configure_model(self) -> None:
             super().configure_model()
+            last_frozen = {"embeddings": 0, "lower half": 2, "all but the last layer": 3}[what]
             for chunk in map(unwrap, self.model_chunks):  # type: ignore[arg-type]
                 if hasattr(chunk, "embedding"):
                     chunk.embedding.requires_grad_(False)
-                for layer in chunk.decoder.layers if what != "embeddings" else ():
-                    layer.requires_grad_(layer.layer_number > (2 if what == "lower half" else 3))
+                if last_frozen:
+                    for layer in chunk.decoder.layers:
+                        layer.requires_grad_(layer.layer_number > last_frozen)
 
     module = module_of(case, Freezing)
     run = train_module(module, case, loader_of(case), collect=tensors_of, **options)
     states = module.trainer.strategy.optimizers[0].parts[0].optimizer.state
     moments = sum(t.numel() for state in states.values() for t in state.values())
-    return run, moments, sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad)
+    weights = module.model_chunks.parameters()
+    return run, moments, sum(p.numel() for p in weights if p.requires_grad)
 
 
 def _freeze(model: Any, what: What) -> None:
@@ -68,7 +72,10 @@ def _freeze(model: Any, what: What) -> None:
         model.requires_grad_(False)
         body.h[3].requires_grad_(True)
         return
-    for part in (body.wte, body.wpe, *(body.h[:2] if what == "lower half" else ())):
+    parts = [body.wte, body.wpe]
+    if what == "lower half":
+        parts += body.h[:2]
+    for part in parts:
         part.requires_grad_(False)
 
 
@@ -76,34 +83,10 @@ def _freeze(model: Any, what: What) -> None:
     ("what", "layout"),
     [
         # The embedding is tied: if one pipeline stage freezes its copy, the other stage's is frozen as well.
-        (
-            "embeddings",
-            Layout(
-                tp=2,
-                pp=2,
-                sequence_parallel=True,
-                num_microbatches=2,
-            ),
-        ),
+        ("embeddings", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
         # The first stage has no trainable weight.
-        (
-            "lower half",
-            Layout(
-                pp=2,
-                dp=2,
-                recompute="full",
-                overlap_communication=True,
-            ),
-        ),
-        (
-            "lower half",
-            Layout(
-                pp=2,
-                vpp=2,
-                num_microbatches=2,
-                distributed_optimizer=False,
-            ),
-        ),
+        ("lower half", Layout(pp=2, dp=2, recompute="full", overlap_communication=True)),
+        ("lower half", Layout(pp=2, vpp=2, num_microbatches=2, distributed_optimizer=False)),
         ("all but the last layer", Layout(tp=2, dp=2, distributed_optimizer=False)),
     ],
     ids=str,
@@ -112,13 +95,8 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
     case = replace(CASE, layout=layout)
     ranks = run_ranks(train_frozen, layout.world_size, case, what)
     initial = ranks[0][0].initial_weights
-    (theirs,) = run_ranks(
-        train_hugging_face,
-        1,
-        case,
-        initial,
-        partial(_freeze, what=what),
-    )
+    freeze = partial(_freeze, what=what)
+    (theirs,) = run_ranks(train_hugging_face, 1, case, initial, freeze)
     for ours, moments, trained in ranks:
         # The tolerances of tests/parity/comparison.py.
         assert ours.losses == pytest.approx(theirs.losses, rel=1.5e-6)
@@ -136,17 +114,9 @@ def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, li
         case, "lower half", callbacks=[saving], enable_checkpointing=True
     )
     resumed = [train_frozen(x, "lower half", ckpt_path=path)[0] for x in (case, other)]
-    return (
-        uninterrupted,
-        resumed,
-        refusal(
-            train_module,
-            module_of(case),
-            case,
-            loader_of(case),
-            ckpt_path=path,
-        ),
-    )
+    fit = trainer_of(case).fit
+    not_frozen = refusal(fit, module_of(case), loader_of(case), ckpt_path=path)
+    return uninterrupted, resumed, not_frozen
 
 
 def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
@@ -171,9 +141,8 @@ def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
 def _refusals(case: Case) -> list[str]:
     from lightning_megatron import MegatronModule
 
-    late = callback(
-        on_train_batch_end=lambda trainer, module, *_: module.model_chunks.requires_grad_(False)
-    )
+    def freeze(trainer: Any, module: Any, *_: Any) -> None:
+        module.model_chunks.requires_grad_(False)
 
     class OnFitStart(MegatronModule):
         def on_fit_start(self) -> None:
@@ -181,32 +150,25 @@ def _refusals(case: Case) -> list[str]:
 
     frozen = module_of(case)
     frozen.freeze()
-    runs = (
-        (module_of(case, OnFitStart), []),
-        (module_of(case), [late]),
-        (frozen, []),
-    )
     return [
-        refusal(trainer_of(case, callbacks=hooks).fit, module, loader_of(case))
-        for module, hooks in runs
+        refused_fit(case, module_of(case, OnFitStart)),
+        refused_fit(case, module_of(case), callbacks=[callback(on_train_batch_end=freeze)]),
+        refused_fit(case, frozen),
     ]
 
 
 def _frozen_between_fits(case: Case) -> list[bool]:
     """Whether the embedding changed in each of three fits of one module: trained, frozen, trained again."""
     module = module_of(case)
+    before: torch.Tensor | None = None
     changed = []
     for is_trained in (True, False, True):
         if module.model_chunks is not None:
             module.model_chunks[0].module.embedding.requires_grad_(is_trained)
-        before = (
-            [shard for shard in shards(module) if "word" in shard.key]
-            if module.model_chunks is not None
-            else []
-        )
         trainer_of(case).fit(module, loader_of(case))
-        after = [shard for shard in shards(module) if "word" in shard.key]
-        changed.append(not before or not torch.equal(before[0].data, after[0].data))
+        after = next(shard.data for shard in shards(module) if "word" in shard.key)
+        changed.append(before is None or not torch.equal(before, after))
+        before = after
     return changed
 
 

@@ -1,8 +1,8 @@
 """SpikeGuard: a rollback equals a run without the skipped samples. ReplicaCheck: replicas that differ end all ranks."""
 
 import os
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.checkpoint.runs import (
 from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 STEPS = 12
 SPIKE = 6
@@ -29,20 +30,25 @@ LEFT_OUT = (5, 6, 7)
 """Steps that are skipped: the newest checkpoint is of step 4, and the spike is noticed when step 7 is queued."""
 
 
+def _batches() -> tuple[torch.Tensor, ...]:
+    """Tokens of each step's global batch."""
+    rows = [row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]
+    return torch.stack(rows).split(GLOBAL_BATCH)
+
+
 def _spiky_step() -> Any:
     from lightning_megatron import GPTTrainStep
-    from lightning_megatron.steps.base import LossTerm
+    from lightning_megatron.steps.base import Batch, LossTerm
 
-    rows = torch.stack([row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)])
-    bad = rows[(SPIKE - 1) * GLOBAL_BATCH : SPIKE * GLOBAL_BATCH]
+    bad = _batches()[SPIKE - 1]
 
     class SpikyStep(GPTTrainStep):
-        def loss_func(
-            self, batch: dict[str, torch.Tensor], output: torch.Tensor
-        ) -> dict[str, LossTerm]:
+        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
             term = super().loss_func(batch, output)["lm_loss"]
-            is_bad = (batch["tokens"][:, None] == bad.to(output.device)).all(-1).any()
-            return {"lm_loss": LossTerm(term.sum * 30, term.targets) if is_bad else term}
+            is_token_bad = batch["tokens"][:, None] == bad.to(output.device)
+            if is_token_bad.all(-1).any():
+                term = LossTerm(term.sum * 30, term.targets)
+            return {"lm_loss": term}
 
     return SpikyStep()
 
@@ -51,13 +57,10 @@ def _loader_without(steps: tuple[int, ...], tp: int) -> Any:
     """Loader of this replica's batches, in order, without those of ``steps``."""
     from torch.utils.data import DataLoader
 
-    rows = torch.stack([row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]).split(
-        GLOBAL_BATCH
-    )
     replica = int(os.environ["RANK"]) // tp % 2
     batches = [
         {"input_ids": batch.chunk(2)[replica]}
-        for step, batch in enumerate(rows, 1)
+        for step, batch in enumerate(_batches(), 1)
         if step not in steps
     ]
     return lambda dp: DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
@@ -81,33 +84,18 @@ def _guarded(
         SpikeGuard(window=4, threshold=100, max_rollbacks=rollbacks) for rollbacks in (1, 1, 0)
     ]
     often = {"every_n_train_steps": 2}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        guarded = fit(run, guards[0], checkpoints_at(folder, **often))[1]
-    reference = fit(
-        run.but(
-            loader=_loader_without(LEFT_OUT, tp),
-            trainer={"max_steps": STEPS - len(LEFT_OUT)},
-        )
-    )[1]
-    resumed = fit(
-        run.but(ckpt_path=str(folder / "step=8.ckpt")),
-        guards[1],
-        checkpoints_at(folder / "b", **often),
-    )[1]
-    message = refusal(
-        fit,
-        run,
-        guards[2],
-        checkpoints_at(folder / "c", **often),
+    with recorded_warnings("SpikeGuard") as warned:
+        _, guarded = fit(run, guards[0], checkpoints_at(folder, **often))
+    shorter = run.but(
+        loader=_loader_without(LEFT_OUT, tp),
+        trainer={"max_steps": STEPS - len(LEFT_OUT)},
     )
-    warned = [str(warning.message) for warning in caught if "SpikeGuard" in str(warning.message)]
-    return (
-        (guarded, reference, resumed),
-        [guard.state_dict() for guard in guards[:2]],
-        warned,
-        message,
-    )
+    _, reference = fit(shorter)
+    again = run.but(ckpt_path=str(folder / "step=8.ckpt"))
+    _, resumed = fit(again, guards[1], checkpoints_at(folder / "b", **often))
+    message = refusal(fit, run, guards[2], checkpoints_at(folder / "c", **often))
+    states = [guard.state_dict() for guard in guards[:2]]
+    return (guarded, reference, resumed), states, warned, message
 
 
 @pytest.mark.parametrize(
@@ -127,10 +115,7 @@ def test_rollback_equals_run_without_skipped_samples(
         run_ranks(_guarded, ranks, strategy, tmp_path)
     ):
         guarded, reference, resumed = traces
-        assert (
-            differences({**guarded.state, "global_step": 0}, {**reference.state, "global_step": 0})
-            == []
-        )
+        assert differences(guarded.state, reference.state) == ["global_step"]
         for step in range(8, STEPS + 1):
             assert guarded.steps[step] == reference.steps[step - len(LEFT_OUT)]
         assert guarded.steps[SPIKE]["loss"] > 10 * guarded.steps[SPIKE - 1]["loss"]
@@ -184,7 +169,8 @@ def _flip(trainer: Any, module: Any, flip: Flip) -> bool:
                 break
         else:
             return False
-    flat = tensor.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    flat = tensor.view(-1).view(integers)
     if not start <= flip.element < start + len(flat):
         return False
     flat[flip.element - start] ^= 1 << flip.bit
@@ -211,47 +197,40 @@ def _flip_bits(
     for flip in flips:
         flipped: list[bool] = []
 
-        def hook(
-            trainer: Any,
-            module: Any,
-            *_: Any,
-            flip: Flip = flip,
-            flipped: list[bool] = flipped,
-        ) -> None:
-            if trainer.global_step == 2 and not flipped:
-                flipped.append(_flip(trainer, module, flip))
-
+        hook = partial(_flip_once, flip, flipped)
         message = ""
         try:
-            fit(
-                run,
-                callback(**{flip.hook: hook}),
-                ReplicaCheck(every_n_steps=2),
-            )
+            fit(run, callback(**{flip.hook: hook}), ReplicaCheck(every_n_steps=2))
         except NumericsError as error:
             message = str(error)
         outcomes.append((message, any(flipped)))
     return outcomes
 
 
+def _flip_once(flip: Flip, flipped: list[bool], trainer: Any, module: Any, *_: Any) -> None:
+    """Hook that flips the bit in step 3, and appends whether this rank has it."""
+    if trainer.global_step == 2 and not flipped:
+        flipped.append(_flip(trainer, module, flip))
+
+
 SPLIT = "layers.1.mlp.linear_fc1.weight"
 NORM = "final_layernorm.weight"
 BIAS = "layers.0.mlp.linear_fc2.bias"
 WEIGHTS = [
-    Flip(rank=rank, suffix=suffix, element=element, bit=bit)
-    for rank, (suffix, element, bit) in enumerate(
-        [
-            (SPLIT, 5, 0),
-            (SPLIT, 900, 14),
-            (NORM, 31, 1),
-            ("word_embeddings.weight", 77, 9),
-        ]
-    )
+    Flip(rank=0, suffix=SPLIT, element=5, bit=0),
+    Flip(rank=1, suffix=SPLIT, element=900, bit=14),
+    Flip(rank=2, suffix=NORM, element=31, bit=1),
+    Flip(rank=3, suffix="word_embeddings.weight", element=77, bit=9),
 ]
 STATE = [
     Flip(rank=rank, suffix=suffix, tensor=tensor, element=element, bit=3)
-    for rank, element in ((0, 2), (1, 30), (2, 3), (3, 20))
-    for suffix, tensor in ((BIAS, ("param", "exp_avg", "exp_avg_sq")[rank % 3]), (SPLIT, "exp_avg"))
+    for rank, element, of_bias in (
+        (0, 2, "param"),
+        (1, 30, "exp_avg"),
+        (2, 3, "exp_avg_sq"),
+        (3, 20, "param"),
+    )
+    for suffix, tensor in ((BIAS, of_bias), (SPLIT, "exp_avg"))
 ]
 
 
@@ -273,40 +252,31 @@ def test_replica_check_finds_every_bit_that_flips_in_a_step(
 ) -> None:
     flips = [*WEIGHTS, *STATE]
     num_flipped = 0
-    for flip, of_ranks in zip(
-        flips,
-        zip(*run_ranks(_flip_bits, 4, strategy, precision, flips), strict=True),
-        strict=True,
-    ):
+    ranks = run_ranks(_flip_bits, 4, strategy, precision, flips)
+    for flip, *of_ranks in zip(flips, *ranks, strict=True):
         messages = {message for message, _ in of_ranks}
         assert len(messages) == 1, flip
         is_flipped = any(has_flipped for _, has_flipped in of_ranks)
         num_flipped += is_flipped
         assert bool(messages.pop()) == is_flipped, flip
-    # A rank holds only a part of a sharded state.
-    assert (
-        num_flipped == len(flips)
-        if strategy.get("distributed_optimizer") is False
-        else num_flipped >= 6
-    )
+    if strategy.get("distributed_optimizer") is False:
+        assert num_flipped == len(flips)
+    else:
+        # A rank holds only a part of a sharded state.
+        assert num_flipped >= 6
 
 
 def _check_each_step(cases: list[Case]) -> None:
     from lightning_megatron import ReplicaCheck
 
     for case in cases:
-        trainer_of(case, callbacks=[ReplicaCheck(every_n_steps=1)]).fit(
-            module_of(case), loader_of(case)
-        )
+        trainer = trainer_of(case, callbacks=[ReplicaCheck(every_n_steps=1)])
+        trainer.fit(module_of(case), loader_of(case))
 
 
 def test_replica_check_passes_a_run_without_faults() -> None:
     layouts = [
-        (
-            "gpt2",
-            Layout(pp=2, dp=2, overlap_communication=True),
-            "bf16-mixed",
-        ),
+        ("gpt2", Layout(pp=2, dp=2, overlap_communication=True), "bf16-mixed"),
         ("gpt2", Layout(tp=2, pp=2), "32-true"),
         ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
         ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
@@ -319,17 +289,11 @@ def test_replica_check_passes_a_run_without_faults() -> None:
 
 
 def test_replica_check_finds_what_flipped_before_the_step() -> None:
-    before = {"hook": "on_train_batch_end"}
+    before = "on_train_batch_end"
     flips = [
-        Flip(rank=2, suffix=NORM, **before),  # type: ignore[arg-type]
-        Flip(rank=3, suffix=SPLIT, **before),  # type: ignore[arg-type]
-        Flip(
-            rank=1,
-            suffix=BIAS,
-            tensor="exp_avg",
-            element=9,
-            **before,
-        ),  # type: ignore[arg-type]
+        Flip(rank=2, suffix=NORM, hook=before),
+        Flip(rank=3, suffix=SPLIT, hook=before),
+        Flip(rank=1, suffix=BIAS, tensor="exp_avg", element=9, hook=before),
     ]
     strategy = {"tp": 2, "distributed_optimizer": False}
     for norm, split, moment in run_ranks(_flip_bits, 4, strategy, "32-true", flips):

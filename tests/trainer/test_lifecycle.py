@@ -1,7 +1,6 @@
 """fit, validate and test in any order, several Trainers in one process, and no side effects after them."""
 
 import contextlib
-import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,17 @@ import pytest
 from tests.checkpoint.runs import callback
 from tests.leaks import Baseline
 from tests.marks import on_gpus
-from tests.parity.training import Case, Layout, common_result, loader_of, module_of, trainer_of
+from tests.parity.training import (
+    Case,
+    Layout,
+    common_result,
+    loader_of,
+    metrics_of,
+    module_of,
+    trainer_of,
+)
 from tests.ranks import run_ranks
+from tests.recording import recorded_log
 
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 CASE = Case(layout=FOUR_RANKS, steps=3)
@@ -27,7 +35,7 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
         val_loader = loader_of(replace(case, steps=2))
         if phase == "fit":
             trainer.fit(module, loader_of(case), val_loader)
-            losses.append(trainer.callback_metrics["train_loss"].item())
+            losses.append(metrics_of(trainer)["train_loss"])
         else:
             (metrics,) = getattr(trainer, phase)(module, val_loader, verbose=False)
             losses.append(metrics["val_loss" if phase == "validate" else "test_loss"])
@@ -63,21 +71,14 @@ def _lines_about_callbacks(case: Case) -> list[str]:
     """Lightning's log lines that name callbacks, of several phases with both of its model summaries."""
     from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 
-    lines: list[str] = []
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    log.addHandler(listener := Listener())
     summaries = [ModelSummary(), RichModelSummary()]
     trainer = trainer_of(case, callbacks=summaries, enable_model_summary=True)
     module = module_of(case)
-    for _ in range(2):
-        trainer.fit(module, loader_of(case))
-        trainer.validate(module, loader_of(case), verbose=False)
-    log.removeHandler(listener)
+    with recorded_log("lightning.pytorch.utilities.rank_zero") as log:
+        for _ in range(2):
+            trainer.fit(module, loader_of(case))
+            trainer.validate(module, loader_of(case), verbose=False)
+    lines = log.getvalue().splitlines()
     return [line for line in lines if "callbacks" in line and "configure" in line]
 
 
@@ -97,10 +98,10 @@ def test_trainers_with_different_layouts_run_in_one_process() -> None:
         Layout(tp=2, dp=2, sequence_parallel=True),
         FOUR_RANKS,
     ]
-    for first, other, again in run_ranks(
-        _fit_each, 4, [replace(CASE, layout=layout) for layout in layouts]
-    ):
-        assert (again, other) == (first, pytest.approx(first, rel=1.5e-6))
+    cases = [replace(CASE, layout=layout) for layout in layouts]
+    for first, other, again in run_ranks(_fit_each, 4, cases):
+        assert again == first
+        assert other == pytest.approx(first, rel=1.5e-6)
 
 
 def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
@@ -127,14 +128,17 @@ def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
         "on_before_zero_grad",
     )
     recorder = callback(**{name: lambda *_, name=name: called.append(name) for name in names})
-    clips = (0.25, None, None)
-    trainers = [
-        trainer_of(case, callbacks=[recorder]),
-        *(trainer_of(replace(case, clip=clip)) for clip in clips),
-    ]
-    for trainer, kind in zip(trainers, (Clipping, None, ClippingOnce, None), strict=True):
+    losses = []
+    for kind, clip, callbacks in (
+        (Clipping, None, [recorder]),
+        (None, 0.25, []),
+        (ClippingOnce, None, []),
+        (None, None, []),
+    ):
+        trainer = trainer_of(replace(case, clip=clip), callbacks=callbacks)
         trainer.fit(module_of(case, kind), loader_of(case))
-    return called, [trainer.callback_metrics["train_loss"].item() for trainer in trainers]
+        losses.append(metrics_of(trainer)["train_loss"])
+    return called, losses
 
 
 def test_step_hooks_run_in_lightnings_order_and_may_clip() -> None:
@@ -162,30 +166,22 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
             return loss
 
     leaks: list[str] = []
-    check = callback(
-        on_train_batch_end=lambda *_: leaks.extend(
-            x for x in before.leaks() if x.startswith("torch")
-        )
-    )
+
+    def check(*_: Any) -> None:
+        leaks.extend(leak for leak in before.leaks() if leak.startswith("torch"))
+
     module = module_of(case, Ending)
-    trainer = trainer_of(case, callbacks=[check])
-    before, environment = (
-        Baseline(),
-        dict(os.environ),
-    )  # after seed_everything has set its variables
-    with pytest.raises(RuntimeError, match="in the middle") if fails else contextlib.nullcontext():
-        trainer.fit(
-            module,
-            loader_of(case),
-            loader_of(replace(case, steps=2)),
-        )
+    trainer = trainer_of(case, callbacks=[callback(on_train_batch_end=check)])
+    # After seed_everything has set its variables.
+    before = Baseline()
+    environment = dict(os.environ)
+    ending = pytest.raises(RuntimeError, match="in the middle")
+    with ending if fails else contextlib.nullcontext():
+        trainer.fit(module, loader_of(case), loader_of(replace(case, steps=2)))
     variables = os.environ.keys() | environment.keys()
+    changed = {name for name in variables if os.environ.get(name) != environment.get(name)}
     # Torch sets the paths of its caches when it loads.
-    leaks += [
-        v
-        for v in variables
-        if os.environ.get(v) != environment.get(v) and not v.startswith("TORCHINDUCTOR_")
-    ]
+    leaks += [name for name in changed if not name.startswith("TORCHINDUCTOR_")]
     return [*leaks, *before.leaks()]
 
 
@@ -194,7 +190,5 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
     [(False, "32-true"), (True, "bf16-mixed")],
 )
 def test_runs_leave_no_patches_or_environment_variables(fails: bool, precision: str) -> None:
-    assert (
-        common_result(_leaks_of_run, replace(CASE, layout=Layout(tp=2), precision=precision), fails)
-        == []
-    )
+    case = replace(CASE, layout=Layout(tp=2), precision=precision)
+    assert common_result(_leaks_of_run, case, fails) == []

@@ -15,6 +15,7 @@ from tests.parity.training import (
     Layout,
     common_result,
     loader_of,
+    metrics_of,
     refusal,
     trainer_of,
 )
@@ -95,16 +96,13 @@ def _load_without_trainer(folder: str) -> dict[str, Any]:
 
     module = MegatronModule.load_from_checkpoint(folder)  # loads the newest checkpoint
     sequences = module.generate(TOKENS)
-    assert "expected 2 ranks for the run, got 1" in refusal(
-        check_world_size, LightningEnvironment(), 2, 1
-    )
-    hparams = dict(module.hparams)
-    options = module.generation
+    message = refusal(check_world_size, LightningEnvironment(), 2, 1)
+    assert "expected 2 ranks for the run, got 1" in message
     return {
         "logits": module(TOKENS),
         "sequences": sequences,
-        "hparams": hparams,
-        "options": options,
+        "hparams": dict(module.hparams),
+        "options": module.generation,
     }
 
 
@@ -119,20 +117,20 @@ def test_loaded_module_infers_without_trainer_like_saved_one(
         rtol=0,
         atol=2e-5,
     )
-    assert loaded["sequences"][:, 12].tolist() == saved["logits"][:, -1].argmax(-1).tolist()
+    first_generated = saved["logits"][:, -1].argmax(-1)
+    assert loaded["sequences"][:, 12].tolist() == first_generated.tolist()
     assert loaded["options"].eos_token_id == (7, 8)
-    expected = {
-        name: value for name, value in saved["hparams"].items() if name not in ("size", "kinds")
-    }
+    expected = dict(saved["hparams"])
+    del expected["size"]
+    del expected["kinds"]
     assert loaded["hparams"] == expected
 
 
 def test_hyperparameters_are_in_loggers_and_checkpoints(
     folder: Path, saved: dict[str, Any]
 ) -> None:
-    hparams = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)["lightning"][
-        "hyper_parameters"
-    ]
+    meta = torch.load(folder / "run.ckpt" / "meta.pt", weights_only=True)
+    hparams = meta["lightning"]["hyper_parameters"]
     assert json.loads(json.dumps(hparams)) == json.loads(json.dumps(saved["hparams"]))
     assert hparams["train_step"] == "gpt"
     assert hparams["task"] == "causal_lm"
@@ -142,9 +140,8 @@ def test_hyperparameters_are_in_loggers_and_checkpoints(
     assert hparams["lr_schedule"]["style"] == "cosine"
     # Plain numbers and strings, not enum classes that a reader would have to import.
     assert type(hparams["size"]) is int
-    assert {type(each) for key, kinds in hparams["kinds"].items() for each in (key, *kinds)} == {
-        str
-    }
+    ((key, kinds),) = hparams["kinds"].items()
+    assert {type(each) for each in (key, *kinds)} == {str}
     (logged,) = folder.rglob("hparams.yaml")
     assert "warmup_steps: 1" in logged.read_text()
 
@@ -158,7 +155,7 @@ def _load_and_train(
     trainer = trainer_of(case)
     (metrics,) = trainer.validate(module, loader_of(case), verbose=False)
     trainer.fit(module, loader_of(case))
-    return metrics["val_loss"], module.hparams["lr"], trainer.callback_metrics["lr"].item()
+    return metrics["val_loss"], module.hparams["lr"], metrics_of(trainer)["lr"]
 
 
 def test_loaded_module_trains_at_another_layout(folder: Path, saved: dict[str, Any]) -> None:
@@ -176,15 +173,16 @@ def _refusals(folder: str) -> list[str]:
         pass
 
     path = f"{folder}/run.ckpt"
-    mistakes: tuple[dict[str, Any], ...] = ({"lr": "3e-4"}, {"optimizer": {"beta3": 1}})
+    load = MegatronModule.load_from_checkpoint
     messages = [
-        refusal(MegatronModule.load_from_checkpoint, path, **mistake) for mistake in mistakes
+        refusal(load, path, lr="3e-4"),
+        refusal(load, path, optimizer={"beta3": 1}),
     ]
     meta = torch.load(f"{path}/meta.pt", weights_only=True)
-    meta["lightning"]["hyper_parameters"] = _module(train_step=Weighted()).hparams | {}
+    meta["lightning"]["hyper_parameters"] = dict(_module(train_step=Weighted()).hparams)
     torch.save(meta, f"{path}/meta.pt")
-    MegatronModule.load_from_checkpoint(path, train_step=Weighted())
-    return [*messages, refusal(MegatronModule.load_from_checkpoint, path)]
+    load(path, train_step=Weighted())
+    return [*messages, refusal(load, path)]
 
 
 def test_wrong_arguments_are_refused_in_one_line(folder: Path, saved: dict[str, Any]) -> None:

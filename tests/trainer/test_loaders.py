@@ -1,7 +1,6 @@
 """Ordinary DataLoaders train and validate every layout on exactly the right rows, or are refused."""
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +20,13 @@ from tests.parity.training import (
     common_result,
     join_outcomes,
     loader_of,
+    metrics_of,
     module_of,
     train_module,
     trainer_of,
 )
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 Rows = list[dict[str, torch.Tensor]]
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
@@ -44,19 +45,20 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
 
     class InOrder(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
-            shard = {
-                "num_replicas": self.megatron.data_parallel_size,
-                "rank": self.megatron.data_parallel_rank,
-            }
-            return DataLoader(
-                NUMBERED, batch_size=4, sampler=DistributedSampler(NUMBERED, shuffle=False, **shard)
+            sampler = DistributedSampler(
+                NUMBERED,
+                num_replicas=self.megatron.data_parallel_size,
+                rank=self.megatron.data_parallel_rank,
+                shuffle=False,
             )
+            return DataLoader(NUMBERED, batch_size=4, sampler=sampler)
+
+    def see(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        seen[-1].extend(batch["input_ids"][:, 0].tolist())
 
     watch = callback(
         on_train_epoch_start=lambda *_: seen.append([]),
-        on_train_batch_start=lambda trainer, module, batch, _: seen[-1].extend(
-            batch["input_ids"][:, 0].tolist()
-        ),
+        on_train_batch_start=see,
     )
     trainer = trainer_of(
         Case(layout=layout),
@@ -97,8 +99,10 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
         self.is_data_source = True
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        noise = [{"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}] * self.num_rows
-        yield from iter(Sentences(self.num_rows) if self.is_data_source else noise)
+        if self.is_data_source:
+            yield from iter(Sentences(self.num_rows))
+        else:
+            yield from [{"input_ids": torch.randint(0, VOCAB_SIZE, (3,))}] * self.num_rows
 
 
 def _on_a_stream(case: Case) -> Outcome:
@@ -126,24 +130,10 @@ def _on_a_ragged_last_batch(case: Case) -> Outcome:
 @pytest.mark.parametrize(
     ("train", "case"),
     [
-        (
-            _on_a_stream,
-            Case(layout=FOUR_RANKS, steps=4),
-        ),  # only the batches of a replica's first rank are used
-        (
-            _on_a_ragged_last_batch,
-            Case(
-                layout=Layout(dp=2, num_microbatches=3),
-                steps=3,
-            ),
-        ),
-        (
-            _on_a_ragged_last_batch,
-            Case(
-                layout=Layout(pp=2, num_microbatches=4),
-                steps=3,
-            ),
-        ),
+        # Only the batches of a replica's first rank are used.
+        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),
+        (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
+        (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
     ],
 )
 def test_training_on_loader_equals_one_process(train: Any, case: Case) -> None:
@@ -159,12 +149,8 @@ def _train_without_targets(case: Case) -> Outcome:
         "labels": torch.full((SEQ_LENGTH,), -100),
     }
     loader: DataLoader[Any] = DataLoader([row] * 12, batch_size=6)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("had no targets") as messages:
         run = train_module(module_of(case), case, loader)
-    messages = [
-        str(warning.message) for warning in caught if "had no targets" in str(warning.message)
-    ]
     assert len(messages) == (torch.distributed.get_rank() == 0)
     return run
 
@@ -246,11 +232,7 @@ def _validate_on_two(case: Case) -> dict[str, float]:
     trainer = trainer_of(case)
     trainer.fit(module_of(case), loader_of(case), loaders)
     names = ("val_loss", "val_perplexity")
-    return {
-        name: value.item()
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith(names)
-    }
+    return {name: value for name, value in metrics_of(trainer).items() if name.startswith(names)}
 
 
 def test_each_validation_loader_has_its_own_metrics() -> None:
@@ -274,13 +256,8 @@ def test_each_validation_loader_has_its_own_metrics() -> None:
 
 def _rows(key: str, value: int) -> Rows:
     """Four rows, the third with an invalid value."""
-    rows = [
-        {
-            key: torch.zeros(16, dtype=torch.long),
-            **row,
-        }
-        for row in Sentences(4)
-    ]  # type: ignore[attr-defined]
+    zeros = torch.zeros(16, dtype=torch.long)
+    rows = [{key: zeros, **row} for row in Sentences(4)]  # type: ignore[attr-defined]
     rows[2][key] = rows[2][key].clone()
     rows[2][key][5] = value
     return rows
@@ -307,8 +284,8 @@ def _messages(case: Case) -> list[str]:
             raise KeyError("mine")
 
     messages = []
-    cases: list[tuple[Any, int | None, Any]] = [(rows, size, None) for rows, size, _ in REFUSED]
-    for rows, batch_size, step in (*cases, (Sentences(4), 4, Picky())):
+    refused: list[Any] = [(rows, batch_size, None) for rows, batch_size, _ in REFUSED]
+    for rows, batch_size, step in (*refused, (Sentences(4), 4, Picky())):
         loader: DataLoader[Any] = DataLoader(rows, batch_size=batch_size)
         with pytest.raises((DataError, KeyError)) as error:
             trainer_of(case).fit(module_of(case, train_step=step), loader)
@@ -318,10 +295,9 @@ def _messages(case: Case) -> list[str]:
 
 def test_invalid_batches_are_refused_on_every_rank() -> None:
     ranks = run_ranks(_messages, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
-    for (_, _, words), (first, *others) in zip(REFUSED, zip(*ranks, strict=True), strict=False):
-        assert others == [first] * 3
-        assert all(word in first for word in words)
+    *refused, of_user = zip(*ranks, strict=True)
+    for (_, _, words), messages in zip(REFUSED, refused, strict=True):
+        assert len(set(messages)) == 1
+        assert all(word in messages[0] for word in words)
     # An error in a user's check ends all ranks of the replica.
-    assert [messages[-1] for messages in ranks] == ["KeyError: 'mine'"] + [
-        "DataError: KeyError('mine')"
-    ] * 3
+    assert of_user == ("KeyError: 'mine'", *["DataError: KeyError('mine')"] * 3)

@@ -31,22 +31,19 @@ SPLIT = Case(
 )
 
 
-def _module(folder: Path, **options: Any) -> Any:
+def _module(folder: Path, **changes: Any) -> Any:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import LoRA, MegatronModule
 
     seed_everything(11, verbose=False)
-    lora = LoRA(rank=3, alpha=5, targets=TARGETS)
-    return MegatronModule(
-        **{
-            "model": str(folder / "base"),
-            "pretrained": True,
-            "lr": 5e-2,
-            "lora": lora,
-            **options,
-        }
-    )
+    options = {
+        "model": str(folder / "base"),
+        "pretrained": True,
+        "lr": 5e-2,
+        "lora": LoRA(rank=3, alpha=5, targets=TARGETS),
+    }
+    return MegatronModule(**{**options, **changes})
 
 
 def _train(
@@ -69,25 +66,23 @@ def _train(
     trainer.save_checkpoint(folder / "full.ckpt")
     trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
     (optimizer,) = trainer.strategy.optimizers
-    states = optimizer.parts[0].optimizer.state
+    weights = module.model_chunks.parameters()
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = optimizer.parts[0].optimizer.state.values()
+    moments = [tensor.numel() for state in states for tensor in state.values()]
     return {
         "initial": initial,
         "final": shards(module),
-        "trained": sum(p.numel() for p in module.model_chunks.parameters() if p.requires_grad),
-        "moments": sum(
-            t.numel() for state in states.values() for t in state.values() if t.numel() > 1
-        ),
-        "masters": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+        "trained": sum(p.numel() for p in weights if p.requires_grad),
+        "moments": sum(size for size in moments if size > 1),
+        "masters": sum(p.numel() for p in masters),
         "results": _infer(module),
     }
 
 
 def _infer(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return module.logits(TOKENS), module.generate(
-        TOKENS,
-        max_new_tokens=4,
-        eos_token_id=(),
-    )
+    sequences = module.generate(TOKENS, max_new_tokens=4, eos_token_id=())
+    return module.logits(TOKENS), sequences
 
 
 def _load_and_infer(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,63 +136,41 @@ def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
     for name, tensor in actual.items():
         assert tensor.equal(expected[name])
         # As torch.nn.Linear: kaiming_uniform(a=sqrt(5)) is uniform in +-1/sqrt(in).
-        limit = 0.0 if name.endswith(".B") else tensor.shape[-1] ** -0.5
+        limit = tensor.shape[-1] ** -0.5
+        if name.endswith(".B"):
+            limit = 0.0
         assert 0.95 * limit <= tensor.abs().max() <= limit
 
 
 def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    names = {
-        name for name in read_tensors(folder / "full.ckpt") if not name.startswith("optimizer.")
-    }
-    adapters = {name for name in names if name.endswith(("lora.A", "lora.B"))}
+    names = read_tensors(folder / "full.ckpt").keys()
+    weights = {name for name in names if not name.startswith("optimizer.")}
+    adapters = {name for name in weights if name.endswith(("lora.A", "lora.B"))}
     assert read_tensors(folder / "adapters.ckpt").keys() == adapters
-    for rank, resumed in zip(
-        ranks,
-        run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt")),
-        strict=True,
-    ):
-        assert all(
-            a.data.equal(b.data) for a, b in zip(rank["final"], resumed["final"], strict=True)
-        )
+    resumed = run_ranks(_train, 4, folder, SPLIT, str(folder / "half.ckpt"))
+    for expected, actual in zip(ranks, resumed, strict=True):
+        for a, b in zip(expected["final"], actual["final"], strict=True):
+            assert a.data.equal(b.data)
+
+
+def _convert(load_path: Path | str, save_path: str, to: str) -> list[Any]:
+    return ["convert", "--load-path", load_path, "--save-path", save_path, "--to", to]
 
 
 def test_checkpoints_and_converted_exports_give_equal_results(
     ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
+    adapters = folder / "adapters.ckpt"
     commands = [
-        ["convert", "--load-path", folder / "full.ckpt", "--save-path", "full", "--to", "hf"],
-        [
-            "convert",
-            "--load-path",
-            folder / "adapters.ckpt",
-            "--save-path",
-            "merged_adapters",
-            "--to",
-            "hf",
-        ],
-        [
-            "convert",
-            "--load-path",
-            folder / "adapters.ckpt",
-            "--save-path",
-            "kept.ckpt",
-            "--to",
-            "megatron",
-        ],
-        ["convert", "--load-path", "kept.ckpt", "--save-path", "again", "--to", "hf"],
-        [
-            "convert",
-            "--load-path",
-            folder / "adapters.ckpt",
-            "--save-path",
-            "adapter",
-            "--to",
-            "peft",
-        ],
-        ["convert", "--load-path", "adapter", "--save-path", "merged", "--to", "hf"],
-        ["inspect", folder / "adapters.ckpt"],
+        _convert(folder / "full.ckpt", "full", to="hf"),
+        _convert(adapters, "merged_adapters", to="hf"),
+        _convert(adapters, "kept.ckpt", to="megatron"),
+        _convert("kept.ckpt", "again", to="hf"),
+        _convert(adapters, "adapter", to="peft"),
+        _convert("adapter", "merged", to="hf"),
+        ["inspect", adapters],
         ["inspect", "adapter"],
     ]
     results = run_all(tmp_path, commands)
@@ -205,7 +178,7 @@ def test_checkpoints_and_converted_exports_give_equal_results(
     assert re.search(rf"base +{folder / 'base'}\n", results[-2][1])
     assert "lora_A" in results[-1][1]
     exports = map(tmp_path.joinpath, ("full", "merged_adapters", "again", "merged"))
-    for path in (folder / "full.ckpt", folder / "adapters.ckpt", *exports):
+    for path in (folder / "full.ckpt", adapters, *exports):
         ((logits, sequences),) = run_ranks(_load_and_infer, 1, path)
         torch.testing.assert_close(
             logits,
@@ -222,8 +195,9 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
 
     changed = adapter.with_name("changed")
     shutil.copytree(adapter, changed)
-    config = json.loads((changed / "adapter_config.json").read_text())
-    (changed / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    file = changed / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "use_dora": True}))
     module = partial(_module, folder)
     validate = partial(_validate, folder)
     other = LoRA(rank=2, targets=TARGETS)
@@ -267,35 +241,18 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
 
 def _validate(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
     case = Case(model="llama", steps=1)
-    trainer_of(case).validate(
-        _module(folder, **options),
-        loader_of(case),
-        ckpt_path=ckpt_path,
-    )
+    module = _module(folder, **options)
+    trainer_of(case).validate(module, loader_of(case), ckpt_path=ckpt_path)
 
 
 def test_mistakes_are_refused_in_one_line(
     ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
-    to_peft = [
-        "convert",
-        "--load-path",
-        folder / "full.ckpt",
-        "--save-path",
-        "adapter",
-        "--to",
-        "peft",
+    commands = [
+        _convert(folder / "full.ckpt", "adapter", to="peft"),
+        _convert(folder / "base", "other", to="peft"),
     ]
-    base_to_peft = [
-        "convert",
-        "--load-path",
-        folder / "base",
-        "--save-path",
-        "other",
-        "--to",
-        "peft",
-    ]
-    (code, _, _), (refused_code, _, reason) = run_all(tmp_path, [to_peft, base_to_peft])
+    (code, _, _), (refused_code, _, reason) = run_all(tmp_path, commands)
     assert (code, refused_code) == (0, 2)
     assert "expected a model with adapters (LoRA), got one without" in reason
     tiny_llama(hidden_size=48, intermediate_size=40).save_pretrained(folder / "narrow")

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import io
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,10 +21,12 @@ from tests.parity.training import (
     Sentences,
     common_result,
     loader_of,
+    metrics_of,
     module_of,
     trainer_of,
 )
 from tests.ranks import run_ranks
+from tests.recording import recorded_log
 
 ROWS = 13  # not divisible by dp or microbatches: the last batches have padding rows, which must not count
 
@@ -58,36 +59,32 @@ def _counting_step() -> Any:
 def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
     """Validate twice and test; ``inference``: in inference mode as on GPUs, which Lightning turns off with gloo."""
     modes: set[bool] = set()
-    watch = callback(
-        on_validation_epoch_end=lambda *_: modes.add(torch.is_inference_mode_enabled())
-    )
+
+    def watch(*_: Any) -> None:
+        modes.add(torch.is_inference_mode_enabled())
+
     module = module_of(case, train_step=_counting_step())
-    trainer = trainer_of(case, callbacks=[watch])
+    trainer = trainer_of(case, callbacks=[callback(on_validation_epoch_end=watch)])
     loader: DataLoader[Any] = DataLoader(Sentences(ROWS), batch_size=4)
     keep_on = patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False)
+    results: list[dict[str, float]] = []
     with keep_on if inference else contextlib.nullcontext():
-        results = [
-            phase(module, loader, verbose=False)[0]
-            for phase in (*[trainer.validate] * 2, trainer.test)
-        ]
+        for phase in (trainer.validate, trainer.validate, trainer.test):
+            results += phase(module, loader, verbose=False)
     assert modes == {inference}
     return [dict(metrics) for metrics in results]
 
 
 def test_metrics_are_equal_on_every_layout_rank_and_epoch() -> None:
     reference = common_result(_validate_twice, Case(), True)
-    sharded = common_result(
-        _validate_twice,
-        Case(layout=Layout(pp=2, dp=2, num_microbatches=2)),
-        False,
-    )
+    case = Case(layout=Layout(pp=2, dp=2, num_microbatches=2))
+    sharded = common_result(_validate_twice, case, False)
     expected, again, tested = reference
     assert expected["val_rows"] == tested["test_rows"] == ROWS
     assert tested["test_first_loss"] == expected["val_first_loss"]
     assert again == expected
-    assert sharded == [
-        pytest.approx(metrics, rel=1e-5) for metrics in reference
-    ]  # different summation order
+    # A different summation order.
+    assert sharded == [pytest.approx(metrics, rel=1e-5) for metrics in reference]
 
 
 def _gather_in_validation(case: Case) -> dict[str, Any]:
@@ -105,24 +102,19 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
         ) -> torch.Tensor:
             rank = self.megatron.data_parallel_rank
             tokens = batch["input_ids"][: rank + 1]  # the number of rows differs between ranks
+            number = torch.tensor(float(rank))
             inputs = {
                 "tokens": tokens,
-                "pair": (
-                    torch.tensor(float(rank)),
-                    [torch.full((2, 1), rank)],
-                ),
+                "pair": (number, [torch.full((2, 1), rank)]),
             }
-            losses = [torch.tensor(float(rank)), torch.tensor([2.0 * rank])]
+            losses = [number, 2 * number[None]]
             self.gathered = gather_across_data_parallel_groups(inputs)
             self.gathered["mean"] = avg_losses_across_data_parallel_group(losses)
             return super().validation_step(batch, batch_idx)
 
     module = module_of(case, Gathering)
-    trainer_of(case).validate(
-        module,
-        DataLoader(Sentences(8), batch_size=4),
-        verbose=False,
-    )
+    loader = DataLoader(Sentences(8), batch_size=4)
+    trainer_of(case).validate(module, loader, verbose=False)
     return module.gathered
 
 
@@ -130,18 +122,10 @@ def test_rows_and_losses_are_gathered_across_replicas() -> None:
     rows = Sentences(8).tokens
     for gathered in run_ranks(_gather_in_validation, 4, Case(layout=Layout(tp=2, dp=2))):
         # Evaluation assigns rows round-robin: data-parallel rank 0 has rows 0, 2, 4, 6.
-        torch.testing.assert_close(
-            gathered["tokens"],
-            torch.stack(
-                [
-                    rows[0],
-                    rows[1],
-                    rows[3],
-                ]
-            ),
-        )
-        assert gathered["pair"][0].tolist() == [0.0, 1.0]
-        assert gathered["pair"][1][0].flatten().tolist() == [0, 0, 1, 1]
+        torch.testing.assert_close(gathered["tokens"], rows[[0, 1, 3]])
+        ranks, [twice] = gathered["pair"]
+        assert ranks.tolist() == [0.0, 1.0]
+        assert twice.flatten().tolist() == [0, 0, 1, 1]
         assert gathered["mean"].tolist() == [0.5, 1.0]
 
 
@@ -155,20 +139,12 @@ def _callback_metrics(case: Case) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
 
     def keep(trainer: Any, *_: Any) -> None:
-        seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+        seen.append(metrics_of(trainer))
 
     watch = callback(on_train_batch_end=keep, on_validation_end=keep)
-    trainer = trainer_of(
-        case,
-        callbacks=[watch],
-        max_steps=-1,
-        max_epochs=2,
-    )
-    trainer.fit(
-        module_of(case),
-        loader_of(case),
-        loader_of(replace(case, steps=2)),
-    )
+    trainer = trainer_of(case, callbacks=[watch], max_steps=-1, max_epochs=2)
+    val_loader = loader_of(replace(case, steps=2))
+    trainer.fit(module_of(case), loader_of(case), val_loader)
     return seen
 
 
@@ -218,15 +194,12 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
         max_steps=-1,
         max_epochs=10,
     )
-    summary = io.StringIO()
-    log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
-    log.addHandler(logging.StreamHandler(summary))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.fit(
-            module_of(case),
-            loader_of(case),
-            loader_of(replace(case, steps=1)),
-        )
+    val_loader = loader_of(replace(case, steps=1))
+    with (
+        recorded_log("lightning.pytorch.callbacks.model_summary") as summary,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        trainer.fit(module_of(case), loader_of(case), val_loader)
     return {
         "printed": printed.getvalue(),
         "summary": summary.getvalue(),
@@ -235,13 +208,10 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def test_lightning_callbacks_and_loggers_work_with_pipelines(tmp_path: Path) -> None:
-    layout = Layout(tp=2, pp=2, num_microbatches=2)
-    first, *others = run_ranks(
-        _fit_with_callbacks_and_loggers, 4, Case(layout=layout, steps=STEPS), tmp_path
-    )
-    assert (
-        others == [{"printed": "", "summary": "", "stopped": 2}] * 3
-    )  # patience: two epochs after the first
+    case = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=STEPS)
+    first, *others = run_ranks(_fit_with_callbacks_and_loggers, 4, case, tmp_path)
+    # Patience: two epochs after the first.
+    assert others == [{"printed": "", "summary": "", "stopped": 2}] * 3
     assert first["stopped"] == 2
     assert "train_loss" in first["printed"]
     assert "val_loss" in first["printed"]
@@ -254,8 +224,11 @@ def test_lightning_callbacks_and_loggers_work_with_pipelines(tmp_path: Path) -> 
         "lr/weight_decay",
     }
     # The table of rank 0 covers both stages; a layer has 12 h^2 + 13 h parameters, h = 32.
-    lines = [[cell.strip() for cell in line.split("|")] for line in first["summary"].splitlines()]
-    table = {cells[1]: cells[3:6] for cells in lines if len(cells) > 5}
+    table = {}
+    for line in first["summary"].splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 5:
+            table[cells[1]] = cells[3:6]
     assert table["Name"] == ["Params", "Params per Device", "Mode"]
     # 83 tokens and 16 positions; per device with half of the 13 padding rows (vocabulary padded to a multiple of 16).
     assert table["embedding"] == ["3.2 K", "2.0 K", "train"]

@@ -1,8 +1,8 @@
 """A step with a NaN or infinite loss or gradient never changes the weights, whichever rank it comes from."""
 
+import itertools
 import math
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
 from tests.marks import exhaustive, on_gpus
+from tests.parity.comparison import all_equal
 from tests.parity.sharding import shards
 from tests.parity.training import (
     Case,
@@ -20,21 +21,23 @@ from tests.parity.training import (
     Sentences,
     common_result,
     loader_of,
+    metrics_of,
     module_of,
+    recorded_rates,
     trainer_of,
 )
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 Kind = Literal["nan", "infinite loss", "nan gradient"]
 BAD_STEP = 2
 BAD_ROW = 9
 STAGES_AND_REPLICAS = Layout(pp=2, dp=2, num_microbatches=3)
+UNSHARDED = Layout(tp=2, dp=2, distributed_optimizer=False)
 SOURCES = {
     # Rank 3 is stage 1 of replica 1, whose rows 6 to 11 are three microbatches of two.
     STAGES_AND_REPLICAS: "microbatch 1 on rank 3 (data-parallel rank 1)",
-    Layout(
-        tp=2, dp=2, distributed_optimizer=False
-    ): "microbatch 0 on rank 2 (data-parallel rank 1)",
+    UNSHARDED: "microbatch 0 on rank 2 (data-parallel rank 1)",
     Layout(pp=2, num_microbatches=3): "microbatch 2 on rank 1 (data-parallel rank 0)",
     Layout(dp=2, num_microbatches=3): "microbatch 1 on rank 1 (data-parallel rank 1)",
 }
@@ -43,16 +46,14 @@ SOURCES = {
 def _bad_step(kind: Kind | None) -> Any:
     """GPT train step in which one row of one step gives NaN or infinite values."""
     from lightning_megatron import GPTTrainStep
-    from lightning_megatron.steps.base import LossTerm
+    from lightning_megatron.steps.base import Batch, LossTerm
 
-    rows = Sentences(5 * 12).tokens
-    bad = rows[BAD_STEP * 12 + BAD_ROW]
+    bad = Sentences(5 * 12).tokens[BAD_STEP * 12 + BAD_ROW]
 
     class BadStep(GPTTrainStep):
-        def loss_func(
-            self, batch: dict[str, torch.Tensor], output: torch.Tensor
-        ) -> dict[str, LossTerm]:
-            if kind is None or not (batch["tokens"] == bad.to(output.device)).all(-1).any():
+        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+            is_bad = (batch["tokens"] == bad.to(output.device)).all(-1).any()
+            if kind is None or not is_bad:
                 return super().loss_func(batch, output)
             if kind == "nan gradient":
                 output.register_hook(lambda gradient: gradient * math.nan)
@@ -95,27 +96,22 @@ def _run(
 
     rates: list[float] = []
     first_weights: list[torch.Tensor] = []
-    recorder = callback(
-        on_train_start=lambda _, module: first_weights.extend(
-            shard.data for shard in shards(module)
-        ),
-        on_train_batch_start=lambda trainer, *_: rates.append(
-            trainer.optimizers[0].param_groups[0]["lr"]
-        ),
-    )
+
+    def begin(trainer: Any, module: Any) -> None:
+        first_weights.extend(_weights(module))
+
     replica = int(os.environ["RANK"]) // case.layout.tp % case.layout.dp
-    batches = [part.chunk(case.layout.dp)[replica] for part in Sentences(5 * 12).tokens.split(12)]
-    inputs = [
-        {"input_ids": rows}
-        for step, rows in enumerate(batches)
-        if not (leave_out and step == BAD_STEP)
-    ]
+    batches = list(Sentences(5 * 12).tokens.split(12))
+    if leave_out:
+        del batches[BAD_STEP]
+    inputs = [{"input_ids": batch.chunk(case.layout.dp)[replica]} for batch in batches]
     module = module_of(
         case,
         train_step=_bad_step(kind),
         lr_schedule=LRSchedule(warmup_steps=3, init_lr=case.lr / 10),
     )
-    options["callbacks"] = [recorder, *options.pop("callbacks", [])]
+    recorders = [callback(on_train_start=begin), recorded_rates(rates)]
+    options["callbacks"] = recorders + options.pop("callbacks", [])
     trainer = trainer_of(
         replace(case, steps=len(inputs)),
         use_distributed_sampler=False,
@@ -123,8 +119,7 @@ def _run(
     )
     trainer.strategy.on_nan = on_nan
     error = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("step ") as warned:
         try:
             trainer.fit(module, DataLoader(inputs, batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
         except NonFiniteError as raised:
@@ -132,12 +127,16 @@ def _run(
     return Run(
         error=error,
         global_step=trainer.global_step,
-        warnings=[text for text in (str(w.message) for w in caught) if text.startswith("step ")],
-        skipped_steps=float(trainer.callback_metrics.get("skipped_steps", math.nan)),
+        warnings=[text for text in warned if text.startswith("step ")],
+        skipped_steps=metrics_of(trainer).get("skipped_steps", math.nan),
         rates=rates,
         first_weights=first_weights,
-        weights=[shard.data for shard in shards(module)],
+        weights=_weights(module),
     )
+
+
+def _weights(module: Any) -> list[torch.Tensor]:
+    return [shard.data for shard in shards(module)]
 
 
 def _decide_on_device() -> None:
@@ -149,33 +148,24 @@ def _decide_on_device() -> None:
 
 def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, Run]]]:
     """Runs that stop at the bad step and that leave it out; then each kind with ``raise`` and with ``skip``."""
-    references = (
-        _run(case, "nan", "raise"),
-        _run(case, None, "raise", leave_out=True),
-    )
+    two_steps = _run(case, "nan", "raise")
+    without_step = _run(case, None, "raise", leave_out=True)
+    kinds: list[Kind] = ["nan", "nan gradient"]
     if late:
         _decide_on_device()
-    kinds: tuple[Kind, ...] = (
-        ("nan", "nan gradient") if late else ("nan", "infinite loss", "nan gradient")
-    )
-    return *references, [
-        (kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds
-    ]
+    else:
+        kinds.append("infinite loss")
+    runs = [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
+    return two_steps, without_step, runs
 
 
 @pytest.mark.parametrize(
     ("layout", "clip", "optimizer", "accelerator", "is_late"),
     [
         (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
-        exhaustive(Layout(tp=2, dp=2, distributed_optimizer=False), None, "sgd", "cpu", False),
+        exhaustive(UNSHARDED, None, "sgd", "cpu", False),
         exhaustive(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True),
-        (
-            Layout(tp=2, dp=2, distributed_optimizer=False),
-            0.5,
-            "sgd",
-            "cpu",
-            True,
-        ),
+        (UNSHARDED, 0.5, "sgd", "cpu", True),
         on_gpus(2, Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
         on_gpus(2, Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
     ],
@@ -201,14 +191,17 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
         lr=5e-3,
     )
     ranks = run_ranks(_all_kinds, layout.world_size, case, is_late and accelerator == "cpu")
+    loss = f"{SOURCES[layout]} is"
+    reasons = {
+        "nan": f"{loss} nan",
+        "infinite loss": f"{loss} inf",
+        "nan gradient": "a gradient is NaN",
+    }
+    # On the device clipping divides.
+    tolerance = 0 if accelerator == "cpu" and not is_late else 1e-6
     for two_steps, without_step, runs in ranks:
+        rates = without_step.rates
         for kind, raised, skipped in runs:
-            loss = f"{SOURCES[layout]} is"
-            reasons = {
-                "nan": f"{loss} nan",
-                "infinite loss": f"{loss} inf",
-                "nan gradient": "a gradient is NaN",
-            }
             assert raised.error.startswith(f"step {BAD_STEP}: ")
             assert reasons[kind] in raised.error
             assert raised.global_step == BAD_STEP + is_late
@@ -216,17 +209,10 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
             assert skipped.global_step == 5
             assert skipped.skipped_steps == 1.0
             assert reasons[kind] in "".join(skipped.warnings) or not skipped.warnings
-            tolerance = (
-                0 if accelerator == "cpu" and not is_late else 1e-6
-            )  # on the device clipping divides
-            for actual, expected in zip(raised.weights, two_steps.weights, strict=True):
-                torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
             # The bad step changes neither the weights nor the schedule.
-            assert (
-                skipped.rates == without_step.rates[: BAD_STEP + 1] + without_step.rates[BAD_STEP:]
-            )
-            for actual, expected in zip(skipped.weights, without_step.weights, strict=True):
-                torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+            assert skipped.rates == rates[: BAD_STEP + 1] + rates[BAD_STEP:]
+            for run, reference in ((raised, two_steps), (skipped, without_step)):
+                torch.testing.assert_close(run.weights, reference.weights, rtol=0, atol=tolerance)
 
 
 def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
@@ -243,9 +229,7 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
     saved = sorted(path.name for path in folder.iterdir())
     for name in ("failed.ckpt", "step=2.ckpt"):
         resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
-        assert all(
-            torch.equal(a, b) for a, b in zip(resumed.first_weights, run.weights, strict=True)
-        )
+        assert all_equal(resumed.first_weights, run.weights)
     skipping = ModelCheckpoint(folder, "skipping-{step}", **every_step)
     first = _run(
         case,
@@ -255,17 +239,14 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
         enable_checkpointing=True,
         max_steps=4,
     )
-    return first, _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt"), saved
+    again = _run(case, "nan", "skip", ckpt_path=folder / "skipping-step=4.ckpt")
+    return first, again, saved
 
 
-@pytest.mark.parametrize(
-    "late",
-    [exhaustive(False), True],
-)
+@pytest.mark.parametrize("late", [exhaustive(False), True])
 def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
-    for first, again, saved in run_ranks(
-        _fail_and_resume, 2, Case(layout=Layout(dp=2)), tmp_path, late
-    ):
+    case = Case(layout=Layout(dp=2))
+    for first, again, saved in run_ranks(_fail_and_resume, 2, case, tmp_path, late):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
         assert first.skipped_steps == again.skipped_steps == 1.0
 
@@ -276,7 +257,8 @@ def _in_fp16(case: Case, scale: float) -> list[Run]:
     options = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     case = replace(case, optimizer=(*case.optimizer, ("initial_loss_scale", scale)))
     kinds: tuple[Kind, ...] = ("nan", "infinite loss")
-    return [_run(case, kind, on_nan, **options) for kind in kinds for on_nan in ("raise", "skip")]
+    pairs = itertools.product(kinds, ("raise", "skip"))
+    return [_run(case, kind, on_nan, **options) for kind, on_nan in pairs]
 
 
 def test_loss_scale_overflow_is_not_an_error() -> None:
@@ -347,8 +329,8 @@ def _count_device_reads(case: Case) -> list[int]:
             args: Any = (),
             kwargs: Any = None,
         ) -> Any:
-            is_read = func is torch.ops.aten._local_scalar_dense.default
-            counts[-1] += is_read and args[0].device.type == trainer.strategy.root_device.type
+            if func is torch.ops.aten._local_scalar_dense.default:
+                counts[-1] += args[0].device.type == trainer.strategy.root_device.type
             return func(*args, **(kwargs or {}))
 
     class Counted(MegatronModule):

@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoint.runs import callback
 from tests.marks import exhaustive
+from tests.parity.comparison import all_equal
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
@@ -91,8 +92,8 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
                 planted=planted[trainer.global_step - 1],
                 is_here=is_here[-1],
                 is_skipped=trainer.strategy.optimizer_report.skipped,
-                is_unchanged=all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-                is_finite=all(bool(weight.isfinite().all()) for weight in after),
+                is_unchanged=all_equal(before, after),
+                is_finite=all(weight.isfinite().all().item() for weight in after),
             )
         )
 
@@ -113,10 +114,7 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
         (Layout(tp=2, dp=2, distributed_optimizer=False), "bf16-mixed"),
         exhaustive(Layout(tp=2, pp=2), "32-true"),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
-        exhaustive(
-            Layout(cp=2, tp=2, distributed_optimizer=False),
-            "32-true",
-        ),
+        exhaustive(Layout(cp=2, tp=2, distributed_optimizer=False), "32-true"),
     ],
     ids=str,
 )
@@ -125,9 +123,8 @@ def test_bad_gradient_of_any_copy_is_skipped_by_all_ranks(layout: Layout, precis
     places = itertools.product(suffixes, range(layout.world_size))
     planted = [Planted(suffix=suffix, rank=rank) for suffix, rank in places]
     case = Case(layout=layout, precision=precision, steps=len(planted))
-    for of_ranks in zip(
-        *run_ranks(_train_with_bad_gradients, layout.world_size, case, planted), strict=True
-    ):
+    ranks = run_ranks(_train_with_bad_gradients, layout.world_size, case, planted)
+    for of_ranks in zip(*ranks, strict=True):
         plan = of_ranks[0].planted
         is_planted = any(step.is_here for step in of_ranks)  # not on a stage without the weight
         assert is_planted or layout.pp > 1
@@ -159,9 +156,7 @@ def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str,
         trainer = trainer_of(case, callbacks=[callback(on_before_optimizer_step=spoil)])
         message = refusal(trainer.fit, module, loader_of(case))
         after = [weight for _, weight in _weights(module)]
-        results.append(
-            (message, all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-        )
+        results.append((message, all_equal(before, after)))
     return results
 
 
@@ -201,15 +196,13 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
 
     def run(**options: Any) -> Any:
         callbacks = [callback(on_before_optimizer_step=spoil, on_train_batch_end=count)]
-        savers = (
-            [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-            if options
-            else []
-        )
+        if options:
+            saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+            callbacks.append(saver)
         trainer = trainer_of(
             replace(case, **options),
-            callbacks=callbacks + savers,
-            enable_checkpointing=bool(savers),
+            callbacks=callbacks,
+            enable_checkpointing=bool(options),
         )
         trainer.strategy.on_nan = "skip"
         trainer.strategy.max_skips_in_a_row = 3
@@ -246,7 +239,8 @@ def _write_bad_models(folder: Path) -> None:
 
     from tests.parity.training import MODELS
 
-    config = {name: value for name, value in MODELS["gpt2"].items() if name != "model_type"}
+    config = dict(MODELS["gpt2"])
+    del config["model_type"]
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
     with torch.no_grad():
@@ -271,14 +265,7 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     ) -> None:
         strategy = MegatronStrategy(tp=2, on_nan=on_nan, load_from=load_from)
         trainer = trainer_of(replace(case, steps=4), strategy=strategy)
-        messages.append(
-            refusal(
-                trainer.fit,
-                module,
-                loader_of(case),
-                **options,
-            )
-        )
+        messages.append(refusal(trainer.fit, module, loader_of(case), **options))
 
     for on_nan in ("raise", "skip"):
         run(MegatronModule(model=str(folder / "model"), pretrained=True), on_nan)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import callback
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.sharding import shards
 from tests.parity.training import (
@@ -17,7 +16,9 @@ from tests.parity.training import (
     common_result,
     join_outcomes,
     loader_of,
+    metrics_of,
     module_of,
+    recorded_rates,
     train,
     train_module,
     trainer_of,
@@ -50,11 +51,17 @@ def test_multipliers_scale_lr_and_weight_decay_of_matching_weights() -> None:
     for name, weight in run.initial_weights.items():
         # Layers are stacked along the first axis.
         is_matrix = weight.dim() - name.startswith("decoder.layers.") > 1
-        lr, decay = (0.5, 2.0) if name.endswith("linear_fc1.weight") else (1.0, float(is_matrix))
+        lr = LR
+        decay = float(is_matrix)
+        if "position_embeddings" in name:
+            lr = 0.0
+        if name.endswith("linear_fc1.weight"):
+            lr = 0.5 * LR
+            decay = 2.0
         if name.endswith(("layer_norm_weight", "layernorm.weight")):
             decay = 1.0
         step = run.gradients[name] + decay * WEIGHT_DECAY * weight
-        expected[name] = weight - LR * lr * (0.0 if "position_embeddings" in name else 1.0) * step
+        expected[name] = weight - lr * step
     assert_same_tensors(run.weights, expected, atol=1e-6)
 
 
@@ -82,38 +89,31 @@ def _train(case: Case) -> tuple[Outcome, dict[str, Any]]:
         settings["gradients"] = {parameter.main_grad.dtype for parameter in chunk.parameters()}
         return shards(module)
 
-    return train_module(
-        module_of(case),
-        case,
-        loader_of(case),
-        collect=collect,
-    ), settings
+    outcome = train_module(module_of(case), case, loader_of(case), collect=collect)
+    return outcome, settings
 
 
 def test_overridden_loss_scale_and_bucket_size_are_used_exactly() -> None:
     """A loss scale that is a power of two is exact, and buckets do not change sums over two ranks."""
-    default, overridden = (
-        run_ranks(_train, 2, case) for case in (_DEFAULTS, replace(_DEFAULTS, layout=_OVERRIDDEN))
-    )
+    default = run_ranks(_train, 2, _DEFAULTS)
+    overridden = run_ranks(_train, 2, replace(_DEFAULTS, layout=_OVERRIDDEN))
     assert default[0][1] == {"scale": 1.0, "buckets": 1, "gradients": {torch.float32}}
     assert overridden[0][1]["scale"] == 1024.0
     assert overridden[0][1]["buckets"] > 3
     for (expected, _), (actual, _) in zip(default, overridden, strict=True):
         assert actual.losses == expected.losses
-        assert actual.grad_norms == pytest.approx(
-            expected.grad_norms, rel=1e-6
-        )  # different summation order
+        # A different summation order.
+        assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
         for ours, theirs in zip(actual.weights, expected.weights, strict=True):
             assert torch.equal(ours.data, theirs.data)
 
 
 def test_bf16_gradients_are_close_to_fp32() -> None:
     in_32 = replace(_DEFAULTS, precision="bf16-mixed")
-    in_16 = replace(
-        in_32,
-        layout=replace(_DEFAULTS.layout, ddp_config_overrides=(("grad_reduce_in_fp32", False),)),
-    )
-    (expected, _), (actual, settings) = (run_ranks(_train, 2, case)[0] for case in (in_32, in_16))
+    overrides = (("grad_reduce_in_fp32", False),)
+    in_16 = replace(in_32, layout=replace(_DEFAULTS.layout, ddp_config_overrides=overrides))
+    expected, _ = run_ranks(_train, 2, in_32)[0]
+    actual, settings = run_ranks(_train, 2, in_16)[0]
     assert settings["gradients"] == {torch.bfloat16}
     # Sums of two microbatches and two ranks, each rounded to 8 bits.
     assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=2**-7)
@@ -134,34 +134,34 @@ def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
     class WithScheduler(MegatronModule):
         def configure_optimizers(self) -> Any:
             optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-            # No epoch improves by 100, so the rate drops after every epoch but the first.
-            worse = {"factor": 0.1, "patience": 0, "threshold": 100.0, "threshold_mode": "abs"}
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-            scheduler = (
-                _one_cycle(optimizer) if kind == "one_cycle" else plateau(optimizer, **worse)
-            )
-            trigger = {"interval": "step"} if kind == "one_cycle" else {"monitor": "val_loss"}
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **trigger}}
+            schedule: dict[str, Any]
+            if kind == "one_cycle":
+                schedule = {"scheduler": _one_cycle(optimizer), "interval": "step"}
+            else:
+                # No epoch improves by 100, so the rate drops after every epoch but the first.
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    optimizer,
+                    factor=0.1,
+                    patience=0,
+                    threshold=100.0,
+                    threshold_mode="abs",
+                )
+                schedule = {"scheduler": plateau, "monitor": "val_loss"}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
 
+    if kind == "linear":
+        schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
+        module = module_of(case, lr_schedule=schedule)
+    else:
+        module = module_of(case, WithScheduler)
+    limits = {"max_steps": -1, "max_epochs": epochs}
+    if kind == "linear" and epochs == 1:
+        limits = {}
     rates: list[float] = []
-    keep = callback(
-        on_train_batch_start=lambda trainer, *_: rates.append(
-            trainer.optimizers[0].param_groups[0]["lr"]
-        )
-    )
-    schedule = LRSchedule(style="linear", warmup_steps=2, min_lr=LR / 10)
-    is_own_schedule = kind == "linear"
-    module = (
-        module_of(case, lr_schedule=schedule) if is_own_schedule else module_of(case, WithScheduler)
-    )
-    limits = {} if is_own_schedule and epochs == 1 else {"max_steps": -1, "max_epochs": epochs}
-    trainer = trainer_of(case, callbacks=[keep], **limits)
-    trainer.fit(
-        module,
-        loader_of(case),
-        loader_of(replace(case, steps=1)),
-    )
-    return rates, trainer.callback_metrics["lr"].item()
+    trainer = trainer_of(case, callbacks=[recorded_rates(rates)], **limits)
+    val_loader = loader_of(replace(case, steps=1))
+    trainer.fit(module, loader_of(case), val_loader)
+    return rates, metrics_of(trainer)["lr"]
 
 
 def test_torch_schedulers_set_the_learning_rate() -> None:
@@ -175,19 +175,10 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    rates, _ = common_result(
-        _rates,
-        Case(layout=TWO_STAGES, steps=4, lr=LR),
-        "one_cycle",
-        1,
-    )
+    case = Case(layout=TWO_STAGES, steps=4, lr=LR)
+    rates, _ = common_result(_rates, case, "one_cycle", 1)
     assert rates == pytest.approx(expected)
-    rates, _ = common_result(
-        _rates,
-        Case(layout=TWO_STAGES, steps=1, lr=LR),
-        "plateau",
-        4,
-    )
+    rates, _ = common_result(_rates, replace(case, steps=1), "plateau", 4)
     assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 
@@ -195,24 +186,16 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
 def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
-    used, logged = common_result(
-        _rates,
-        Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR),
-        "linear",
-        epochs,
-    )
+    case = Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR)
+    used, logged = common_result(_rates, case, "linear", epochs)
     assert used == pytest.approx(expected)
     assert logged == pytest.approx(expected[-1])  # of the step that it stands beside
 
 
 def test_first_logged_learning_rate_is_that_of_the_first_step() -> None:
     # One cycle begins at a 25th of its highest rate, and the second value is far above it.
-    used, logged = common_result(
-        _rates,
-        Case(layout=TWO_STAGES, steps=1, lr=LR),
-        "one_cycle",
-        1,
-    )
+    case = Case(layout=TWO_STAGES, steps=1, lr=LR)
+    used, logged = common_result(_rates, case, "one_cycle", 1)
     assert [logged] == pytest.approx(used)
 
 
@@ -221,15 +204,10 @@ def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
     from lightning.pytorch.callbacks import LearningRateFinder
 
     rates: list[float] = []
-    keep = callback(
-        on_train_batch_start=lambda trainer, *_: rates.append(
-            trainer.optimizers[0].param_groups[0]["lr"]
-        )
-    )
     finder = LearningRateFinder(min_lr=1e-5, max_lr=0.3, num_training_steps=30)
     trainer = trainer_of(
         case,
-        callbacks=[finder, keep],
+        callbacks=[finder, recorded_rates(rates)],
         max_steps=3,
         default_root_dir=folder,
     )

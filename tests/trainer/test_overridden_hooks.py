@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.parity.comparison import all_equal
 from tests.parity.training import (
     Case,
     Layout,
@@ -14,9 +16,11 @@ from tests.parity.training import (
     loader_of,
     module_of,
     refusal,
+    refused_fit,
     trainer_of,
 )
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 TWO_REPLICAS = Layout(dp=2)
 LAYOUTS = (Layout(tp=2), Layout(pp=2), TWO_REPLICAS)
@@ -171,27 +175,20 @@ def _refusals(case: Case) -> list[str]:
         messages.append(refusal(trainer.fit, module, loader_of(case)))
         assert trainer.global_step == 0
         assert before
-        assert all(
-            torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True)
-        )
+        assert all_equal(before, module.parameters())
     return messages
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_loss_that_is_not_the_engines_is_refused_on_all_ranks(layout: Layout) -> None:
+    expected = "Own.training_step: expected the loss that super().training_step(...)"
     for messages in run_ranks(_refusals, 2, Case(layout=layout, steps=2), timeout=240):
         for change, message in zip(OTHER_LOSSES, messages, strict=True):
-            assert (
-                "Own.training_step: expected the loss that super().training_step(...)" in message
-            ), change
+            assert expected in message, change
             assert "loss_func of a TrainStep" in message
 
 
-def _losses_of(
-    case: Case,
-    change: Callable[[Any, torch.Tensor], Any] | None,
-) -> list[float]:
-    module_class = None if change is None else _returning(change)
+def _losses_of(case: Case, module_class: type | None) -> list[float]:
     losses: list[float] = []
     module = module_of(case, module_class)
     module.on_train_batch_end = lambda outputs, *_: losses.append(outputs["loss"].item())
@@ -200,7 +197,8 @@ def _losses_of(
 
 
 def _all_losses(case: Case) -> list[list[float]]:
-    return [_losses_of(case, change) for change in (None, _unchanged, _detached, _dict_with_more)]
+    kinds = [_returning(change) for change in (_unchanged, _detached, _dict_with_more)]
+    return [_losses_of(case, kind) for kind in (None, *kinds)]
 
 
 def test_the_engines_loss_may_be_returned_in_any_form() -> None:
@@ -214,10 +212,8 @@ def _steps_without_one_pass(case: Case) -> list[str]:
 
     class OwnCrossEntropy(MegatronModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            logits = self(batch["input_ids"])
-            return torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten()
-            )
+            logits = self(batch["input_ids"]).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
 
     class Twice(MegatronModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -231,21 +227,12 @@ def _steps_without_one_pass(case: Case) -> list[str]:
             optimizer.step()
 
     kinds = (OwnCrossEntropy, Twice, StepsWithoutGradients)
-    return [
-        refusal(
-            trainer_of(case).fit,
-            module_of(case, kind),
-            loader_of(case),
-        )
-        for kind in kinds
-    ]
+    return [refused_fit(case, module_of(case, kind)) for kind in kinds]
 
 
 def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
-    own, twice, without = common_result(
-        _steps_without_one_pass,
-        Case(layout=Layout(tp=2), steps=2),
-    )
+    case = Case(layout=Layout(tp=2), steps=2)
+    own, twice, without = common_result(_steps_without_one_pass, case)
     assert "OwnCrossEntropy.training_step: expected one call of super().training_step" in own
     assert "got 0; call it once" in own
     assert "got 2; call it once" in twice
@@ -265,15 +252,11 @@ def _recording(base: type, names: set[str], called: list[str]) -> type:
 
         return record
 
-    kind = type(
-        "Own",
-        (base,),
-        {name: hook(name) for name in names},
-    )
+    kind = type("Own", (base,), {name: hook(name) for name in names})
     return kind
 
 
-def _run_all(trainer: Any, module: Any, case: Case) -> None:
+def _run_all(trainer: Any, module: Any) -> None:
     trainer.fit(module)
     trainer.validate(module, verbose=False)
     trainer.test(module, verbose=False)
@@ -281,12 +264,9 @@ def _run_all(trainer: Any, module: Any, case: Case) -> None:
 
 
 def _with_loaders(base: type, case: Case) -> type:
-    loaders = ("train", "val", "test", "predict")
-    return type(
-        "WithLoaders",
-        (base,),
-        {f"{each}_dataloader": lambda self: loader_of(case) for each in loaders},
-    )
+    phases = ("train", "val", "test", "predict")
+    loaders = {f"{phase}_dataloader": lambda self: loader_of(case) for phase in phases}
+    return type("WithLoaders", (base,), loaders)
 
 
 def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
@@ -324,16 +304,8 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
 
     called: list[str] = []
     module = _recording(_with_loaders(Plain, case), names, called)()
-    _run_all(
-        pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=case.steps,
-            **QUIET,
-        ),
-        module,
-        case,
-    )
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=case.steps, **QUIET)
+    _run_all(trainer, module)
     return called
 
 
@@ -344,10 +316,8 @@ def _calls(case: Case, names: set[str]) -> list[str]:
 
     called: list[str] = []
     kind = _recording(_with_loaders(MegatronModule, case), names, called)
-    module = module_of(
-        case, kind, generation=GenerationOptions(max_new_tokens=1), return_logits=True
-    )
-    _run_all(trainer_of(case), module, case)
+    generation = GenerationOptions(max_new_tokens=1)
+    _run_all(trainer_of(case), module_of(case, kind, generation=generation, return_logits=True))
     return called
 
 
@@ -357,11 +327,9 @@ def test_hooks_are_called_as_lightning_calls_them() -> None:
     assert names == set(expected)
     # Lightning calls prepare_data on one rank of each node.
     on_other_ranks = [name for name in expected if name != "prepare_data"]
+    sharded = replace(CASE, layout=Layout(tp=2))
     assert run_ranks(_calls, 1, CASE, names) == [expected]
-    assert run_ranks(_calls, 2, Case(layout=Layout(tp=2), steps=CASE.steps), names) == [
-        expected,
-        on_other_ranks,
-    ]
+    assert run_ranks(_calls, 2, sharded, names) == [expected, on_other_ranks]
 
 
 def _logged(case: Case, hooks: dict[str, Any]) -> dict[str, list[tuple[int | None, float]]]:
@@ -412,22 +380,8 @@ def test_overridden_hooks_without_super_lose_no_logged_value() -> None:
 def _refused_hooks(case: Case, names: list[str]) -> list[str]:
     from lightning_megatron import MegatronModule
 
-    kinds = [
-        type(
-            "Own",
-            (MegatronModule,),
-            {name: lambda *_: None},
-        )
-        for name in names
-    ]
-    return [
-        refusal(
-            trainer_of(case).fit,
-            module_of(case, kind),
-            loader_of(case),
-        )
-        for kind in kinds
-    ]
+    kinds = [type("Own", (MegatronModule,), {name: lambda *_: None}) for name in names]
+    return [refused_fit(case, module_of(case, kind)) for kind in kinds]
 
 
 def test_hooks_that_would_have_no_effect_are_refused() -> None:
@@ -460,7 +414,7 @@ def _other_refusals(case: Case) -> dict[str, str]:
             self.temperature = torch.nn.Parameter(torch.ones(()))
 
     messages = {
-        kind.__name__: refusal(trainer_of(case).fit, module_of(case, kind), loader_of(case))
+        kind.__name__: refused_fit(case, module_of(case, kind))
         for kind in (OwnOptimizer, NoOptimizer, OwnWeight)
     }
     predict = trainer_of(case).predict
@@ -469,10 +423,7 @@ def _other_refusals(case: Case) -> dict[str, str]:
 
 
 def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
-    messages = common_result(
-        _other_refusals,
-        Case(layout=Layout(tp=2), steps=1),
-    )
+    messages = common_result(_other_refusals, Case(layout=Layout(tp=2), steps=1))
     assert "forward would not be called" in messages["OwnForward"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["OwnOptimizer"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["NoOptimizer"]
@@ -480,18 +431,15 @@ def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
 
 
 def _clipped_by_torch(case: Case) -> list[str]:
-    import warnings
-
     from lightning_megatron import MegatronModule
 
     class Clipping(MegatronModule):
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("clip") as messages:
         trainer_of(case).fit(module_of(case, Clipping), loader_of(case))
-    return [str(each.message) for each in caught if "clip" in str(each.message)]
+    return messages
 
 
 def test_a_clipping_hook_that_clips_nothing_is_reported_once() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tests.checkpoint.runs import Run, callback, fit
 from tests.marks import on_gpus
+from tests.parity.comparison import all_equal
 from tests.parity.sharding import shards
 from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
@@ -23,27 +24,21 @@ def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
     """By precision, the dtypes of all training state on this rank."""
     dtypes = {}
     for precision in WEIGHTS:
-        settings = {"precision": precision, "max_steps": 2}
-        trainer, _ = fit(
-            Run(
-                trainer=settings,
-                optimizer={"initial_loss_scale": 2.0**10},
-            )
+        run = Run(
+            trainer={"precision": precision, "max_steps": 2},
+            optimizer={"initial_loss_scale": 2.0**10},
         )
+        trainer, _ = fit(run)
         parameters = list(trainer.lightning_module.model_chunks.parameters())
         (part,) = trainer.strategy.optimizers[0].parts
+        masters = [p for group in part.optimizer.param_groups for p in group["params"]]
+        states = part.optimizer.state.values()
+        moments = [value for state in states for value in state.values() if value.numel() > 1]
         dtypes[precision] = {
             "weights": {p.dtype for p in parameters},
             "main gradients": {p.main_grad.dtype for p in parameters},
-            "master weights": {
-                p.dtype for group in part.optimizer.param_groups for p in group["params"]
-            },
-            "moments": {
-                v.dtype
-                for state in part.optimizer.state.values()
-                for v in state.values()
-                if v.numel() > 1
-            },
+            "master weights": {p.dtype for p in masters},
+            "moments": {value.dtype for value in moments},
         }
     return dtypes
 
@@ -51,9 +46,8 @@ def _dtypes() -> dict[str, dict[str, set[torch.dtype]]]:
 def test_gradients_master_weights_and_moments_are_always_fp32() -> None:
     others = dict.fromkeys(("main gradients", "master weights", "moments"), {torch.float32})
     for dtypes in run_ranks(_dtypes, 2):
-        assert dtypes == {
-            precision: {"weights": {dtype}, **others} for precision, dtype in WEIGHTS.items()
-        }
+        for precision, dtype in WEIGHTS.items():
+            assert dtypes[precision] == {"weights": {dtype}, **others}
 
 
 # ---- fp16 -----------------------------------------------------------------------------------------------------------
@@ -84,15 +78,13 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
     def record_step(trainer: Any, module: Any, *_: Any) -> None:
         record_weights(trainer, module)
         report = trainer.strategy.optimizer_report
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        changed = any(not torch.equal(a, b) for a, b in zip(*weights[-2:], strict=True))
         # The loss scale after the step, the learning rate for the next one.
         steps.append(
             {
                 "skipped": report.skipped,
                 "scale": report.loss_scale,
-                "lr": rate,
-                "changed": changed,
+                "lr": trainer.optimizers[0].param_groups[0]["lr"],
+                "changed": not all_equal(*weights[-2:]),
             }
         )
 
@@ -106,24 +98,20 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
         ("loss_scale_window", 4),
         ("eps", 1e-3),
     )
-    layout = Layout(tp=2, pp=2, num_microbatches=2)
     case = Case(
-        layout=layout, steps=14, labels="uneven", optimizer=optimizer, accelerator=accelerator
+        layout=Layout(tp=2, pp=2, num_microbatches=2),
+        steps=14,
+        labels="uneven",
+        optimizer=optimizer,
+        accelerator=accelerator,
     )
-    module = module_of(
-        case,
-        lr_schedule=LRSchedule(warmup_steps=9, init_lr=case.lr / 10),
-    )
-    on_cpu = {
-        "precision": None,
-        "plugins": [MegatronPrecision("16-mixed")],
-    }  # Lightning would use bf16-mixed
-    options = on_cpu if accelerator == "cpu" else {"precision": "16-mixed"}
-    trainer_of(
-        case,
-        callbacks=[callback(**hooks)],
-        **options,
-    ).fit(module, loader_of(case))
+    schedule = LRSchedule(warmup_steps=9, init_lr=case.lr / 10)
+    options: dict[str, Any] = {"precision": "16-mixed"}
+    if accelerator == "cpu":
+        # Lightning would use bf16-mixed.
+        options = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
+    trainer = trainer_of(case, callbacks=[callback(**hooks)], **options)
+    trainer.fit(module_of(case, lr_schedule=schedule), loader_of(case))
     return steps
 
 
@@ -147,10 +135,7 @@ def _loss_scales(skipped: list[bool]) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize(
-    "accelerator",
-    ["cpu", on_gpus(4, "gpu")],
-)
+@pytest.mark.parametrize("accelerator", ["cpu", on_gpus(4, "gpu")])
 def test_overflow_on_any_rank_changes_only_the_loss_scale(accelerator: str) -> None:
     for steps in run_ranks(_steps_in_fp16, 4, accelerator):
         skipped = [step["skipped"] for step in steps]

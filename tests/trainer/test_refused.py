@@ -163,15 +163,16 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
 """By number of ranks: regular expression of the message, and the run."""
 
 
-def _refusals(runs: list[Run]) -> list[str]:
+def _refusals(runs: tuple[Run, ...]) -> list[str]:
     return [refusal(fit, run) for run in runs]
 
 
 @pytest.mark.parametrize("ranks", REFUSED)
 def test_incompatible_settings_are_refused_on_every_rank(ranks: int) -> None:
-    for messages in run_ranks(_refusals, ranks, [run for _, run in REFUSED[ranks]]):
-        for (expected, _), message in zip(REFUSED[ranks], messages, strict=True):
-            assert re.search(expected, message), message
+    patterns, runs = zip(*REFUSED[ranks], strict=True)
+    for messages in run_ranks(_refusals, ranks, runs):
+        for pattern, message in zip(patterns, messages, strict=True):
+            assert re.search(pattern, message), message
 
 
 class Unfreezing(callbacks.BaseFinetuning):
@@ -184,63 +185,79 @@ class ManualOptimization(MegatronModule):
     automatic_optimization = False
 
 
-CALLBACKS: dict[str, Any] = {
-    "Scheduler does not work with MegatronStrategy.*num_microbatches": callbacks.GradientAccumulationScheduler(
-        {4: 2}
+CALLBACKS: tuple[tuple[Any, str], ...] = (
+    (
+        callbacks.GradientAccumulationScheduler({4: 2}),
+        "Scheduler does not work with MegatronStrategy.*num_microbatches",
     ),
-    "StochasticWeightAveraging copies the module.*remove it": callbacks.StochasticWeightAveraging(
-        1e-2
+    (
+        callbacks.StochasticWeightAveraging(1e-2),
+        "StochasticWeightAveraging copies the module.*remove it",
     ),
-    "EMAWeightAveraging copies the module.*remove it": callbacks.EMAWeightAveraging(),
-    "ModelPruning masks whole weights.*remove it": callbacks.ModelPruning(
-        "l1_unstructured", amount=0.5
+    (
+        callbacks.EMAWeightAveraging(),
+        "EMAWeightAveraging copies the module.*remove it",
     ),
-    "Unfreezing adds parameters to the optimizer.*requires_grad_": Unfreezing(),
-    r"SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint\(every_n_train_steps=": SpikeGuard(),
-}
+    (
+        callbacks.ModelPruning("l1_unstructured", amount=0.5),
+        "ModelPruning masks whole weights.*remove it",
+    ),
+    (
+        Unfreezing(),
+        "Unfreezing adds parameters to the optimizer.*requires_grad_",
+    ),
+    (
+        SpikeGuard(),
+        r"SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint\(every_n_train_steps=",
+    ),
+)
 
 
 def _check_callbacks_and_modules() -> None:
     run = Run(trainer={"max_steps": 1})
-    assert fit(run, callbacks.GradientAccumulationScheduler({0: 1}))[0].global_step == 1
-    for pattern, hook in CALLBACKS.items():
+    trainer, _ = fit(run, callbacks.GradientAccumulationScheduler({0: 1}))
+    assert trainer.global_step == 1
+    for hook, pattern in CALLBACKS:
         assert re.search(pattern, refusal(fit, run, hook))
-    assert "automatic_optimization=False does not work" in refusal(
-        fit, run, module_class=ManualOptimization
-    )
+    manual = refusal(fit, run, module_class=ManualOptimization)
+    assert "automatic_optimization=False does not work" in manual
     for name in ("backward", "transfer_batch_to_device", "on_after_batch_transfer"):
         own = type("Own", (MegatronModule,), {name: lambda *_: None})
         assert f"Own.{name} would not be called" in refusal(fit, run, module_class=own)
-    assert "pass the module itself" in refusal(
-        make_trainer(run).fit,
-        torch.compile(make_module(run)),
-        shuffled_loader(1),
-    )
+    compiled = torch.compile(make_module(run))
+    assert "pass the module itself" in refusal(make_trainer(run).fit, compiled, shuffled_loader(1))
 
 
-ITEMS = rows_dataset(8)
-NO_LOADERS: dict[str, tuple[Any, ...]] = {
-    "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(": ([*ITEMS],),
-    "got a TensorDataset; give DataLoader(": (
-        torch.utils.data.TensorDataset(torch.zeros(4, 8, dtype=torch.long)),
+ITEMS = [*rows_dataset(8)]
+ZEROS = torch.zeros(4, 8, dtype=torch.long)
+NO_LOADERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "train_dataloaders: expected a DataLoader, got a list of dict; give DataLoader(",
+        {"train_dataloaders": ITEMS},
     ),
-    "got a dict of Tensor; give": ({"input_ids": torch.zeros(4, 8, dtype=torch.long)},),
-    "got a str; give": ("corpus_text_document",),
-    "got a int; give": (5,),
-    "val_dataloaders: expected a DataLoader, got a list of dict": (shuffled_loader(1), [*ITEMS]),
-    "datamodule: expected a LightningDataModule, got a DataLoader; pass loaders as train_dataloaders": (
-        None,
-        None,
-        shuffled_loader(1),
+    (
+        "got a TensorDataset; give DataLoader(",
+        {"train_dataloaders": torch.utils.data.TensorDataset(ZEROS)},
     ),
-}
-"""By message: arguments of ``Trainer.fit`` after the module."""
+    ("got a dict of Tensor; give", {"train_dataloaders": {"input_ids": ZEROS}}),
+    ("got a str; give", {"train_dataloaders": "corpus_text_document"}),
+    ("got a int; give", {"train_dataloaders": 5}),
+    (
+        "val_dataloaders: expected a DataLoader, got a list of dict",
+        {"train_dataloaders": shuffled_loader(1), "val_dataloaders": ITEMS},
+    ),
+    (
+        "datamodule: expected a LightningDataModule, got a DataLoader; pass loaders as train_dataloaders",
+        {"datamodule": shuffled_loader(1)},
+    ),
+)
+"""Message, and arguments of ``Trainer.fit``."""
 
 
 def _check_loaders() -> None:
     run = Run(trainer={"max_steps": 1})
-    for message, arguments in NO_LOADERS.items():
-        error = refusal(make_trainer(run).fit, make_module(run), *arguments)
+    for message, arguments in NO_LOADERS:
+        error = refusal(make_trainer(run).fit, make_module(run), **arguments)
         assert message in error, error
     for loader in (
         shuffled_loader(1),

@@ -38,9 +38,10 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
         ) -> tuple[Any, LossFunc]:
             batch = self.get_batch(data_iterator)
             output = model(batch["tokens"], None, None, labels=batch["targets"])
-            return output, lambda losses: {
-                "lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))
-            }
+            return output, self.mean_of_all
+
+        def mean_of_all(self, losses: torch.Tensor) -> dict[str, LossTerm]:
+            return {"lm_loss": LossTerm(losses.sum(), torch.tensor(losses.numel()))}
 
     class Uncounted(Unmasked):
         def counts(self, batch: Batch) -> None:
@@ -51,12 +52,7 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
 
     options: dict[str, dict[str, Any]] = {
         "nothing": {},
-        "loss_func": {
-            "train_step": KeyTokenTrainStep(
-                key_tokens=[3, 30, 60],
-                alpha=0.5,
-            )
-        },
+        "loss_func": {"train_step": KeyTokenTrainStep(key_tokens=[3, 30, 60], alpha=0.5)},
         "get_batch": {"train_step": ZeroTokens()},
         "forward_step": {"train_step": Uncounted()},
         "targets": {"train_step": Unmasked()},
@@ -64,27 +60,27 @@ def _losses(case: Case, parts: tuple[str, ...]) -> list[list[float]]:
         "config": {},
     }
     relu = replace(case, model_fields=(("activation_function", "relu"),))
-    modules = (module_of(relu if part == "config" else case, **options[part]) for part in parts)
-    return [train_module(module, case, loader_of(case)).losses for module in modules]
+    losses = []
+    for part in parts:
+        module = module_of(relu if part == "config" else case, **options[part])
+        losses.append(train_module(module, case, loader_of(case)).losses)
+    return losses
 
 
 def test_replacing_one_part_equals_one_process() -> None:
     replaced = ("loss_func", "get_batch", "forward_step")
-    original, *sharded, provider, config = common_result(
-        _losses, CASE, ("nothing", *replaced, "model", "config")
-    )
-    for losses, expected in zip(
-        sharded, common_result(_losses, CASE.on_one_process, replaced), strict=True
-    ):
+    parts = ("nothing", *replaced, "model", "config")
+    original, *sharded, provider, config = common_result(_losses, CASE, parts)
+    on_one_process = common_result(_losses, CASE.on_one_process, replaced)
+    for losses, expected in zip(sharded, on_one_process, strict=True):
         assert losses == pytest.approx(expected, rel=1.5e-6)
         assert losses[0] != pytest.approx(original[0], rel=1e-3)
     assert provider == config != original
 
 
 def test_target_counts_that_differ_from_loss_are_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"Unmasked\.counts: expected the numbers of targets that loss_func returns"
-    ):
+    message = r"Unmasked\.counts: expected the numbers of targets that loss_func returns"
+    with pytest.raises(RankError, match=message):
         common_result(_losses, CASE, ("targets",))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from tests.families.parity import pretrained_module, tiny_model
 from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, refusal, trainer_of
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 from tests.tokenizers import make_tokenizer
 
 SEQ_LENGTH = 12
 STRIDE = 5
+Rows = list[tuple[list[int], int]]
+"""Tokens, and how many of the last are scored."""
 TEXTS = [
     "the answer is yes",
     "was it the question? is it? the answer was: yes",
@@ -57,22 +61,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _last_words(tokenizer: Any) -> list[tuple[list[int], int]]:
+def _last_words(tokenizer: Any) -> Rows:
     rows = []
     for text in TEXTS:
         context, word = text.rsplit(" ", 1)
         before = tokenizer.encode(context)
         target = tokenizer.encode(" " + word)
-        rows.append(
-            (
-                [*before, *target][-(SEQ_LENGTH + 1) :],
-                len(target),
-            )
-        )
+        tokens = [*before, *target]
+        rows.append((tokens[-(SEQ_LENGTH + 1) :], len(target)))
     return rows
 
 
-def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
+def _windows(tokenizer: Any) -> Rows:
     """Sliding windows as in Hugging Face's guide to perplexity, but scoring also the first token after a window."""
     rows = []
     for text in TEXTS:
@@ -87,25 +87,18 @@ def _windows(tokenizer: Any) -> list[tuple[list[int], int]]:
     return rows
 
 
-def _losses(
-    model: Any,
-    rows: list[tuple[list[int], int]],
-) -> tuple[float, float]:
+def _losses(model: Any, rows: Rows) -> tuple[float, float]:
     """Mean loss of the last ``count`` tokens of each row, and the share of rows that are predicted completely."""
     losses = []
     right = []
     for tokens, count in rows:
         row = torch.tensor(tokens)
+        targets = row[-count:]
         with torch.no_grad():
             logits = model(row[None, :-1]).logits[0, -count:]
-        losses.append(
-            torch.nn.functional.cross_entropy(
-                logits,
-                row[-count:],
-                reduction="none",
-            ).double()
-        )
-        right.append(bool((logits.argmax(-1) == row[-count:]).all()))
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        losses.append(loss.double())
+        right.append(logits.argmax(-1).equal(targets))
     return torch.cat(losses).mean().item(), sum(right) / len(right)
 
 
@@ -137,9 +130,8 @@ def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layo
 
     model = GPT2LMHeadModel.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    (mean, right), (of_windows, _) = (
-        _losses(model, rows(tokenizer)) for rows in (_last_words, _windows)
-    )
+    mean, right = _losses(model, _last_words(tokenizer))
+    of_windows, _ = _losses(model, _windows(tokenizer))
     assert 0.2 < right < 0.8
     for metrics in run_ranks(_test, layout.world_size, str(folder), Case(layout=layout)):
         # A count, so exact.
@@ -164,13 +156,8 @@ def _refusals(folder: str) -> list[str]:
     for task, phase in (("last_word", "test"), ("perplexity", "fit")):
         module = MegatronModule(model={**sizes, "vocab_size": 311}, train_step="gpt")
         data = TextEvaluationDataModule(f"{folder}/texts.jsonl", folder, task=task, seq_length=12)  # type: ignore[arg-type]
-        messages.append(
-            refusal(
-                getattr(trainer_of(Case()), phase),
-                module,
-                datamodule=data,
-            )
-        )
+        run = getattr(trainer_of(Case()), phase)
+        messages.append(refusal(run, module, datamodule=data))
     return messages
 
 
@@ -182,37 +169,20 @@ def test_wrong_train_step_or_phase_is_refused(folder: Path) -> None:
 
 def _losses_of_encodings(folder: str) -> list[Any]:
     """Loss of texts in UTF-8, of the same in Latin-1, and with their letters replaced; the refusal of the default."""
-    import warnings
-
     from lightning_megatron import TextEvaluationDataModule
 
-    def data(name: str, **options: Any) -> Any:
-        return TextEvaluationDataModule(
-            f"{folder}/{name}", folder, seq_length=12, micro_batch_size=1, **options
-        )
-
-    def loss(served: Any) -> float:
-        (metrics,) = trainer_of(Case()).test(
-            pretrained_module(folder), datamodule=served, verbose=False
-        )
+    def test(name: str, **options: Any) -> float:
+        path = f"{folder}/{name}"
+        data = TextEvaluationDataModule(path, folder, seq_length=12, micro_batch_size=1, **options)
+        module = pretrained_module(folder)
+        (metrics,) = trainer_of(Case()).test(module, datamodule=data, verbose=False)
         return float(metrics["test_loss"])
 
-    results: list[Any] = [
-        loss(data("utf8.txt")),
-        loss(data("latin.txt", encoding="latin-1")),
-    ]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results.append(loss(data("latin.txt", errors="replace")))
-    module = pretrained_module(folder)
-    results.append(
-        refusal(
-            trainer_of(Case()).test,
-            module,
-            datamodule=data("latin.txt"),
-        )
-    )
-    return [*results, [str(each.message) for each in caught]]
+    utf8 = test("utf8.txt")
+    latin = test("latin.txt", encoding="latin-1")
+    with recorded_warnings() as warned:
+        replaced = test("latin.txt", errors="replace")
+    return [utf8, latin, replaced, refusal(test, "latin.txt"), warned]
 
 
 def test_encoding_of_texts_is_given_replaced_or_refused(folder: Path) -> None:
@@ -220,11 +190,7 @@ def test_encoding_of_texts_is_given_replaced_or_refused(folder: Path) -> None:
         (folder / name).write_bytes("is it yés? the answer is: yés".encode(encoding))
     utf8, latin, replaced, refused, warned = run_ranks(_losses_of_encodings, 1, str(folder))[0]
     assert utf8 == latin != replaced
-    assert (
-        "latin.txt is not utf-8: byte 0xe9 at offset 7 of it; give its encoding (encoding=latin-1"
-        in refused
-    )
-    assert any(
-        "2 characters of" in text and "latin.txt that are not utf-8 were replaced" in text
-        for text in warned
-    )
+    assert "latin.txt is not utf-8: byte 0xe9 at offset 7 of it" in refused
+    assert "offset 7 of it; give its encoding (encoding=latin-1" in refused
+    replaced_count = re.compile("2 characters of .*latin.txt that are not utf-8 were replaced")
+    assert any(map(replaced_count.search, warned))
