@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -58,30 +57,29 @@ def linear(
     transposed: bool = False,
 ) -> list[Rule]:
     """Rules of a linear layer: weight and, if ``has_bias``, bias; arguments as in ``Rule``, without ``.weight``."""
-    weights, biases = (
-        tuple(f"{name}.{kind}" for name in hugging_face) for kind in ("weight", "bias")
+    weight = Rule(
+        megatron=megatron + ".weight",
+        hugging_face=tuple(f"{name}.weight" for name in hugging_face),
+        rows=rows,
+        order=order,
+        transposed=transposed,
     )
-    rules = [
-        Rule(
-            megatron=megatron + ".weight",
-            hugging_face=weights,
-            rows=rows,
-            order=order,
-            transposed=transposed,
-        )
-    ]
-    if has_bias:
-        rules.append(Rule(megatron=megatron + ".bias", hugging_face=biases, rows=rows, order=order))
-    return rules
+    if not has_bias:
+        return [weight]
+    bias = Rule(
+        megatron=megatron + ".bias",
+        hugging_face=tuple(f"{name}.bias" for name in hugging_face),
+        rows=rows,
+        order=order,
+    )
+    return [weight, bias]
 
 
 def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
     """Rules of a norm: weight and, for most LayerNorms, bias; ``megatron`` is the name up to ``weight``."""
-    kinds = (
-        ("weight", "bias")
-        if model.normalization == "LayerNorm" and model.norm_bias
-        else ("weight",)
-    )
+    kinds = ["weight"]
+    if model.normalization == "LayerNorm" and model.norm_bias:
+        kinds.append("bias")
     return [
         Rule(megatron=megatron + kind, hugging_face=(f"{hugging_face}.{kind}",)) for kind in kinds
     ]
@@ -96,37 +94,22 @@ def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
 
 def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
     """Rules of a stack (``encoder`` or ``decoder``): attention and MLP of its layers, and its final norm."""
-    hf, transposed = names.base + names.layer, names.is_transposed
-    attention, mlp = f"{stack}.layers.self_attention.", f"{stack}.layers.mlp."
-    queries, keys = (
-        model.num_attention_heads * model.kv_channels,
-        model.num_query_groups * model.kv_channels,
-    )
+    hf = names.base + names.layer
+    attention = f"{stack}.layers.self_attention."
+    mlp = f"{stack}.layers.mlp."
+    transposed = names.is_transposed
+    queries = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
     order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
-
-    def fused(parts: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, Any]:
-        return {
-            "hugging_face": tuple(hf + part for part in parts),
-            "rows": rows if len(parts) > 1 else (),
-        }
-
-    qkv, fc1 = (
-        fused(names.qkv, (queries, keys, keys)),
-        fused(names.fc1, (model.ffn_hidden_size,) * 2),
-    )
-    qkv["order"] = None if names.is_megatron_order else order
-    norms = {
-        "self_attention.linear_qkv.layer_norm_": (model.pre_norms, names.input_norm),
-        "mlp.linear_fc1.layer_norm_": (model.has_mlp_norm, names.mlp_norm),
-        "self_attention.q_layernorm.": (model.qk_layernorm, names.q_norm),
-        "self_attention.k_layernorm.": (model.qk_layernorm, names.k_norm),
-        "self_attention.linear_proj.post_layernorm.": (model.post_norms, names.post_attention_norm),
-        "mlp.linear_fc2.post_layernorm.": (model.post_norms, names.post_mlp_norm),
-    }
     rules = [
         *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
         *linear(
-            attention + "linear_qkv", has_bias=model.add_qkv_bias, transposed=transposed, **qkv
+            attention + "linear_qkv",
+            tuple(hf + part for part in names.qkv),
+            model.add_qkv_bias,
+            rows=(queries, keys, keys) if len(names.qkv) > 1 else (),
+            order=None if names.is_megatron_order else order,
+            transposed=transposed,
         ),
         *linear(
             attention + "linear_proj",
@@ -134,13 +117,31 @@ def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder")
             model.has_attention_output_bias,
             transposed=transposed,
         ),
-        *linear(mlp + "linear_fc1", has_bias=model.add_bias_linear, transposed=transposed, **fc1),
         *linear(
-            mlp + "linear_fc2", (hf + names.fc2,), model.add_bias_linear, transposed=transposed
+            mlp + "linear_fc1",
+            tuple(hf + part for part in names.fc1),
+            model.add_bias_linear,
+            rows=(model.ffn_hidden_size,) * 2 if len(names.fc1) > 1 else (),
+            transposed=transposed,
+        ),
+        *linear(
+            mlp + "linear_fc2",
+            (hf + names.fc2,),
+            model.add_bias_linear,
+            transposed=transposed,
         ),
     ]
-    for megatron, (exists, hugging_face) in norms.items():
-        rules += norm(f"{stack}.layers.{megatron}", hf + hugging_face, model) if exists else []
+    if model.pre_norms:
+        rules += norm(attention + "linear_qkv.layer_norm_", hf + names.input_norm, model)
+    if model.has_mlp_norm:
+        rules += norm(mlp + "linear_fc1.layer_norm_", hf + names.mlp_norm, model)
+    if model.qk_layernorm:
+        rules += norm(attention + "q_layernorm.", hf + names.q_norm, model)
+        rules += norm(attention + "k_layernorm.", hf + names.k_norm, model)
+    if model.post_norms:
+        after_attention = hf + names.post_attention_norm
+        rules += norm(attention + "linear_proj.post_layernorm.", after_attention, model)
+        rules += norm(mlp + "linear_fc2.post_layernorm.", hf + names.post_mlp_norm, model)
     return rules
 
 
@@ -160,27 +161,34 @@ def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
 def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     """Rules of the layers with experts instead of an MLP; their norm is not fused into the first linear layer."""
-    experts, layers, hf = model.experts, "decoder.layers.", names.base + names.layer
+    experts = model.experts
     if experts is None:
         return []
-    block, mlp = hf + names.experts, layers + "mlp."
+    hf = names.base + names.layer
+    block = hf + names.experts
+    mlp = "decoder.layers.mlp."
     gate, up, down = (f"{block}.experts.{EXPERT}.{name}" for name in names.expert)
     rules = [
-        *norm(layers + "pre_mlp_layernorm.", hf + names.mlp_norm, model),
+        *norm("decoder.layers.pre_mlp_layernorm.", hf + names.mlp_norm, model),
         *linear(mlp + "router", (f"{block}.gate",)),
         *linear(
-            mlp + "experts.experts.linear_fc1", (gate, up), rows=(experts.ffn_hidden_size,) * 2
+            mlp + "experts.experts.linear_fc1",
+            (gate, up),
+            rows=(experts.ffn_hidden_size,) * 2,
         ),
         *linear(mlp + "experts.experts.linear_fc2", (down,)),
     ]
-    if width := experts.shared_ffn_hidden_size:
+    width = experts.shared_ffn_hidden_size
+    if width:
         shared = f"{block}.shared_expert"
         fc1 = (f"{shared}.gate_proj", f"{shared}.up_proj")
-        rules += linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width))
-        rules += linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",))
-        rules.append(
-            Rule(
-                megatron=mlp + "shared_experts.gate_weight", hugging_face=(f"{shared}_gate.weight",)
-            )
+        gate_weight = Rule(
+            megatron=mlp + "shared_experts.gate_weight",
+            hugging_face=(f"{shared}_gate.weight",),
         )
+        rules += [
+            *linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width)),
+            *linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",)),
+            gate_weight,
+        ]
     return rules

@@ -24,7 +24,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """Mapping of one Hugging Face ``model_type`` to Megatron.
 
@@ -33,7 +33,7 @@ class Family:
     the row is trained where the token is part of a sentence, and padding is excluded by the attention mask.
     """
 
-    model_type: str
+    name: str
     """``model_type`` in ``config.json``."""
     architectures: Mapping[str, str]
     """Hugging Face class with the head of each task; the first task is the default."""
@@ -67,18 +67,22 @@ class Family:
                 "rope_scaling": scaling,
             }
             if self.partial_rotary:
-                custom["rotary_percent"] = float(
-                    (hf.rope_parameters or {}).get("partial_rotary_factor") or 1.0
-                )
+                rope = hf.rope_parameters or {}
+                custom["rotary_percent"] = float(rope.get("partial_rotary_factor") or 1.0)
         if has_field(hf, "layer_types") and "sliding_window" not in custom:
             custom |= window_fields(hf)
-        fields = {"scaled_residual_init": False, "kv_channels": head_dim(hf), **self.defaults}
+        fields = {
+            "scaled_residual_init": False,
+            "kv_channels": head_dim(hf),
+            **self.defaults,
+        }
         for ours, name in config_field_names(hf).items():
-            if ours not in custom:
-                fields[ours] = (
-                    activation(getattr(hf, name)) if ours == "activation" else getattr(hf, name)
-                )
-        return ModelConfig(family=self.model_type, **{**fields, **custom})
+            if ours in custom:
+                continue
+            value = getattr(hf, name)
+            fields[ours] = activation(value) if ours == "activation" else value
+        fields |= custom
+        return ModelConfig(family=self.name, **fields)
 
     def task_of(self, hf_config: Any, task: str | None = None) -> str:
         """The task: ``task`` if given, else that of the config's ``architectures``, else the family's first one.
@@ -92,9 +96,11 @@ class Family:
         for known, architecture in self.architectures.items():
             if named in (known, architecture):
                 return known
+        option = "architectures" if task is None else "task"
+        tasks = ", ".join(self.architectures)
+        classes = ", ".join(self.architectures.values())
         raise ConfigError(
-            f"{'architectures' if task is None else 'task'}={named!r} is unknown to {self.model_type} models; choose "
-            f"from {', '.join(self.architectures)}, in config.json {', '.join(self.architectures.values())}"
+            f"{option}={named!r} is unknown to {self.name} models; choose from {tasks}, in config.json {classes}"
         )
 
     def model_config(self, hf_config: Any, task: str | None = None) -> ModelConfig:
@@ -112,25 +118,16 @@ class Family:
             if value not in supported:
                 choices = " or ".join(repr(v) for v in supported)
                 raise ConfigError(
-                    f"{name}={value!r} of this {self.model_type} config changes the result and is not supported; "
+                    f"{name}={value!r} of this {self.name} config changes the result and is not supported; "
                     f"use {name}={choices}"
                 )
         try:
             return replace(self.describe(hf_config), task=self.task_of(hf_config, task))
-        except (
-            ArithmeticError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:
-            if isinstance(error, ConfigError):
-                raise
-            # transformers does not validate all fields of a config.json.
-            raise ConfigError(
-                f"the {self.model_type} config is invalid ({error}); correct it"
-            ) from error
+        except ConfigError:
+            raise
+        # transformers does not validate all fields of a config.json.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"the {self.name} config is invalid ({error}); correct it") from error
 
 
 def causal_lm(name: str) -> Mapping[str, str]:

@@ -36,7 +36,9 @@ def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     stored = state.get("args")
     if isinstance(stored, (Namespace, SimpleNamespace)):
         return vars(stored)
-    return stored if isinstance(stored, Mapping) else {}
+    if isinstance(stored, Mapping):
+        return stored
+    return {}
 
 
 def embedded_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -63,7 +65,8 @@ def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any]:
     arguments = arguments_of(state)
     names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
     return {
-        **{name: _as_plain_data(state.get(name)) for name in ("checkpoint_version", "iteration")},
+        "checkpoint_version": _as_plain_data(state.get("checkpoint_version")),
+        "iteration": _as_plain_data(state.get("iteration")),
         "consumed_samples": _as_plain_data(arguments.get("consumed_train_samples")) or None,
         "args": {str(name): _as_plain_data(arguments[name]) for name in names},
         "config": embedded_config(arguments),
@@ -76,42 +79,36 @@ def _as_plain_data(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [_as_plain_data(item) for item in value[:_MAX_LENGTH]]
-    is_printable = isinstance(value, (str, torch.dtype, Path, StandIn))
-    return str(value)[:_MAX_LENGTH].removeprefix("torch.") if is_printable else type(value).__name__
+    if isinstance(value, (str, torch.dtype, Path, StandIn)):
+        return str(value)[:_MAX_LENGTH].removeprefix("torch.")
+    return type(value).__name__
 
 
 _T5_SEQ_LENGTH = 512
 """Sequence length of T5's pre-training, as the argument must have a value; relative positions have no limit."""
 _SHARED_NAMES = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "kv_channels",
-        "num_query_groups",
-    ),
-    *(
-        "normalization",
-        "layernorm_epsilon",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "qk_layernorm",
-        "rotary_base",
-    ),
-    *("rotary_percent", "rotary_interleaved"),
-    *(
-        "position_embedding_type",
-        "relative_attention_num_buckets",
-        "relative_attention_max_distance",
-    ),
-    *(
-        "num_tokentypes",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "make_vocab_size_divisible_by",
-    ),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "num_query_groups",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "num_tokentypes",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
 )
 """Arguments with the same name and meaning as fields of ``ModelConfig``."""
 _FALSE = (
@@ -124,11 +121,13 @@ _FALSE = (
 
 def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
     """Arguments for scaled rotary embeddings and for one sliding window in all layers, if Megatron-LM has them."""
-    scaling, arguments = model.rope_scaling, dict[str, Any]()
+    arguments: dict[str, Any] = {}
+    scaling = model.rope_scaling
     if scaling is not None and scaling.rope_type == "linear":
         arguments["rotary_seq_len_interpolation_factor"] = scaling.factor
     elif scaling is not None and replace(scaling, factor=8.0) == RopeScaling():
-        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+        arguments["use_rope_scaling"] = True
+        arguments["rope_scaling_factor"] = scaling.factor
     if model.sliding_window is not None and model.sliding_window_layers is None:
         arguments["window_size"] = (model.sliding_window - 1, 0)
     return arguments
@@ -150,22 +149,22 @@ def megatron_arguments(
         dtype: Dtype of the weights.
         more: Additional arguments.
     """
-    is_t5, positions = model.architecture == "t5", model.position_embedding_type
+    is_t5 = model.architecture == "t5"
     seq_length = _T5_SEQ_LENGTH if is_t5 else model.max_position_embeddings
-    # transformers' conversion scripts name Megatron-LM's fused kernel gelu_fast.
-    activations = [
-        getattr(hf_config, field, None) for field in ("activation_function", "hidden_act")
-    ]
+    positions = model.position_embedding_type
     is_tanh = model.activation == "gelu_tanh"
-    is_fused = is_tanh and "gelu_fast" in activations and not model.gated_linear_unit
-    per_chunk = None if layout.vpp is None else model.num_layers // (layout.pp * layout.vpp)
+    is_fused = is_tanh and _names_fused_gelu(hf_config) and not model.gated_linear_unit
+    layers_per_chunk = None
+    if layout.vpp is not None:
+        layers_per_chunk = model.num_layers // (layout.pp * layout.vpp)
+    config = config_for_task(hf_config, model)
     return Namespace(
         **{name: getattr(model, name) for name in _SHARED_NAMES},
         **dict.fromkeys(_FALSE, False),
         **_long_context_arguments(model),
-        **dict.fromkeys(
-            ("max_position_embeddings", "seq_length", "encoder_seq_length"), seq_length
-        ),
+        max_position_embeddings=seq_length,
+        seq_length=seq_length,
+        encoder_seq_length=seq_length,
         encoder_num_layers=model.num_layers,
         decoder_num_layers=model.num_decoder_layers if is_t5 else None,
         decoder_seq_length=seq_length if is_t5 else None,
@@ -182,16 +181,25 @@ def megatron_arguments(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
-        num_layers_per_virtual_pipeline_stage=per_chunk,
-        **dict.fromkeys(("context_parallel_size", "data_parallel_size"), 1),
+        num_layers_per_virtual_pipeline_stage=layers_per_chunk,
+        context_parallel_size=1,
+        data_parallel_size=1,
         world_size=layout.tp * layout.pp,
-        **dict.fromkeys(("rank", "consumed_train_samples", "consumed_valid_samples"), 0),
+        rank=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
         orig_vocab_size=model.vocab_size,
         padded_vocab_size=model.padded_vocab_size(layout.tp),
         params_dtype=dtype,
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         tokenizer_type="GPT2BPETokenizer" if model.family == "gpt2" else "HuggingFaceTokenizer",
-        **{HUGGING_FACE_CONFIG: str(config_for_task(hf_config, model).to_json_string())},
+        **{HUGGING_FACE_CONFIG: str(config.to_json_string())},
         **more,
     )
+
+
+def _names_fused_gelu(hf_config: Any) -> bool:
+    """Whether the activation is ``gelu_fast``: transformers' conversion scripts name Megatron-LM's fused kernel so."""
+    fields = ("activation_function", "hidden_act")
+    return any(getattr(hf_config, field, None) == "gelu_fast" for field in fields)

@@ -56,11 +56,13 @@ def has_field(hf: Any, name: str) -> bool:
 
 def config_field_names(hf: Any) -> dict[str, str]:
     """Fields of a ``ModelConfig`` that a Hugging Face config object has under a common name, and that name."""
-    found = {
-        ours: [name for name in names.split() if has_field(hf, name)]
-        for ours, names in _FIELD_NAMES.items()
-    }
-    return {ours: names[0] for ours, names in found.items() if names}
+    found: dict[str, str] = {}
+    for ours, names in _FIELD_NAMES.items():
+        for name in names.split():
+            if has_field(hf, name):
+                found[ours] = name
+                break
+    return found
 
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -96,7 +98,8 @@ def head_dim(hf: Any) -> int:
     Raises:
         ConfigError: If num_attention_heads does not divide hidden_size, or heads are too large.
     """
-    if width := getattr(hf, "head_dim", None):
+    width = getattr(hf, "head_dim", None)
+    if width:
         if width > _MAX_HEAD_DIM:  # rotary frequencies are computed for every pair of dimensions
             raise ConfigError(
                 f"head_dim={width}: expected at most {_MAX_HEAD_DIM}; correct the model's config"

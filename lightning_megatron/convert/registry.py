@@ -23,32 +23,26 @@ if TYPE_CHECKING:
 HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 
 _COMMON_KEYS = {
+    "architectures",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "dtype",
+    "eos_token_id",
+    "is_encoder_decoder",
     "num_labels",  # stored as the length of id2label
-    *(
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "tie_word_embeddings",
-    ),
-    *(
-        "is_encoder_decoder",
-        "decoder_start_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    ),
+    "pad_token_id",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 }
 """Keys allowed in any ``config.json`` although not in the class (transformers moved some to the generation config)."""
 _LEGACY_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _LEGACY_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
-    "qwen3_moe": {
-        "head_dim",
-        "max_window_layers",
-    },  # in published files; only head_dim is read by the model
+    # In published files; only head_dim is read by the model.
+    "qwen3_moe": {"head_dim", "max_window_layers"},
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
 MAX_LAYERS = 1_000
@@ -56,31 +50,27 @@ MAX_LAYERS = 1_000
 _MAX_LABELS = 500_000
 """Maximum number of labels without names; transformers gives a name to each."""
 
-_POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type='{}'"
+_POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type="
 _BIASED_HEAD = "its output layer has a bias, and the engine's has none"
+_LATENT_ATTENTION = "its attention keeps latent vectors instead of keys and values"
 REFUSED_TYPES: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "bert",
-            "roberta",
-            "xlm-roberta",
-            "camembert",
-            "electra",
-            "distilbert",
-            "albert",
-            "deberta",
-            "deberta-v2",
-        ),
-        _POST_NORM.format("megatron-bert"),
-    ),
-    "bart": _POST_NORM.format("t5"),
-    **dict.fromkeys(("gptj", "codegen", "phi"), _BIASED_HEAD),
+    "bert": f"{_POST_NORM}'megatron-bert'",
+    "roberta": f"{_POST_NORM}'megatron-bert'",
+    "xlm-roberta": f"{_POST_NORM}'megatron-bert'",
+    "camembert": f"{_POST_NORM}'megatron-bert'",
+    "electra": f"{_POST_NORM}'megatron-bert'",
+    "distilbert": f"{_POST_NORM}'megatron-bert'",
+    "albert": f"{_POST_NORM}'megatron-bert'",
+    "deberta": f"{_POST_NORM}'megatron-bert'",
+    "deberta-v2": f"{_POST_NORM}'megatron-bert'",
+    "bart": f"{_POST_NORM}'t5'",
+    "gptj": _BIASED_HEAD,
+    "codegen": _BIASED_HEAD,
+    "phi": _BIASED_HEAD,
     "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
     "olmo": "its norms have no weights; use model_type='olmo2'",
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"),
-        "its attention keeps latent vectors instead of keys and values",
-    ),
+    "deepseek_v2": _LATENT_ATTENTION,
+    "deepseek_v3": _LATENT_ATTENTION,
     "gpt_oss": "its attention has sinks",
 }
 """Common model types that are not supported, and the reason."""
@@ -89,14 +79,11 @@ REFUSED_TYPES: dict[str, str] = {
 @functools.cache
 def known_families() -> dict[str, Family]:
     """All families by ``model_type``, imported from ``convert/families``."""
-    names = (
-        f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__)
-    )
-    return {
-        family.model_type: family
-        for name in names
-        for family in importlib.import_module(name).FAMILIES
-    }
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(families.__path__):
+        imported = importlib.import_module(f"{families.__name__}.{module.name}")
+        found |= {family.name: family for family in imported.FAMILIES}
+    return found
 
 
 def family_of(model_type: str) -> Family:
@@ -121,7 +108,9 @@ def rules_of(model: ModelConfig) -> list[Rule]:
     """Rules of all weights of ``model``, including its adapters."""
     family = family_of(model.family)
     rules = list(family.rules(family.names, model))
-    return rules if model.lora is None else rules + adapter_rules(rules, model.lora)
+    if model.lora is not None:
+        rules += adapter_rules(rules, model.lora)
+    return rules
 
 
 def config_fields(model: HFConfigLike) -> dict[str, Any]:
@@ -204,37 +193,44 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
 
     fields = config_fields(model)
     family_of(fields["model_type"])
-    config_class = CONFIG_MAPPING[fields["model_type"]]
-    arguments = {k: v for k, v in fields.items() if k != "model_type"}
-    _check_counts(arguments)
-    if quantization := arguments.pop("quantization_config", None):
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        )
+    model_type = fields.pop("model_type")
+    config_class = CONFIG_MAPPING[model_type]
+    _check_counts(fields)
+    quantization = fields.pop("quantization_config", None)
+    if quantization:
+        is_mapping = isinstance(quantization, Mapping)
+        method = quantization.get("quant_method") if is_mapping else quantization
         raise ConfigError(
-            f"quantization_config of the {fields['model_type']} config ({method}) is not supported: weights are "
-            "trained in floating point; use the model that it was made from"
+            f"quantization_config of the {model_type} config ({method}) is not supported: weights are trained in "
+            "floating point; use the model that it was made from"
         )
     if check_keys and isinstance(model, Mapping):
-        # transformers keeps unknown keys as attributes, so that a misspelt one silently leaves the default.
-        default = config_class()
-        known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
-        known |= _LEGACY_ROPE_KEYS if "rope_parameters" in known else set()
-        known |= _LEGACY_KEYS.get(fields["model_type"], set())
-        known |= _COMMON_KEYS
-        if unknown := [key for key in arguments if key not in known]:
-            raise ConfigError(
-                f"model config key {unknown[0]!r} does not exist in {config_class.__name__}; remove or correct it"
-            )
+        _check_keys(fields, config_class, model_type)
     try:
-        hf_config = config_class(**arguments)
+        hf_config = config_class(**fields)
         hf_config.to_dict()  # exports need it, and it can fail for values that the constructor accepts
         return hf_config
     except Exception as error:  # transformers raises exceptions of its own
         reason = " ".join(str(error).split())  # their first line only names the field
-        raise ConfigError(
-            f"the {fields['model_type']} config is invalid: {reason}; correct it"
-        ) from None
+        raise ConfigError(f"the {model_type} config is invalid: {reason}; correct it") from None
+
+
+def _check_keys(fields: Mapping[str, Any], config_class: Any, model_type: str) -> None:
+    """Raise for keys that the config class does not know.
+
+    transformers keeps these as attributes, so that a misspelt one silently leaves the default.
+    """
+    default = config_class()
+    known = set(default.to_dict()) | set(config_class.attribute_map) | set(vars(default))
+    if "rope_parameters" in known:
+        known |= _LEGACY_ROPE_KEYS
+    known |= _LEGACY_KEYS.get(model_type, set())
+    known |= _COMMON_KEYS
+    for key in fields:
+        if key not in known:
+            raise ConfigError(
+                f"model config key {key!r} does not exist in {config_class.__name__}; remove or correct it"
+            )
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
@@ -269,7 +265,8 @@ def stored_config(fields: Mapping[str, Any], origin: str) -> Any:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of the common fields in which two model descriptions differ; compared as JSON, so lists equal tuples."""
-    one, other = (json.loads(json.dumps(dict(fields))) for fields in (one, other))
+    one = json.loads(json.dumps(dict(one)))
+    other = json.loads(json.dumps(dict(other)))
     return [name for name in one if name in other and one[name] != other[name]]
 
 

@@ -13,16 +13,22 @@ from lightning_megatron.models.rotary import scaled_frequencies
 _TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 _KEYS = {
-    *(
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-    ),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
 }
 """Keys read by any rope type of Hugging Face. A type ignores the keys of other types, here as there."""
 
@@ -41,7 +47,11 @@ def read_rope(
         ConfigError: If a key or the type is not supported, or the number of longrope's factors does not fit the head.
     """
     # Hugging Face treats null as absent, except that a null ``truncate`` is false.
-    rope = {k: v for k, v in (rope_parameters or {}).items() if v is not None or k == "truncate"}
+    rope = {
+        name: value
+        for name, value in (rope_parameters or {}).items()
+        if value is not None or name == "truncate"
+    }
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _TYPES:
         raise ConfigError(
@@ -58,39 +68,44 @@ def read_rope(
             "rotates whole heads, use 1.0"
         )
     base = float(rope.get("rope_theta", 10000.0))
-    return base, None if kind == "default" else _scaling(
-        hf, kind, rope, int(head_dim(hf) * percent), base
-    )
+    if kind == "default":
+        return base, None
+    width = int(head_dim(hf) * percent)
+    return base, _scaling(hf, kind, rope, width, base)
 
 
 def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
     # Dynamic scaling starts from max_position_embeddings and ignores original_max_position_embeddings.
     longest = hf.max_position_embeddings
-    original = (
-        longest if kind == "dynamic" else int(rope.get("original_max_position_embeddings", longest))
-    )
+    original = longest
+    if kind != "dynamic":
+        original = int(rope.get("original_max_position_embeddings", longest))
     factor = float(rope.get("factor", longest / original))
     fields: dict[str, Any] = {}
     if kind == "llama3":
         fields = {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     elif kind == "longrope":
-        fields = {
-            name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")
-        }
-        if any(len(factors) != width // 2 for factors in fields.values()):
+        short = tuple(map(float, rope["short_factor"]))
+        long = tuple(map(float, rope["long_factor"]))
+        fields = {"short_factor": short, "long_factor": long}
+        if len(short) != width // 2 or len(long) != width // 2:
             raise ConfigError(
                 f"short_factor and long_factor of rope_parameters: expected {width // 2} values, one for each pair "
-                f"of a head, got {' and '.join(str(len(factors)) for factors in fields.values())}; correct them"
+                f"of a head, got {len(short)} and {len(long)}; correct them"
             )
     elif kind == "yarn":
         # Hugging Face treats 0 as absent, too.
         fields = {
             "beta_fast": float(rope.get("beta_fast") or 32),
             "beta_slow": float(rope.get("beta_slow") or 1),
+            "truncate": bool(rope.get("truncate", True)),
         }
-        fields["truncate"] = bool(rope.get("truncate", True))
     parameters = {**rope, **fields, "rope_type": kind, "factor": factor}
-    fields["attention_factor"] = float(scaled_frequencies(parameters, width, base, original)[1])
+    _, attention_factor = scaled_frequencies(parameters, width, base, original)
     return RopeScaling(
-        rope_type=kind, factor=factor, original_max_position_embeddings=original, **fields
+        rope_type=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=float(attention_factor),
+        **fields,
     )

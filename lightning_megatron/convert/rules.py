@@ -7,7 +7,6 @@ reads only its own rows.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +60,12 @@ class Rule:
         """Names and shapes of the Hugging Face tensors that form a Megatron tensor of ``shape``."""
         rows = self.rows or (shape[0],)
         assert sum(rows) == shape[0], f"{self.megatron} has {shape[0]} rows, its rule {sum(rows)}"
-        shapes = [(length, *shape[1:]) for length in rows]
-        named = zip(self.names(layer, expert), shapes, strict=True)
-        return {name: size[::-1] if self.transposed else size for name, size in named if name}
+        tensors = {}
+        for name, length in zip(self.names(layer, expert), rows, strict=True):
+            size = (length, *shape[1:])
+            if name:
+                tensors[name] = size[::-1] if self.transposed else size
+        return tensors
 
 
 def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
@@ -102,21 +104,26 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
     For a linear layer that fuses several matrices, A concatenates their A along the first axis; B is split and ordered
     as the rows of the weight, and is zero for a matrix without adapter.
     """
-    linears, lora = linear_rules(rules), []
+    linears = linear_rules(rules)
+    lora = []
     for name, parts in adapters.linears:
         rule = linears[name]
-        modules = [f"base_model.model.{module}" for module in rule.modules]
-        adapted = tuple(f"{module}.lora_A.weight" for module in itertools.compress(modules, parts))
-        rows = (adapters.rank,) * len(adapted)
-        lora.append(Rule(megatron=f"{name}{ADAPTER_SUFFIX}.A", hugging_face=adapted, rows=rows))
-        named = zip(modules, parts, strict=True)
-        matrices = tuple(f"{module}.lora_B.weight" if has_one else "" for module, has_one in named)
-        lora.append(
-            Rule(
-                megatron=f"{name}{ADAPTER_SUFFIX}.B",
-                hugging_face=matrices,
-                rows=rule.rows,
-                order=rule.order,
-            )
+        ingoing = []
+        outgoing = []
+        for module, is_adapted in zip(rule.modules, parts, strict=True):
+            if is_adapted:
+                ingoing.append(f"base_model.model.{module}.lora_A.weight")
+            outgoing.append(f"base_model.model.{module}.lora_B.weight" if is_adapted else "")
+        rule_of_a = Rule(
+            megatron=f"{name}{ADAPTER_SUFFIX}.A",
+            hugging_face=tuple(ingoing),
+            rows=(adapters.rank,) * len(ingoing),
         )
+        rule_of_b = Rule(
+            megatron=f"{name}{ADAPTER_SUFFIX}.B",
+            hugging_face=tuple(outgoing),
+            rows=rule.rows,
+            order=rule.order,
+        )
+        lora += [rule_of_a, rule_of_b]
     return lora

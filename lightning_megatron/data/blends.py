@@ -49,24 +49,29 @@ def parse_blend(data_path: str | Sequence[str | float]) -> list[tuple[str, float
     shown = reprlib.repr(items)
     weights: list[float | None] = []
     if len(items) > 1 and _parse_number(items[0]) is not None:
-        weights, items = [_parse_number(item) for item in items[::2]], items[1::2]
+        weights = [_parse_number(item) for item in items[::2]]
+        items = items[1::2]
     are_weights = all(weight is not None and 0 <= weight < math.inf for weight in weights)
-    are_prefixes = all(
-        isinstance(item, str) and item.strip() and _parse_number(item) is None for item in items
-    )
+    are_prefixes = all(map(_is_prefix, items))
     if not items or not are_prefixes or not are_weights or len(weights) not in (0, len(items)):
         raise ConfigError(
             f"data_path={shown} must be prefixes (./30 for 30), or finite weights and prefixes in turn"
         )
+    if not weights:
+        weights = [None] * len(items)
     prefixes = map(os.path.expanduser, items)
     blend = [
-        pair for pair in zip(prefixes, weights or [None] * len(items), strict=True) if pair[1] != 0
+        (prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True) if weight != 0
     ]
     if not 1 <= len(blend) <= MAX_DATASETS:
         raise ConfigError(
             f"data_path={shown} gives {len(blend)} datasets a weight, expected 1 to {MAX_DATASETS}"
         )
     return blend
+
+
+def _is_prefix(item: object) -> bool:
+    return isinstance(item, str) and bool(item.strip()) and _parse_number(item) is None
 
 
 def _parse_number(item: object) -> float | None:
@@ -90,9 +95,10 @@ class BlendIndex(SavedArrays):
 
     def sized_parts(self, parts: Sequence[Part]) -> list[Part]:
         """``parts`` with the number of samples that the blend needs of each."""
+        numbers = self.part_samples.tolist()
         return [
-            replace(p, num_samples=n or None)
-            for p, n in zip(parts, self.part_samples.tolist(), strict=True)
+            replace(part, num_samples=number or None)
+            for part, number in zip(parts, numbers, strict=True)
         ]
 
 
@@ -126,18 +132,27 @@ def build_blend_index(
     else:
         # Megatron rounds up the samples of each dataset, so there are a few more than requested.
         rounded = np.ceil(num_samples * shares)
-        size, indexed[:] = int(rounded.sum()), np.ceil(rounded * (1 + _SURPLUS))
-        shares = (
-            shares / shares.sum()
-        )  # twice, as in Megatron: the last bit may decide which dataset is first
-    dataset_index, sample_index = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+        size = int(rounded.sum())
+        indexed[:] = np.ceil(rounded * (1 + _SURPLUS))
+        # Twice, as in Megatron: the last bit may decide which dataset is first.
+        shares = shares / shares.sum()
+    dataset_index = np.zeros(size, dtype=np.int16)
+    sample_index = np.zeros(size, dtype=np.int64)
     if num_samples is None and not is_weighted:
         helpers.build_exhaustive_blending_indices(
-            dataset_index, sample_index, list(counts), len(weights)
+            dataset_index,
+            sample_index,
+            list(counts),
+            len(weights),
         )
     else:
         helpers.build_blending_indices(
-            dataset_index, sample_index, shares, len(weights), size, False
+            dataset_index,
+            sample_index,
+            shares,
+            len(weights),
+            size,
+            False,
         )
     part_samples = np.maximum(indexed, np.bincount(dataset_index, minlength=len(weights)))
     part_samples[part_samples <= np.asarray(counts)] = 0
@@ -158,7 +173,9 @@ class BlendedSamples:
     def __init__(
         self, blend: BlendIndex, openers: Sequence[Callable[[], Samples]], fingerprint: str
     ) -> None:
-        self._blend, self._openers, self.fingerprint = blend, openers, fingerprint
+        self._blend = blend
+        self._openers = openers
+        self.fingerprint = fingerprint
         self._dataset = lru_cache(_MAX_OPEN)(lambda index: openers[index]())
 
     def __len__(self) -> int:
@@ -167,14 +184,14 @@ class BlendedSamples:
     def rows(self, indices: Sequence[int]) -> Rows:
         """Samples at ``indices``, stacked; rows of all datasets have the same lengths."""
         positions = np.asarray(indices, dtype=np.int64)
-        datasets, samples = (
-            self._blend.dataset_index[positions],
-            self._blend.sample_index[positions],
-        )
-        groups = [np.flatnonzero(datasets == dataset) for dataset in np.unique(datasets)]
-        parts = [
-            self._dataset(int(datasets[group[0]])).rows(samples[group].tolist()) for group in groups
-        ]
+        datasets = self._blend.dataset_index[positions]
+        samples = self._blend.sample_index[positions]
+        groups = []
+        parts = []
+        for dataset in np.unique(datasets).tolist():
+            group = np.flatnonzero(datasets == dataset)
+            groups.append(group)
+            parts.append(self._dataset(dataset).rows(samples[group].tolist()))
         order = torch.from_numpy(np.argsort(np.concatenate(groups)))
         return {key: torch.cat([part[key] for part in parts])[order] for key in parts[0]}
 

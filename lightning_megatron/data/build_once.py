@@ -85,11 +85,11 @@ def _read_fingerprint(folder: Path) -> str | None:
     if not folder.is_dir():
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        entries = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
-        _verify_once(
-            folder,
-            tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries),
-        )
+        files = []
+        for entry in os.scandir(folder):
+            stat = entry.stat()
+            files.append((entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        _verify_once(folder, tuple(files))
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return str(manifest["order"]["fingerprint"])
     return None
@@ -106,8 +106,10 @@ def _verify_once(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> 
     Raises:
         CheckpointError: If a file is damaged.
     """
-    if any(not (folder / name).is_file() or (folder / name).is_symlink() for name, *_ in files):
-        raise DataError(f"{folder}: expected files alone, got a directory or a link; remove it")
+    for name, *_ in files:
+        file = folder / name
+        if not file.is_file() or file.is_symlink():
+            raise DataError(f"{folder}: expected files alone, got a directory or a link; remove it")
     verify_checksums(folder)
 
 

@@ -39,9 +39,9 @@ def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tupl
     """
     _, compression = format_of(path)
     with open(path, "rb") as stream:
-        while not compression and (part := stream.read(part_bytes)):
-            yield part, stream.tell()
         if not compression:
+            while part := stream.read(part_bytes):
+                yield part, stream.tell()
             return
         size = os.fstat(stream.fileno()).st_size
         left = MIN_LARGEST_FILE + MAX_EXPANSION * size
@@ -65,17 +65,22 @@ def _decompress(stream: BinaryIO, compression: str, size: int) -> Iterator[bytes
     current: Any = None
     at_a_time = _ZSTD_BYTES if compression == ".zst" else _COMPRESSED_BYTES
     while data := stream.read(at_a_time):
-        # gzip files may be padded with zeros, e.g. those on tapes.
-        while data := data if current else data.lstrip(b"\0"):
+        while data:
             if current is None:
+                # gzip files may be padded with zeros, e.g. those on tapes.
+                data = data.lstrip(b"\0")
+                if not data:
+                    break
                 current, failure = _decompressor(compression, size)
             try:
                 content = current.decompress(data)
             except failure as error:
                 raise OSError(f"damaged, or not compressed as its name says: {error}") from error
             yield content
-            data = current.unused_data if current.eof else b""
-            current = None if current.eof else current
+            data = b""
+            if current.eof:
+                data = current.unused_data
+                current = None
     if current is not None:
         raise OSError("it ends in the middle of the compressed data")
 
@@ -88,9 +93,8 @@ def _decompressor(compression: str, size: int) -> tuple[Any, type[Exception]]:
         size: Size of the file, which limits the window.
     """
     if compression == ".gz":
-        return zlib.decompressobj(
-            wbits=16 + zlib.MAX_WBITS
-        ), zlib.error  # 16: with gzip's header and checksum
+        # 16: with gzip's header and checksum.
+        return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
     import zstandard
 
     window = min(max(_MIN_ZSTD_WINDOW, MAX_EXPANSION * size), _MAX_ZSTD_WINDOW)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,7 +53,8 @@ class BadDocuments:
         self.count = 0
         """Documents left out."""
         require_choice("on_error", on_error, ("skip", "fail"))
-        self._on_error, self._bar = on_error, bar
+        self._on_error = on_error
+        self._bar = bar
 
     def add(self, messages: Sequence[str]) -> None:
         """Report the bad documents of the next piece.
@@ -66,9 +66,10 @@ class BadDocuments:
             if self._on_error == "fail":
                 raise DataError(message)
             self.count += 1
+            if self.count == MAX_REPORTED:
+                message += "; further ones are only counted"
             if self.count <= MAX_REPORTED:
-                more = "; further ones are only counted" * (self.count == MAX_REPORTED)
-                self._bar.write(f"skipped: {message}{more}", file=sys.stderr)
+                self._bar.write(f"skipped: {message}", file=sys.stderr)
 
 
 def cut_into_pieces(
@@ -87,28 +88,32 @@ def cut_into_pieces(
     """
     group: list[str] = []
     group_bytes = 0
-    for path in files:
-        (content, _), size = format_of(path), path.stat().st_size
-        if group and (content != "text" or group_bytes + size > piece_bytes):
+
+    def end_group() -> Iterator[Piece]:
+        if group:
             yield Piece(
-                files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes
+                files=tuple(group),
+                num_bytes=group_bytes,
+                max_document_bytes=max_document_bytes,
             )
-            group, group_bytes = [], 0
+            group.clear()
+
+    for path in files:
+        content, _ = format_of(path)
+        size = path.stat().st_size
+        if content != "text" or group_bytes + size > piece_bytes:
+            yield from end_group()
+            group_bytes = 0
         if content == "text":
             group.append(str(path))
             group_bytes += size
-        elif content == "parquet":
-            yield from cut_rows(
-                str(path), size, keys, piece_bytes, document_limit(path, max_document_bytes)
-            )
+            continue
+        limit = document_limit(path, max_document_bytes)
+        if content == "parquet":
+            yield from cut_rows(str(path), size, keys, piece_bytes, limit)
         else:
-            yield from cut_lines(
-                str(path), size, piece_bytes, document_limit(path, max_document_bytes)
-            )
-    if group:
-        yield Piece(
-            files=tuple(group), num_bytes=group_bytes, max_document_bytes=max_document_bytes
-        )
+            yield from cut_lines(str(path), size, piece_bytes, limit)
+    yield from end_group()
 
 
 def read_documents(
@@ -121,9 +126,14 @@ def read_documents(
         keys: Keys of JSON objects, or columns.
         decoder: Decodes text files and JSON lines, and counts what it replaces; None: strict UTF-8.
     """
-    documents = list(_documents(piece, keys, decoder or Decoder(TextEncoding())))
-    bad = [f"{location} {problem}" for location, problem in documents if isinstance(problem, str)]
-    return [texts for _, texts in documents if isinstance(texts, tuple)], bad
+    documents: list[tuple[str, ...]] = []
+    bad: list[str] = []
+    for location, texts in _documents(piece, keys, decoder or Decoder(TextEncoding())):
+        if isinstance(texts, str):
+            bad.append(f"{location} {texts}")
+        else:
+            documents.append(texts)
+    return documents, bad
 
 
 def read_texts(
@@ -164,7 +174,8 @@ def read_records(
     """
     decoder = Decoder(TextEncoding(), fix="save it as UTF-8, the encoding of JSON lines")
     for file in files:
-        for piece in cut_lines(str(file), file.stat().st_size, PIECE_BYTES, document_limit(file)):
+        size = file.stat().st_size
+        for piece in cut_lines(str(file), size, PIECE_BYTES, document_limit(file)):
             on_bytes(piece.num_bytes)
             for location, record in _records(piece, decoder):
                 if isinstance(record, str):
@@ -179,26 +190,33 @@ def _documents(
     for path in piece.files:
         yield path, _read_text(path, piece.max_document_bytes, decoder)
     for location, record in _records(piece, decoder):
-        texts = record if isinstance(record, str) else _extract_texts(record, keys, decoder)
-        if (
-            isinstance(texts, tuple)
-            and piece.rows
-            and sum(map(len, texts)) > (piece.max_document_bytes or math.inf)
-        ):
-            texts = too_long(piece.max_document_bytes or 0)
+        if isinstance(record, str):
+            yield location, record
+            continue
+        texts = _extract_texts(record, keys, decoder)
+        if piece.rows and not isinstance(texts, str):
+            texts = _limited(texts, piece.max_document_bytes)
         yield location, texts
+
+
+def _limited(texts: tuple[str, ...], limit: int | None) -> tuple[str, ...] | str:
+    """The texts of a row, or the problem that they are too long."""
+    if limit is not None and sum(map(len, texts)) > limit:
+        return too_long(limit)
+    return texts
 
 
 def _records(piece: Piece, decoder: Decoder) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Location of each row and each line that is not blank, with its content or the problem and its fix."""
     limit = piece.max_document_bytes
     for number, line in enumerate(piece.lines.split(b"\n"), piece.first):
-        if line and not line.isspace():
-            is_long = limit is not None and len(line) > limit
-            yield (
-                f"{piece.path}, line {number}",
-                too_long(limit or 0) if is_long else _parse_line(line, decoder),
-            )
+        if not line or line.isspace():
+            continue
+        location = f"{piece.path}, line {number}"
+        if limit is not None and len(line) > limit:
+            yield location, too_long(limit)
+        else:
+            yield location, _parse_line(line, decoder)
     for number, row in enumerate(piece.rows, piece.first):
         yield f"{piece.path}, row {number}", row
     if piece.problem:
@@ -251,11 +269,9 @@ def _parse_line(line: bytes, decoder: Decoder) -> dict[str, Any] | str:
     except UndecodableError as error:
         return str(error)
     except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else error
-        )
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
         return f"is not JSON ({reason}); correct or remove that line"
     if not isinstance(record, dict):
         return f"has the type {type(record).__name__}, expected a JSON object; write one object per line"
@@ -267,9 +283,9 @@ def _extract_texts(
 ) -> tuple[str, ...] | str:
     texts = []
     for key in keys:
-        text = record.get(key)
         if key not in record:
             return f"has no key '{key}'; choose the json key from {', '.join(record) or 'none'}"
+        text = record[key]
         if isinstance(text, NoText):
             return f"has the type {text.kind} under '{key}', expected a string; store text there"
         if not isinstance(text, str):
@@ -292,4 +308,6 @@ def _decode_and_load(line: bytes, decoder: Decoder) -> Any:
     if _orjson is not None:
         with contextlib.suppress(ValueError):
             return _orjson.loads(content)
-    return json.loads(decoder.decode(content) if isinstance(content, bytes) else content)
+    if isinstance(content, bytes):
+        content = decoder.decode(content)
+    return json.loads(content)

@@ -65,15 +65,17 @@ class TextEncoding:
     @property
     def is_wide(self) -> bool:
         """Whether a letter takes several bytes, as in UTF-16: zero bytes then are part of letters."""
-        return len("aa".encode(self.name)) - len("a".encode(self.name)) > 1
+        one = len("a".encode(self.name))
+        two = len("aa".encode(self.name))
+        return two - one > 1
 
     @property
     def extends_ascii(self) -> bool:
         """Whether ASCII text has its own bytes: only then can a file be cut into lines before it is decoded."""
-        return (
-            self.is_utf8
-            or string.printable.encode(self.name, errors="replace") == string.printable.encode()
-        )
+        if self.is_utf8:
+            return True
+        encoded = string.printable.encode(self.name, errors="replace")
+        return encoded == string.printable.encode()
 
 
 class UndecodableError(ValueError):
@@ -113,9 +115,8 @@ class Decoder:
             return data.decode(self._codec).removeprefix(_BYTE_ORDER_MARK)
         except UnicodeDecodeError as error:
             if self.encoding.errors == "strict":
-                offset = (
-                    len(data) - len(error.object) + error.start
-                )  # the codec may have cut off the byte order mark
+                # The codec may have cut off the byte order mark.
+                offset = len(data) - len(error.object) + error.start
                 raise UndecodableError(
                     f"is not {self.encoding.name}: byte 0x{data[offset]:02x} at offset {offset} of it; {self._fix}"
                 ) from None
@@ -138,10 +139,13 @@ class Decoder:
         Raises:
             UndecodableError: If it does: many encodings would decode the bytes, to nonsense.
         """
-        mark = next((mark for mark in _MARKS if data.startswith(mark)), None)
-        if mark is not None and not self.encoding.codec.startswith(_MARKS[mark]):
+        for mark, codec in _MARKS.items():
+            if not data.startswith(mark):
+                continue
+            if self.encoding.codec.startswith(codec):
+                return
             raise UndecodableError(
-                f"is not {self.encoding.name}: it begins with the byte order mark of {_MARKS[mark]}; {self._fix}"
+                f"is not {self.encoding.name}: it begins with the byte order mark of {codec}; {self._fix}"
             )
 
 

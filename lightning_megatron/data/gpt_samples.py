@@ -79,7 +79,12 @@ class GPTObjective(Objective):
         _, lengths, documents = self._measure(part)
         keep_partial = self._keeps_partial(part)
         return build_gpt_index(
-            lengths.copy(), documents, self.seq_length, part.num_samples, part.seed, keep_partial
+            lengths.copy(),
+            documents,
+            self.seq_length,
+            part.num_samples,
+            part.seed,
+            keep_partial,
         )
 
     @override
@@ -94,9 +99,8 @@ class GPTObjective(Objective):
         width = self.seq_length + 1
         pieces, begins, counts = _row_pieces(dataset, index, np.asarray(indices, dtype=np.int64))
         ends = np.cumsum(counts)
-        text = dataset.tokens[
-            np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
-        ].astype(np.int64)
+        positions = np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
+        text = dataset.tokens[positions].astype(np.int64)
         if len(text) < len(pieces) * width:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
             padded = np.full((len(pieces), width), PADDING, dtype=np.int64)
@@ -112,15 +116,15 @@ class GPTObjective(Objective):
         tokens = int(lengths[bounds.start : bounds.stop].sum(dtype=np.int64))
         samples = _count(tokens, self.seq_length, self._keeps_partial(part))
         if samples == 0:
-            weight = (
-                f"give {part.name} a larger weight or weight 0, "
-                if len(documents) < len(lengths)
-                else ""
+            fix = (
+                "lower seq_length, or add documents (each line of a .jsonl, each .txt file is one)"
             )
+            if len(documents) < len(lengths):
+                fix = f"give {part.name} a larger weight or weight 0, {fix}"
             raise DataError(
                 f"split={part.split!r} gives {part.name} {len(documents)} of {len(lengths)} documents of {part.prefix}"
                 f" with {tokens} tokens, one sample of seq_length={self.seq_length} needs {self.seq_length + 1};"
-                f" {weight}lower seq_length, or add documents (each line of a .jsonl, each .txt file is one)"
+                f" {fix}"
             )
         return samples, lengths, documents
 
@@ -150,12 +154,13 @@ def build_gpt_index(
     from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
     per_pass = int(lengths[documents].sum(dtype=np.int64))
-    passes = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // per_pass))
+    passes = 1
+    if num_samples is not None:
+        passes = max(1, -(-(num_samples * seq_length + 1) // per_pass))
     samples_before_last = _count((passes - 1) * per_pass, seq_length)
     samples_of_last = (num_samples or 0) - samples_before_last
-    is_separate = passes > 1 and samples_of_last < int(
-        _SEPARATE_LAST_PASS_BELOW * _count(per_pass, seq_length)
-    )
+    limit = int(_SEPARATE_LAST_PASS_BELOW * _count(per_pass, seq_length))
+    is_separate = passes > 1 and samples_of_last < limit
     random = np.random.RandomState(seed)
 
     order = _build_document_index(documents, passes, random, is_separate)
@@ -164,9 +169,8 @@ def build_gpt_index(
     # makes one sample too few, or one too many, which is only padding.
     if keep_partial and (passes * per_pass - 1) % seq_length:
         last = np.flatnonzero(lengths[order])[-1]
-        begins = np.concatenate(
-            (begins, np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype))
-        )
+        end = np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype)
+        begins = np.concatenate((begins, end))
     total = len(begins) - 1
     shuffle = _build_shuffle_index(samples_before_last if is_separate else total, total, random)
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=shuffle)
@@ -190,10 +194,13 @@ def _row_pieces(
     ends[row_ends - 1] = last_token + 1
     starts = np.zeros_like(ends)
     starts[row_ends - pieces] = first_token
-    return pieces, dataset.positions[documents] // dataset.dtype.itemsize + starts, ends - starts
+    first_tokens = dataset.positions[documents] // dataset.dtype.itemsize
+    return pieces, first_tokens + starts, ends - starts
 
 
 def _count(tokens: int, seq_length: int, keep_partial: bool = False) -> int:
     """Number of samples in a stream of tokens."""
     predictions = max(0, tokens - 1)
-    return -(-predictions // seq_length) if keep_partial else predictions // seq_length
+    if keep_partial:
+        return -(-predictions // seq_length)
+    return predictions // seq_length

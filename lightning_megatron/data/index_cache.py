@@ -35,16 +35,18 @@ def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str |
     """
     first = parts[0]
     if len(parts) == 1:
-        return objective.open(first, _cached_index(objective, first, index_cache)[0])
+        folder, _ = _cached_index(objective, first, index_cache)
+        return objective.open(first, folder)
 
     def write(staging: str) -> str:
-        blend = build_blend_index(
-            [part.weight for part in parts], list(map(objective.count, parts)), first.num_samples
-        )
+        weights = [part.weight for part in parts]
+        counts = [objective.count(part) for part in parts]
+        blend = build_blend_index(weights, counts, first.num_samples)
         blend.save(staging)
-        fingerprints = [
-            _cached_index(objective, part, index_cache)[1] for part in blend.sized_parts(parts)
-        ]
+        fingerprints = []
+        for part in blend.sized_parts(parts):
+            _, fingerprint = _cached_index(objective, part, index_cache)
+            fingerprints.append(fingerprint)
         digest = hashlib.sha256(repr(fingerprints).encode())
         digest.update(blend.dataset_index[:4096].tobytes())
         return digest.hexdigest()[:16]
@@ -53,17 +55,16 @@ def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str |
         _part_key(objective, first),
         [(_dataset_identity(part.prefix), part.weight) for part in parts],
     )
-    folder = _index_folder(
-        (objective.name, first.name, "blend"), identity, first.prefix, index_cache
-    )
-    fingerprint = build_once(
-        folder, write, f"the blend of {', '.join(part.prefix for part in parts[:3])}"
-    )
+    names = (objective.name, first.name, "blend")
+    folder = _index_folder(names, identity, first.prefix, index_cache)
+    listed = ", ".join(part.prefix for part in parts[:3])
+    fingerprint = build_once(folder, write, f"the blend of {listed}")
     blend = BlendIndex.load(folder)
-    shares = [
-        (part, _cached_index(objective, part, index_cache)[0]) for part in blend.sized_parts(parts)
-    ]
-    return BlendedSamples(blend, [partial(objective.open, *share) for share in shares], fingerprint)
+    openers = []
+    for part in blend.sized_parts(parts):
+        part_folder, _ = _cached_index(objective, part, index_cache)
+        openers.append(partial(objective.open, part, part_folder))
+    return BlendedSamples(blend, openers, fingerprint)
 
 
 def _cached_index(objective: Objective, part: Part, index_cache: str | None) -> tuple[str, str]:
@@ -79,7 +80,13 @@ def _cached_index(objective: Objective, part: Part, index_cache: str | None) -> 
 
 
 def _part_key(objective: Objective, part: Part) -> tuple[object, ...]:
-    return objective.index_key, canonical_split(part.split), part.name, part.seed, part.num_samples
+    return (
+        objective.index_key,
+        canonical_split(part.split),
+        part.name,
+        part.seed,
+        part.num_samples,
+    )
 
 
 def _index_folder(
@@ -97,5 +104,10 @@ def _dataset_identity(prefix: str) -> tuple[object, ...]:
         DataError: If the dataset is missing on this machine.
     """
     open_dataset(prefix)
-    stats = [os.stat(prefix + suffix) for suffix in (".idx", ".bin")]
-    return (os.path.abspath(prefix), *((stat.st_size, stat.st_mtime_ns) for stat in stats))
+    index = os.stat(f"{prefix}.idx")
+    tokens = os.stat(f"{prefix}.bin")
+    return (
+        os.path.abspath(prefix),
+        (index.st_size, index.st_mtime_ns),
+        (tokens.st_size, tokens.st_mtime_ns),
+    )

@@ -30,7 +30,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,8 +45,14 @@ CHUNK = 1 << 18
 """Index elements checked at a time: the index of a billion documents has 20 GB."""
 
 TOKEN_TYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name)
-    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
 }
 """Token dtypes by their code in ``.idx``."""
 _OLD_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -84,7 +89,8 @@ class IndexedDataset:
         Raises:
             DataError: If it does not: it was truncated or replaced.
         """
-        size, width = len(self.files[".bin"]), self.dtype.itemsize
+        size = len(self.files[".bin"])
+        width = self.dtype.itemsize
         end = int(self.positions[-1]) + int(self.lengths[-1]) * width
         if size != end or size % width:
             raise _damaged(self.prefix, f"accounts for {end} bytes, and .bin has {size}")
@@ -107,7 +113,8 @@ class IndexedDataset:
         """Tokens of the sequences from ``begin`` to ``end - 1``, at least one, and the length of each."""
         lengths = self.lengths[begin:end]
         first = int(self.positions[begin]) // self.dtype.itemsize
-        return self.tokens[first : first + int(lengths.sum(dtype=np.int64))], lengths
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        return self.tokens[first : first + num_tokens], lengths
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -130,18 +137,18 @@ def open_dataset(
     """
     if prefix.endswith((".bin", ".idx")):
         raise DataError(f"{option}={prefix}: expected a prefix, got a file; write {prefix[:-4]}")
-    missing = [
-        prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)
-    ]
+    paths = [f"{prefix}.idx", f"{prefix}.bin"]
+    missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         raise DataError(
             f"{option}={prefix} needs two files, missing: {', '.join(missing)}; give the prefix that preprocess"
             " printed, e.g. data/corpus_text_document"
         )
     files = {suffix: _map_file(prefix + suffix) for suffix in (".idx", ".bin")}
-    is_old = files[".idx"][: len(OLD_MAGIC)] == OLD_MAGIC
-    index = (_read_old if is_old else _read_mmap)(prefix, files)
-    dataset = IndexedDataset(prefix, "cached/lazy" if is_old else "mmap", *index, files)
+    if files[".idx"][: len(OLD_MAGIC)] == OLD_MAGIC:
+        dataset = IndexedDataset(prefix, "cached/lazy", *_read_old(prefix, files), files)
+    else:
+        dataset = IndexedDataset(prefix, "mmap", *_read_mmap(prefix, files), files)
     if for_training and dataset.dtype.kind == "f":
         raise DataError(
             f"{prefix} holds {dataset.dtype}: expected integers, on which a model can be trained"
@@ -161,13 +168,17 @@ def check_dataset(
             belong together, or the documents are not in order.
     """
     dataset = open_dataset(prefix, option=option, for_training=for_training)
-    bounds, num_sequences, end = dataset.document_bounds, len(dataset.lengths), 0
+    num_sequences = len(dataset.lengths)
+    end = 0
     for begin in range(0, num_sequences, CHUNK):
-        sizes = dataset.lengths[begin : begin + CHUNK].astype(np.int64) * dataset.dtype.itemsize
+        lengths = dataset.lengths[begin : begin + CHUNK].astype(np.int64)
+        positions = dataset.positions[begin : begin + CHUNK]
+        sizes = lengths * dataset.dtype.itemsize
         ends = end + np.cumsum(sizes)
-        if (sizes < 0).any() or (dataset.positions[begin : begin + CHUNK] != ends - sizes).any():
+        if (sizes < 0).any() or (positions != ends - sizes).any():
             raise _damaged(prefix, "has a sequence that does not begin where the previous one ends")
         end = int(ends[-1])
+    bounds = dataset.document_bounds
     # Compared, not subtracted, which may overflow: damaged bounds can be any 64-bit integers.
     if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0 or bounds[-1] != num_sequences:
         raise _damaged(
@@ -186,10 +197,13 @@ def _read_mmap(prefix: str, files: _Files) -> _Index:
     index = np.frombuffer(files[".idx"], np.uint8)
     code, num_sequences, num_bounds = _read_header(prefix, index, MAGIC, "<QBQQ")
     if code not in TOKEN_TYPES:
-        raise _damaged(
-            prefix, f"has token type {code}, expected one of {', '.join(map(str, TOKEN_TYPES))}"
-        )
-    layout = [("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_bounds)]
+        known = ", ".join(map(str, TOKEN_TYPES))
+        raise _damaged(prefix, f"has token type {code}, expected one of {known}")
+    layout = [
+        ("<i4", num_sequences),
+        ("<i8", num_sequences),
+        ("<i8", num_bounds),
+    ]
     lengths, positions, bounds = _split(prefix, index, 34, layout)
     dtype = TOKEN_TYPES[code]
     if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"]):
@@ -205,43 +219,51 @@ def _read_old(prefix: str, files: _Files) -> _Index:
     if (code, element_size) not in _OLD_TYPES:
         known = ", ".join(f"{other} of {width}" for other, width in sorted(_OLD_TYPES))
         raise _damaged(prefix, f"has token type {code} of {element_size} bytes, expected {known}")
-    layout = [("<i8", num_sequences + 1), ("<i8", num_sequences + 1), ("<i8", num_axes)]
+    layout = [
+        ("<i8", num_sequences + 1),
+        ("<i8", num_sequences + 1),
+        ("<i8", num_axes),
+    ]
     if len(index) == 64 + 16 * num_sequences + 8 * num_axes:  # without D and its array
         axes, elements, lengths = _split(prefix, index, 48, layout)
         bounds = _infer_document_bounds(prefix, lengths)
     else:
-        axes, elements, lengths, bounds = _split(prefix, index, 56, [*layout, ("<i8", num_bounds)])
+        layout.append(("<i8", num_bounds))
+        axes, elements, lengths, bounds = _split(prefix, index, 56, layout)
     if num_axes != num_sequences or (axes != np.arange(len(axes))).any():
         raise _damaged(prefix, "has sequences of other than one axis, so it is not of text")
     dtype = _OLD_TYPES[code, element_size]
-    ends, as_int32 = np.cumsum(lengths), lengths.astype(np.int32)
-    is_wrong = (elements[1:] != ends * (dtype.itemsize // element_size)) | (as_int32 != lengths)
-    if elements[0] or is_wrong.any():
+    ends = np.cumsum(lengths)
+    as_int32 = lengths.astype(np.int32)
+    expected = ends * (dtype.itemsize // element_size)
+    if elements[0] or (elements[1:] != expected).any() or (as_int32 != lengths).any():
         raise _damaged(prefix, "has a sequence that does not begin where the previous one ends")
     return dtype, as_int32, (ends - lengths) * dtype.itemsize, bounds
 
 
 def _infer_document_bounds(prefix: str, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     ends = np.flatnonzero(lengths == 0) + 1
-    rule = (
-        "an empty sequence ends a document"
-        if len(ends)
-        else "each sequence is taken for a document"
-    )
+    if len(ends):
+        rule = "an empty sequence ends a document"
+        bounds = np.unique([0, *ends, len(lengths)])
+    else:
+        rule = "each sequence is taken for a document"
+        bounds = np.arange(len(lengths) + 1)
     warnings.warn(
         f"{prefix}.idx has no document index (fairseq, or Megatron before November 2019): {rule}; fairseq itself "
         "stored every token one too high",
         stacklevel=2,
     )
-    return np.unique([0, *ends, len(lengths)]) if len(ends) else np.arange(len(lengths) + 1)
+    return bounds
 
 
 def _read_header(
     prefix: str, index: NDArray[np.uint8], magic: bytes, fields: str
 ) -> tuple[int, ...]:
     """Header fields after magic number and version."""
-    head = index[: len(magic) + struct.calcsize(fields)].tobytes()
-    if len(head) < len(magic) + struct.calcsize(fields) or not head.startswith(magic):
+    size = len(magic) + struct.calcsize(fields)
+    head = index[:size].tobytes()
+    if len(head) < size or not head.startswith(magic):
         raise _damaged(prefix, f"begins with {head[:9]!r} and has {len(index)} bytes")
     version, *values = struct.unpack(fields, head[len(magic) :])
     if version != 1:
@@ -253,21 +275,21 @@ def _split(
     prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]
 ) -> list[NDArray[Any]]:
     """Consecutive arrays from the byte ``begin`` to the end of the index, as views."""
-    bounds = list(
-        accumulate((np.dtype(dtype).itemsize * count for dtype, count in layout), initial=begin)
-    )
-    if len(index) != bounds[-1]:
-        counts = ", ".join(str(count) for _, count in layout)
-        raise _damaged(
-            prefix, f"has {len(index)} bytes, arrays of {counts} elements need {bounds[-1]}"
-        )
-    if not all(count for _, count in layout):
+    sizes = [np.dtype(dtype).itemsize * count for dtype, count in layout]
+    end = begin + sum(sizes)
+    counts = [count for _, count in layout]
+    if len(index) != end:
+        listed = ", ".join(map(str, counts))
+        raise _damaged(prefix, f"has {len(index)} bytes, arrays of {listed} elements need {end}")
+    if not all(counts):
         raise DataError(
             f"{prefix}.idx holds no sequence; preprocess inputs that contain text into {prefix}"
         )
-    return [
-        index[a:b].view(dtype) for (a, b), (dtype, _) in zip(pairwise(bounds), layout, strict=True)
-    ]
+    arrays = []
+    for (dtype, _), size in zip(layout, sizes, strict=True):
+        arrays.append(index[begin : begin + size].view(dtype))
+        begin += size
+    return arrays
 
 
 def _damaged(prefix: str, problem: str) -> DataError:

@@ -39,7 +39,8 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         DataError: If the dataset is missing, damaged or foreign, or the tokenizer lacks a token.
     """
     dataset = check_dataset(prefix, option="path", for_training=False)
-    count, counts = dataset.num_documents, np.diff(dataset.document_bounds)
+    count = dataset.num_documents
+    counts = np.diff(dataset.document_bounds)
     report: dict[str, Any] = {
         "kind": "dataset",
         "prefix": prefix,
@@ -55,31 +56,33 @@ def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None)
         "sequences_per_document": _summary(counts) if count else None,
     }
     if num_documents and count:
-        report["first_documents"] = [
-            _preview(dataset, n, tokenizer) for n in range(min(num_documents, count))
-        ]
+        numbers = range(min(num_documents, count))
+        report["first_documents"] = [_preview(dataset, number, tokenizer) for number in numbers]
     return report
 
 
 def as_text(report: dict[str, Any]) -> str:
     """Format the report of ``describe_dataset`` for a terminal."""
-    rows: dict[str, Any] = {
-        name: report[name] for name in ("format", "documents", "sequences", "tokens", "dtype")
+    rows = {
+        "format": report["format"],
+        "documents": report["documents"],
+        "sequences": report["sequences"],
+        "tokens": report["tokens"],
+        "dtype": report["dtype"],
+        ".bin": readable_size(report["bin_bytes"]),
+        ".idx": readable_size(report["idx_bytes"]),
+        "lengths": report["lengths"],
+        "a document": report["sequences_per_document"],
     }
-    rows |= {f".{suffix}": readable_size(report[f"{suffix}_bytes"]) for suffix in ("bin", "idx")}
-    rows |= {"lengths": report["lengths"], "a document": report["sequences_per_document"]}
-    lines = [
-        report["prefix"],
-        *(f"  {name:10}  {_format_value(value)}" for name, value in rows.items() if value),
-    ]
+    lines = [report["prefix"]]
+    lines += [f"  {name:10}  {_format_value(value)}" for name, value in rows.items() if value]
     lines += ["", "Sequences by length in tokens"]
     for bucket in report["histogram"]:
-        span = f"{bucket['first']:,}" + (
-            f" - {bucket['last']:,}" if bucket["last"] > bucket["first"] else ""
-        )
-        lines.append(
-            f"  {span:>21}  {bucket['count']:>13,}  {bucket['count'] / report['sequences']:6.1%}"
-        )
+        span = f"{bucket['first']:,}"
+        if bucket["last"] > bucket["first"]:
+            span += f" - {bucket['last']:,}"
+        count = bucket["count"]
+        lines.append(f"  {span:>21}  {count:>13,}  {count / report['sequences']:6.1%}")
     for document in report.get("first_documents", ()):
         unit = "token" if document["num_tokens"] == 1 else "tokens"
         lines += [
@@ -106,8 +109,10 @@ def _summary(values: NDArray[Any]) -> dict[str, int | float]:
 
 def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
     """Number of values between consecutive powers of two, from the smallest to the largest value."""
-    chunks = (np.frexp(values[begin : begin + CHUNK])[1] for begin in range(0, len(values), CHUNK))
-    counts = np.sum([np.bincount(exponents, minlength=65) for exponents in chunks], axis=0)
+    counts = np.zeros(65, dtype=np.int64)
+    for begin in range(0, len(values), CHUNK):
+        _, exponents = np.frexp(values[begin : begin + CHUNK])
+        counts += np.bincount(exponents, minlength=65)
     first, last = np.flatnonzero(counts)[[0, -1]].tolist()
     return [
         {"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])}
@@ -117,28 +122,38 @@ def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
 
 def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, Any]:
     begin, end = dataset.document_bounds[number : number + 2]
-    tokens, num_tokens = dataset.tokens[:0], 0
+    document = dataset.tokens[:0]
     if end > begin:
-        tokens, lengths = dataset.sequences(begin, end)
-        tokens, num_tokens = tokens[:MAX_TOKENS_SHOWN], len(tokens)
+        document, _ = dataset.sequences(begin, end)
+    tokens = document[:MAX_TOKENS_SHOWN]
     text = None
     if tokenizer is not None:
-        foreign = tokens[(tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))]
+        is_foreign = (tokens < 0) | (tokens >= len(tokenizer)) | (tokens != np.floor(tokens))
+        foreign = tokens[is_foreign]
         if foreign.size:
-            known = (
-                f"the tokenizer has 0 to {len(tokenizer) - 1}; give the one that made the dataset"
+            raise DataError(
+                f"{dataset.prefix} holds token {foreign[0]}, the tokenizer has 0 to {len(tokenizer) - 1}; give the one "
+                "that made the dataset"
             )
-            raise DataError(f"{dataset.prefix} holds token {foreign[0]}, {known}")
         text = str(tokenizer.decode(tokens.tolist()))
-    return {"number": number, "num_tokens": num_tokens, "tokens": tokens.tolist(), "text": text}
+    return {
+        "number": number,
+        "num_tokens": len(document),
+        "tokens": tokens.tolist(),
+        "text": text,
+    }
 
 
 def _preview_lines(document: dict[str, Any]) -> list[str]:
-    tokens, text, num_tokens = document["tokens"], document["text"], document["num_tokens"]
-    shown, is_cut = " ".join(map(str, tokens[:_MAX_IDS_SHOWN])), num_tokens > _MAX_IDS_SHOWN
-    if text is not None:
-        shown, is_cut = (
-            text[:_MAX_CHARACTERS_SHOWN],
-            len(text) > _MAX_CHARACTERS_SHOWN or num_tokens > len(tokens),
-        )
-    return [f"  {line}" for line in (shown + " …" * is_cut).split("\n")]
+    tokens = document["tokens"]
+    num_tokens = document["num_tokens"]
+    text = document["text"]
+    if text is None:
+        shown = " ".join(map(str, tokens[:_MAX_IDS_SHOWN]))
+        is_cut = num_tokens > _MAX_IDS_SHOWN
+    else:
+        shown = text[:_MAX_CHARACTERS_SHOWN]
+        is_cut = len(text) > _MAX_CHARACTERS_SHOWN or num_tokens > len(tokens)
+    if is_cut:
+        shown += " …"
+    return [f"  {line}" for line in shown.split("\n")]

@@ -38,9 +38,13 @@ class IndexedDatasetWriter:
     """Writes one dataset; made by ``dataset_writers``, which also completes it."""
 
     def __init__(self, tokens: BinaryIO, index: BinaryIO, dtype: np.dtype[Any]) -> None:
-        self._bin, self._idx, self._dtype = tokens, index, dtype
-        self._lengths, self.counts = array("i"), array("i")
-        """Tokens of each sequence; sequences of each document."""
+        self._bin = tokens
+        self._idx = index
+        self._dtype = dtype
+        self._lengths = array("i")
+        """Tokens of each sequence."""
+        self.counts = array("i")
+        """Sequences of each document."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +73,8 @@ class IndexedDatasetWriter:
         lengths = np.asarray(self._lengths)
         positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         bounds = np.cumsum(np.asarray(self.counts), dtype=np.int64)
-        self._idx.write(MAGIC + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1))
+        header = struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1)
+        self._idx.write(MAGIC + header)
         for part in (lengths, positions, np.zeros(1, np.int64), bounds):
             self._idx.write(part.data)
 
@@ -93,11 +98,13 @@ def dataset_writers(
     """
     prefixes = [f"{output_prefix}{ending}" for ending in endings]
     paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
-    if existing := ", ".join(filter(os.path.lexists, paths)):  # it may be the only copy of a corpus
+    existing = ", ".join(filter(os.path.lexists, paths))
+    if existing:  # it may be the only copy of a corpus
         raise DataError(
             f"output_prefix={output_prefix} would overwrite {existing}; choose another or remove them"
         )
-    folder, names = Path(prefixes[0]).parent, [os.path.basename(prefix) for prefix in prefixes]
+    folder = Path(prefixes[0]).parent
+    names = [os.path.basename(prefix) for prefix in prefixes]
     indices = [f"{name}.idx" for name in names]
     with (
         exit_on_sigterm(),
@@ -106,9 +113,8 @@ def dataset_writers(
     ):
         writers = []
         for name in names:
-            tokens, index = (
-                files.enter_context(open(hidden / f"{name}{end}", "wb")) for end in (".bin", ".idx")
-            )
+            tokens = files.enter_context(open(hidden / f"{name}.bin", "wb"))
+            index = files.enter_context(open(hidden / f"{name}.idx", "wb"))
             writers.append(IndexedDatasetWriter(tokens, index, dtype))
         yield writers
         for writer in writers:
@@ -132,16 +138,20 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
         )
     sources = [check_dataset(prefix, option="input", for_training=False) for prefix in inputs]
     for source in sources:
-        if source.dtype != sources[0].dtype and "f" in (source.dtype.kind, sources[0].dtype.kind):
-            types = (
-                f"{source.prefix} holds {source.dtype} and {sources[0].prefix} {sources[0].dtype}"
+        first = sources[0]
+        if source.dtype != first.dtype and "f" in (source.dtype.kind, first.dtype.kind):
+            raise DataError(
+                f"{source.prefix} holds {source.dtype} and {first.prefix} {first.dtype}; only integer types can be "
+                "merged"
             )
-            raise DataError(f"{types}; only integer types can be merged")
     dtype = np.result_type(*(source.dtype for source in sources))
-    # A corpus that is merged within a second needs no progress bar.
-    total = sum(len(source.tokens) for source in sources)
     bar = tqdm(
-        total=total, unit=" tokens", unit_scale=True, desc="Writing", mininterval=0.5, delay=1.0
+        total=sum(len(source.tokens) for source in sources),
+        unit=" tokens",
+        unit_scale=True,
+        desc="Writing",
+        mininterval=0.5,
+        delay=1.0,  # a corpus that is merged within a second needs no progress bar
     )
     with dataset_writers(output_prefix, dtype) as (writer,), bar:
         for source in sources:
@@ -149,9 +159,8 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
                 piece = source.tokens[begin : begin + PIECE_TOKENS]
                 writer.add_documents(piece.astype(dtype, copy=False).data, ())
                 bar.update(len(piece))
-            open_dataset(
-                source.prefix, for_training=False
-            )  # raises if it was truncated meanwhile: its map reads zeros
+            # Raises if it was truncated meanwhile: its map reads zeros.
+            open_dataset(source.prefix, for_training=False)
             writer.add_documents(b"", source.lengths, np.diff(source.document_bounds))
     return open_dataset(output_prefix, for_training=False)
 

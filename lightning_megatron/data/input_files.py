@@ -45,8 +45,6 @@ TEXT_SUFFIXES = frozenset(
         ".cfg",
         ".sh",
         ".sql",
-    )
-    + (
         ".py",
         ".pyi",
         ".pyx",
@@ -61,8 +59,6 @@ TEXT_SUFFIXES = frozenset(
         ".java",
         ".kt",
         ".scala",
-    )
-    + (
         ".js",
         ".jsx",
         ".ts",
@@ -93,11 +89,15 @@ def format_of(path: str | Path) -> tuple[Literal["json lines", "text", "parquet"
         the compression of the whole file, "" if there is none (Parquet compresses columns itself).
     """
     stem, suffix = os.path.splitext(os.fspath(path).lower())
-    compression = suffix if suffix in COMPRESSION_SUFFIXES else ""
-    suffix = os.path.splitext(stem)[1] if compression else suffix
+    compression = ""
+    if suffix in COMPRESSION_SUFFIXES:
+        compression = suffix
+        _, suffix = os.path.splitext(stem)
     if suffix in JSON_LINES_SUFFIXES:
         return "json lines", compression
-    return "parquet" if suffix == ".parquet" and not compression else "text", compression
+    if suffix == ".parquet" and not compression:
+        return "parquet", compression
+    return "text", compression
 
 
 def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,)) -> list[Path]:
@@ -117,8 +117,10 @@ def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_K
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():
         content, compression = format_of(path)
-        if content == "parquet" or compression == ".zst":
-            require_library("pyarrow" if content == "parquet" else "zstandard", f"reading {path}")
+        if content == "parquet":
+            require_library("pyarrow", f"reading {path}")
+        elif compression == ".zst":
+            require_library("zstandard", f"reading {path}")
         if content == "text" and list(keys) != [PLAIN_TEXT_KEY]:
             raise DataError(
                 f"json keys {', '.join(keys)}: {path} is a text file, which has only '{PLAIN_TEXT_KEY}'"
@@ -142,10 +144,14 @@ def input_progress(files: Sequence[Path], activity: str, delay: float = 0) -> An
     """A tqdm progress bar over the stored bytes of ``files``; 1 MB/s is 10**6 bytes per second."""
     from tqdm import tqdm
 
-    # A log file gets one line every ten seconds, a terminal two updates per second.
-    interval, total = 0.5 if sys.stderr.isatty() else 10, sum(path.stat().st_size for path in files)
     return tqdm(
-        total=total, unit="B", unit_scale=True, desc=activity, mininterval=interval, delay=delay
+        total=sum(path.stat().st_size for path in files),
+        unit="B",
+        unit_scale=True,
+        desc=activity,
+        # A log file gets one line every ten seconds, a terminal two updates per second.
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+        delay=delay,
     )
 
 
@@ -154,11 +160,9 @@ def _files_of_input(item: str | Path) -> list[Path]:
     matches = [path]
     if glob.has_magic(str(path)) and not os.path.exists(path):
         matches = sorted(glob.glob(str(path), recursive=True))
-    files = [
-        file
-        for match in matches
-        for file in (_files_of_folder(match) if os.path.isdir(match) else [Path(match)])
-    ]
+    files: list[Path] = []
+    for match in matches:
+        files += _files_of_folder(match) if os.path.isdir(match) else [Path(match)]
     if not files:
         raise DataError(
             f"{path} matches no file, or has no .jsonl, .parquet, .txt or source file; give other inputs"
@@ -180,15 +184,21 @@ def _files_of_folder(folder: str | Path) -> list[Path]:
 
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS
-        )
-        paths += [Path(parent, name) for name in names if _is_document_file(name)]
-    return sorted((path for path in paths if os.path.isfile(path)), key=lambda path: path.parts)
+        folders[:] = sorted(name for name in folders if _is_searched(name))
+        for name in names:
+            path = Path(parent, name)
+            if _is_document_file(name) and os.path.isfile(path):
+                paths.append(path)
+    return sorted(paths, key=lambda path: path.parts)
+
+
+def _is_searched(folder: str) -> bool:
+    return not folder.startswith(".") and folder not in SKIPPED_FOLDERS
 
 
 def _is_document_file(name: str) -> bool:
+    if name.startswith("."):
+        return False
     content, compression = format_of(name)
-    suffix = os.path.splitext(name.lower().removesuffix(compression))[1]
-    is_known = content == "parquet" or suffix == JSON_LINES_SUFFIXES[0] or suffix in TEXT_SUFFIXES
-    return is_known and not name.startswith(".")
+    _, suffix = os.path.splitext(name.lower().removesuffix(compression))
+    return content == "parquet" or suffix == JSON_LINES_SUFFIXES[0] or suffix in TEXT_SUFFIXES

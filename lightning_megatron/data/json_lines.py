@@ -14,7 +14,10 @@ from lightning_megatron.data.pieces import Piece, read_failure, too_long
 
 def cut_lines(path: str, size: int, piece_bytes: int, max_document_bytes: int) -> Iterator[Piece]:
     """Yield the lines of a file of ``size`` bytes in pieces; only the last line may lack its newline."""
-    buffer, problem, first, accounted = bytearray(), "", 1, 0
+    buffer = bytearray()
+    first = 1
+    accounted = 0
+    problem = ""
     try:
         for part, position in read_parts(path, piece_bytes):
             buffer += part
@@ -29,7 +32,8 @@ def cut_lines(path: str, size: int, piece_bytes: int, max_document_bytes: int) -
                     max_document_bytes=max_document_bytes,
                 )
                 del buffer[: len(lines)]
-                first, accounted = first + lines.count(b"\n"), position
+                first += lines.count(b"\n")
+                accounted = position
             if len(buffer) > max_document_bytes + piece_bytes:
                 raise _TooLongError(too_long(max_document_bytes))
     except _TooLongError as error:

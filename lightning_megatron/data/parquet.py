@@ -13,8 +13,16 @@ from typing import Any, BinaryIO, NamedTuple
 _HEADER_BYTES = 1 << 16
 """Maximum size of a page's header; with statistics it has a few kilobytes."""
 _DICTIONARY_PAGE = 2
-_STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 12
+_STOP = 0
+_TRUE = 1
+_FALSE = 2
+_BYTE = 3
 _INTEGERS = (4, 5, 6)
+_DOUBLE = 7
+_BINARY = 8
+_LIST = 9
+_SET = 10
+_STRUCT = 12
 
 
 class Page(NamedTuple):
@@ -51,7 +59,9 @@ def _pages_of_chunk(stream: BinaryIO, begin: int, end: int) -> Iterator[Page]:
         try:
             stream.seek(begin)
             header = _Header(stream.read(_HEADER_BYTES))
-            kind, num_bytes, stored_bytes = (header.fields[field] for field in (1, 2, 3))
+            kind = header.fields[1]
+            num_bytes = header.fields[2]
+            stored_bytes = header.fields[3]
         except (IndexError, KeyError, RecursionError, ValueError) as error:
             raise OSError(f"the header of a page at byte {begin} is damaged: {error!r}") from None
         if min(num_bytes, stored_bytes) < 0:
@@ -75,7 +85,10 @@ class _Header:
         number = 0
         while (head := self._byte()) != _STOP:
             delta = head >> 4
-            number = number + delta if delta else self._integer()
+            if delta:
+                number += delta
+            else:
+                number = self._integer()
             fields[number] = self._value(head & 15)
         return fields
 
@@ -90,8 +103,10 @@ class _Header:
         elif kind == _BINARY:
             size = self._unsigned()
             self.length += size
-        elif kind in (_BYTE, _DOUBLE):
-            self.length += 1 if kind == _BYTE else 8
+        elif kind == _BYTE:
+            self.length += 1
+        elif kind == _DOUBLE:
+            self.length += 8
         elif kind not in (_TRUE, _FALSE):  # the value of a boolean is its kind
             raise ValueError(f"a value of kind {kind}")
         return 0
@@ -99,7 +114,8 @@ class _Header:
     def _list(self) -> None:
         head = self._byte()
         size = head >> 4
-        size = self._unsigned() if size == 15 else size
+        if size == 15:
+            size = self._unsigned()
         for _ in range(size):
             if head & 15 in (_TRUE, _FALSE):
                 self._byte()

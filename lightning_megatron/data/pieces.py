@@ -65,7 +65,8 @@ def document_limit(path: str | Path, max_document_bytes: int | None = None) -> i
     content, compression = format_of(path)
     if content != "parquet" and not compression:
         return size
-    return min(max(MIN_LARGEST_DOCUMENT, MAX_DOCUMENT_EXPANSION * size), MAX_LARGEST_DOCUMENT)
+    limit = max(MIN_LARGEST_DOCUMENT, MAX_DOCUMENT_EXPANSION * size)
+    return min(limit, MAX_LARGEST_DOCUMENT)
 
 
 def too_long(limit: int) -> str:
@@ -78,5 +79,6 @@ def too_long(limit: int) -> str:
 
 def read_failure(error: Exception) -> str:
     """Problem of a file that cannot be read, and its fix."""
-    reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0].rstrip(".")
+    text: str = getattr(error, "strerror", None) or str(error)
+    reason = text.splitlines()[0].rstrip(".")
     return f"cannot be read ({reason}); create or download it again, allow access, or remove it from the inputs"

@@ -116,13 +116,11 @@ class SavedArrays:
         for field in fields(cls):  # type: ignore[arg-type]
             path = os.path.join(folder, f"{field.name}.npy")
             try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
                 # As a plain ndarray: slicing a numpy.memmap costs more than copying the slices.
-                arrays[field.name] = np.load(path, mmap_mode="r", allow_pickle=False).view(
-                    np.ndarray
-                )
-            except (
-                Exception
-            ) as error:  # of any type: NumPy reads the header as Python's source text
+                arrays[field.name] = array.view(np.ndarray)
+            # Of any type: NumPy reads the header as Python's source text.
+            except Exception as error:
                 raise DataError(
                     f"{path} cannot be read ({error}): removed or damaged; start the run again, which rebuilds it"
                 ) from error
@@ -135,13 +133,16 @@ class SavedArrays:
         return self.folder or self.__dict__
 
     def __setstate__(self, state: str | dict[str, Any]) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else vars(self.load(state)))
+        if isinstance(state, str):
+            state = vars(self.load(state))
+        self.__dict__.update(state)
 
     def fingerprint(self, key: str) -> str:
         """Hash of ``key`` and the beginning of each array, which suffices as any change reshuffles the whole order."""
         digest = hashlib.sha256(key.encode())
         for field in fields(self):  # type: ignore[arg-type]
-            digest.update(np.ascontiguousarray(getattr(self, field.name)[:4096]).tobytes())
+            beginning = getattr(self, field.name)[:4096]
+            digest.update(np.ascontiguousarray(beginning).tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -191,7 +192,8 @@ class IndexedSamples:
         from being taken for tokens. A file that was deleted or replaced as a whole can still be read.
         """
         for suffix, file in self.dataset.files.items():
-            if (now := file.size()) != len(file):
+            now = file.size()
+            if now != len(file):
                 raise DataError(
                     f"{self.dataset.prefix}{suffix}: expected {len(file)} bytes, got {now}: it was cut or overwritten "
                     "while it was in use; copy it again and resume from the last checkpoint, and give new data a new "

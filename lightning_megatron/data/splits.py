@@ -34,7 +34,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
         raise ConfigError(
             f"split={split!r} must be one to three weights like 949,50,1 of digits and points, not all 0"
         )
-    train, valid, test = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
+    weights = [float(part) for part in parts]
+    weights += [0.0] * (len(SPLIT_NAMES) - len(parts))
+    train, valid, test = weights
     return train, valid, test
 
 

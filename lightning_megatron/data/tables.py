@@ -36,10 +36,14 @@ def cut_rows(
         with (
             open(path, "rb") as stream,
             pyarrow.parquet.ParquetFile(
-                path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+                path,
+                buffer_size=1 << 20,
+                pre_buffer=False,
+                page_checksum_verification=True,
             ) as table,
         ):
-            if (problem := _column_problem(table.schema_arrow, keys)) is not None:
+            problem = _column_problem(table.schema_arrow, keys)
+            if problem is not None:
                 rows = min(table.metadata.num_rows, _MAX_BAD_ROWS)
                 yield Piece(path=path, rows=[problem] * rows, num_bytes=size)
                 return
@@ -51,8 +55,10 @@ def cut_rows(
                     raise OSError(
                         f"its {size:,} bytes become more than {MAX_EXPANSION} times as many"
                     )
-                first, done = done + 1, done + batch.num_rows
-                before, accounted = accounted, size * done // num_rows
+                first = done + 1
+                done += batch.num_rows
+                before = accounted
+                accounted = size * done // num_rows
                 yield Piece(
                     path=path,
                     rows=batch.to_pylist(),
@@ -79,7 +85,9 @@ def _column_problem(schema: Any, keys: Sequence[str]) -> dict[str, Any] | None:
         pyarrow.types.is_string_view,
     )
     for field in schema:
-        kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type
+        kind = field.type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
         if field.name in keys and not any(is_text(kind) for is_text in text_types):
             row[field.name] = NoText(str(field.type))
     is_bad = any(not isinstance(row.get(key), str) for key in keys)
@@ -101,14 +109,16 @@ def _rows_at_a_time(
     Raises:
         OSError: If a page would become far larger than text does.
     """
-    dictionary = num_bytes = 0
+    dictionary = 0
+    num_bytes = 0
     for page in read_pages(stream, metadata, columns):
         if page.num_bytes > MIN_LARGEST_FILE + MAX_EXPANSION * page.stored_bytes:
             raise OSError(f"a page of {page.stored_bytes:,} bytes would become {page.num_bytes:,}")
         num_bytes += page.num_bytes
-        dictionary = max(dictionary, page.num_bytes if page.is_dictionary else 0)
+        if page.is_dictionary:
+            dictionary = max(dictionary, page.num_bytes)
     bytes_per_row = max(num_bytes // max(metadata.num_rows, 1), 1)
-    largest: int = min(
-        _MAX_ROWS, piece_bytes // bytes_per_row, _MAX_REPEATED_BYTES // max(dictionary, 1)
-    )
+    rows_of_a_piece = piece_bytes // bytes_per_row
+    repeated_rows = _MAX_REPEATED_BYTES // max(dictionary, 1)
+    largest: int = min(_MAX_ROWS, rows_of_a_piece, repeated_rows)
     return max(1, largest)

@@ -38,9 +38,10 @@ def check_growth(folder: Path) -> None:
     try:
         content = json.loads(file.read_bytes()) if file.is_file() else {}
         growth = max(
-            (_growth(content.get(part)) for part in ("normalizer", "decoder")), default=1.0
+            _growth(content.get("normalizer")),
+            _growth(content.get("decoder")),
+            _copies(content.get("post_processor")),
         )
-        growth = max(growth, _copies(content.get("post_processor")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return  # reported when the library reads it
     if growth > _MAX_GROWTH:

@@ -34,21 +34,31 @@ _LM_HEAD = (
 )
 _POOLER = ("pooler.dense", "bert.pooler.dense")
 _HEADS = {
-    "pretraining": ("PreTraining", (*_LM_HEAD, _POOLER, ("binary_head", "cls.seq_relationship"))),
+    "pretraining": (
+        "PreTraining",
+        (*_LM_HEAD, _POOLER, ("binary_head", "cls.seq_relationship")),
+    ),
     "masked_lm": ("MaskedLM", _LM_HEAD),
     "sequence_classification": (
         "SequenceClassification",
         (_POOLER, ("classification_head.dense", "classifier")),
     ),
-    "token_classification": ("TokenClassification", (("token_head.dense", "classifier"),)),
-    "question_answering": ("QuestionAnswering", (("token_head.dense", "qa_outputs"),)),
+    "token_classification": (
+        "TokenClassification",
+        (("token_head.dense", "classifier"),),
+    ),
+    "question_answering": (
+        "QuestionAnswering",
+        (("token_head.dense", "qa_outputs"),),
+    ),
 }
 """Task -> suffix of its Hugging Face class, and (Megatron's, Hugging Face's) names of modules with weight and bias."""
 
 
 def _bert(hf: Any) -> Fields:
     return {
-        **dict.fromkeys(("embedding_dropout", "classifier_dropout"), hf.hidden_dropout_prob),
+        "embedding_dropout": hf.hidden_dropout_prob,
+        "classifier_dropout": hf.hidden_dropout_prob,
         "num_labels": hf.num_labels,
         "problem_type": hf.problem_type,
         "pad_token_id": -1 if hf.pad_token_id is None else hf.pad_token_id,
@@ -74,12 +84,10 @@ def _bert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         *linear("embedding.position_embeddings", ("bert.embeddings.position_embeddings",)),
         *linear("embedding.tokentype_embeddings", ("bert.embeddings.token_type_embeddings",)),
         *stack_rules(names, model, "encoder"),
-        *(
-            rule
-            for megatron, hf in _HEADS[model.task][1]
-            for rule in linear(megatron, (hf,), has_bias=True)
-        ),
     ]
+    _, heads = _HEADS[model.task]
+    for megatron, hugging_face in heads:
+        rules += linear(megatron, (hugging_face,), has_bias=True)
     if model.task in ("pretraining", "masked_lm"):
         rules.append(Rule(megatron="output_layer.bias", hugging_face=("cls.predictions.bias",)))
     return rules
@@ -97,15 +105,16 @@ def _t5_fields(hf: Any) -> Fields:
         raise ConfigError(
             f"num_decoder_layers={hf.num_decoder_layers} must be at least 1; correct the model's config"
         )
-    buckets, farthest = hf.relative_attention_num_buckets, hf.relative_attention_max_distance
+    buckets = hf.relative_attention_num_buckets
+    farthest = hf.relative_attention_max_distance
     if not 4 <= buckets < 2 * farthest:
         raise ConfigError(
             f"relative_attention_num_buckets={buckets}: expected at least 4, and fewer than 2 x "
             f"relative_attention_max_distance={farthest}, as distant positions share rows; correct the model's config"
         )
     pad = 0 if hf.pad_token_id is None else hf.pad_token_id
+    # If unset transformers does not shift labels; T5 starts with the padding token.
     start = getattr(hf, "decoder_start_token_id", None)
-    dropouts = [f"{name}_dropout" for name in ("embedding", "hidden", "attention", "activation")]
     return {
         "num_decoder_layers": hf.num_decoder_layers,
         "activation": activation(hf.dense_act_fn),
@@ -113,11 +122,13 @@ def _t5_fields(hf: Any) -> Fields:
         "relative_attention_num_buckets": buckets,
         "relative_attention_max_distance": farthest,
         "scale_decoder_outputs": getattr(hf, "scale_decoder_outputs", False),
-        # If unset transformers does not shift labels; T5 starts with the padding token.
         "decoder_start_token_id": pad if start is None else start,
         "pad_token_id": pad,
         "share_embeddings_and_output_weights": True,
-        **dict.fromkeys(dropouts, hf.dropout_rate),
+        "embedding_dropout": hf.dropout_rate,
+        "hidden_dropout": hf.dropout_rate,
+        "attention_dropout": hf.dropout_rate,
+        "activation_dropout": hf.dropout_rate,
     }
 
 
@@ -133,12 +144,8 @@ def _t5_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
 
 
 def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
-    megatron, hf = f"{stack}.layers.", f"{stack}.block.{LAYER}."
-    heads, width = model.num_attention_heads, model.num_attention_heads * model.kv_channels
-    mlp, up = (
-        f"layer.{1 if stack == 'encoder' else 2}.",
-        ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",),
-    )
+    mlp = "layer.1." if stack == "encoder" else "layer.2."  # behind cross-attention
+    up = ("wi_0", "wi_1") if model.gated_linear_unit else ("wi",)
     names = DecoderNames(
         base=f"{stack}.",
         final_norm="final_layer_norm",
@@ -151,14 +158,22 @@ def _t5_stack(model: ModelConfig, stack: str) -> list[Rule]:
         fc2=mlp + "DenseReluDense.wo",
     )
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    rules = linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)) + stack_rules(
-        names, model, stack
-    )
-    if stack == "encoder":
-        return rules
+    rules = [
+        *linear(f"{stack}_relative_pos_emb.relative_attention_bias", (table,)),
+        *stack_rules(names, model, stack),
+    ]
+    if stack == "decoder":
+        rules += _cross_attention_rules(model)
+    return rules
+
+
+def _cross_attention_rules(model: ModelConfig) -> list[Rule]:
+    megatron = "decoder.layers."
+    hf = f"decoder.block.{LAYER}."
     attention = hf + "layer.1.EncDecAttention."
+    heads = model.num_attention_heads
+    width = heads * model.kv_channels
     return [
-        *rules,
         *norm(megatron + "pre_cross_attn_layernorm.", hf + "layer.1.layer_norm", model),
         *linear(megatron + "cross_attention.linear_q", (attention + "q",)),
         *linear(
@@ -182,14 +197,12 @@ _T5 = {
 
 def _t5(model_type: str, architecture: str) -> Family:
     return Family(
-        *(
-            model_type,
-            {"seq2seq_lm": architecture},
-            _T5,
-            _t5_fields,
-            DecoderNames(base=""),
-            _t5_rules,
-        ),
+        name=model_type,
+        architectures={"seq2seq_lm": architecture},
+        defaults=_T5,
+        custom_fields=_t5_fields,
+        names=DecoderNames(base=""),
+        rules=_t5_rules,
         required={"is_decoder": (False,), "is_encoder_decoder": (True,)},
     )
 
@@ -198,7 +211,12 @@ _CLASSES = {task: f"MegatronBertFor{name}" for task, (name, _) in _HEADS.items()
 
 FAMILIES = (
     Family(
-        *("megatron-bert", _CLASSES, {"architecture": "bert"}, _bert, _BERT_NAMES, _bert_rules),
+        name="megatron-bert",
+        architectures=_CLASSES,
+        defaults={"architecture": "bert"},
+        custom_fields=_bert,
+        names=_BERT_NAMES,
+        rules=_bert_rules,
         required={
             "is_decoder": (False,),
             "add_cross_attention": (False,),

@@ -41,34 +41,32 @@ def _bloom(hf: Any) -> Fields:
 
 
 def _falcon(hf: Any) -> Fields:
-    require_divides(
-        "num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size
-    )  # head_dim is derived
-    groups = (
-        hf.num_kv_heads
-        if hf.new_decoder_architecture
-        else 1
-        if hf.multi_query
-        else hf.num_attention_heads
-    )
+    # head_dim is derived.
+    require_divides("num_attention_heads", hf.num_attention_heads, "hidden_size", hf.hidden_size)
+    norms = 1
+    if hf.new_decoder_architecture:
+        groups = hf.num_kv_heads
+        norms = hf.num_ln_in_parallel_attn or 2
+    elif hf.multi_query:
+        groups = 1
+    else:
+        groups = hf.num_attention_heads
+    positions = {"position_embedding_type": "alibi", "alibi_scaled": True} if hf.alibi else {}
     return {
         "num_query_groups": groups,
-        "parallel_attention_norms": (hf.num_ln_in_parallel_attn or 2)
-        if hf.new_decoder_architecture
-        else 1,
+        "parallel_attention_norms": norms,
         # Hugging Face applies attention_dropout to the output of attention, unless attention and MLP are parallel, and
         # to attention weights only with ALiBi.
         "attention_output_dropout": None if hf.parallel_attn else hf.attention_dropout,
         "attention_dropout": hf.attention_dropout if hf.alibi else 0.0,
-        **({"position_embedding_type": "alibi", "alibi_scaled": True} if hf.alibi else {}),
+        **positions,
     }
 
 
 def _falcon_rules(names: DecoderNames, model: ModelConfig) -> Sequence[Rule]:
-    has_two = model.parallel_attention and model.parallel_attention_norms == 2
-    return decoder_rules(
-        replace(names, input_norm="ln_attn", mlp_norm="ln_mlp") if has_two else names, model
-    )
+    if model.parallel_attention and model.parallel_attention_norms == 2:
+        names = replace(names, input_norm="ln_attn", mlp_norm="ln_mlp")
+    return decoder_rules(names, model)
 
 
 def _gpt_neox(hf: Any) -> Fields:
@@ -147,58 +145,91 @@ _GATED = {"gated_linear_unit": True, "add_bias_linear": False}
 
 FAMILIES = (
     Family(
-        *(
-            "gpt2",
-            {"causal_lm": "GPT2LMHeadModel"},
-            {"scaled_residual_init": True},
-            _gpt2,
-            _GPT2_NAMES,
-        ),
+        name="gpt2",
+        architectures={"causal_lm": "GPT2LMHeadModel"},
+        defaults={"scaled_residual_init": True},
+        custom_fields=_gpt2,
+        names=_GPT2_NAMES,
         # reorder_and_upcast_attn only changes the rounding of 16-bit scores, which here are accumulated in float32.
-        required={"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+        required={
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
     ),
     Family(
-        *("gpt_bigcode", causal_lm("GPTBigCode"), {"scaled_residual_init": True}, _gpt2),
+        name="gpt_bigcode",
+        architectures=causal_lm("GPTBigCode"),
+        defaults={"scaled_residual_init": True},
+        custom_fields=_gpt2,
         # c_attn is in Megatron's order: all queries, the key, the value; without multi_query these of each head.
         names=replace(_GPT2_NAMES, is_transposed=False, is_megatron_order=True),
         # attention_softmax_in_fp32 and scale_attention_softmax_in_fp32 only change rounding: softmax here is float32.
         required={"add_cross_attention": (False,)},
     ),
     Family(
-        *("bloom", causal_lm("Bloom")),
-        {
+        name="bloom",
+        architectures=causal_lm("Bloom"),
+        defaults={
             "activation": "gelu_tanh",
             "embedding_layernorm": True,
             "position_embedding_type": "alibi",
         },
-        *(_bloom, _BLOOM_NAMES),
-        # slow_but_exact omits the biases of the output projections if pretraining_tp is more than 1.
-        required={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
+        custom_fields=_bloom,
+        names=_BLOOM_NAMES,
+        required={
+            "apply_residual_connection_post_layernorm": (False,),
+            # It omits the biases of the output projections if pretraining_tp is more than 1.
+            "slow_but_exact": (False,),
+        },
     ),
-    Family("falcon", causal_lm("Falcon"), {}, _falcon, _BLOOM_NAMES, _falcon_rules),
     Family(
-        *("gpt_neox", causal_lm("GPTNeoX"), {}, _gpt_neox, _GPT_NEOX_NAMES),
+        name="falcon",
+        architectures=causal_lm("Falcon"),
+        defaults={},
+        custom_fields=_falcon,
+        names=_BLOOM_NAMES,
+        rules=_falcon_rules,
+    ),
+    Family(
+        name="gpt_neox",
+        architectures=causal_lm("GPTNeoX"),
+        defaults={},
+        custom_fields=_gpt_neox,
+        names=_GPT_NEOX_NAMES,
         partial_rotary=True,
     ),
     # StableLM 2 12B and Command R+ have QK norms with separate weights for each head, which are not supported.
     Family(
-        *("stablelm", causal_lm("StableLm"), _GATED, _gpt_neox),
+        name="stablelm",
+        architectures=causal_lm("StableLm"),
+        defaults=_GATED,
+        custom_fields=_gpt_neox,
         required={"qk_layernorm": (False,)},
         partial_rotary=True,
     ),
     Family(
-        "starcoder2",
-        causal_lm("Starcoder2"),
-        {},
+        name="starcoder2",
+        architectures=causal_lm("Starcoder2"),
+        defaults={},
         names=DecoderNames(fc1=("mlp.c_fc",), fc2="mlp.c_proj"),
     ),
     Family(
-        *("cohere", causal_lm("Cohere")),
-        {**_GATED, "norm_bias": False, "parallel_attention": True, "rotary_interleaved": True},
+        name="cohere",
+        architectures=causal_lm("Cohere"),
+        defaults={
+            **_GATED,
+            "norm_bias": False,
+            "parallel_attention": True,
+            "rotary_interleaved": True,
+        },
         required={"use_qk_norm": (False, None)},
     ),
     Family(
-        *("opt", causal_lm("OPT"), {}, _opt, _OPT_NAMES),
+        name="opt",
+        architectures=causal_lm("OPT"),
+        defaults={},
+        custom_fields=_opt,
+        names=_OPT_NAMES,
         required={
             # E.g. OPT 350m normalizes after each block.
             "do_layer_norm_before": (True,),

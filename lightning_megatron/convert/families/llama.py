@@ -38,9 +38,8 @@ def _granite(hf: Any) -> Fields:
 
 def _smollm3(hf: Any) -> Fields:
     # transformers' masks use the windows of layer_types and ignore use_sliding_window.
-    return {
-        "no_rope_layers": tuple(i for i in range(hf.num_hidden_layers) if not hf.no_rope_layers[i])
-    }
+    layers = range(hf.num_hidden_layers)
+    return {"no_rope_layers": tuple(layer for layer in layers if not hf.no_rope_layers[layer])}
 
 
 def _phi3(hf: Any) -> Fields:
@@ -48,9 +47,8 @@ def _phi3(hf: Any) -> Fields:
 
 
 def _glm(hf: Any) -> Fields:
-    return {
-        "add_attention_output_bias": None
-    }  # attention_bias applies to queries, keys and values only
+    # attention_bias applies to queries, keys and values only.
+    return {"add_attention_output_bias": None}
 
 
 def _gemma(hf: Any) -> Fields:
@@ -59,21 +57,33 @@ def _gemma(hf: Any) -> Fields:
 
 
 def _gemma2(hf: Any) -> Fields:
-    scale = hf.query_pre_attn_scalar**-0.5
-    return {**_gemma(hf), "activation": activation(hf.hidden_activation), "softmax_scale": scale}
+    return {
+        **_gemma(hf),
+        "activation": activation(hf.hidden_activation),
+        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+    }
 
 
 def _gemma3(hf: Any) -> Fields:
     local_base, local_scaling = read_rope(hf, hf.rope_parameters["sliding_attention"])
     base, scaling = read_rope(hf, hf.rope_parameters["full_attention"])
-    if local_scaling is not None or (scaling is not None and scaling.attention_factor != 1.0):
-        kind = "sliding_attention" if local_scaling is not None else "full_attention"
+    unsupported = None
+    if local_scaling is not None:
+        unsupported = "sliding_attention"
+    elif scaling is not None and scaling.attention_factor != 1.0:
+        unsupported = "full_attention"
+    if unsupported is not None:
         raise ConfigError(
-            f"rope_parameters of {kind}: expected 'default' (or for full_attention 'linear' or another without an "
-            f"attention factor), got {hf.rope_parameters[kind]['rope_type']!r}; use one of those"
+            f"rope_parameters of {unsupported}: expected 'default' (or for full_attention 'linear' or another without "
+            f"an attention factor), got {hf.rope_parameters[unsupported]['rope_type']!r}; use one of those"
         )
-    rope = {"rotary_base": base, "rope_scaling": scaling, "rotary_base_of_windows": local_base}
-    return {**_gemma2(hf), "position_embedding_type": "rope", **rope}
+    return {
+        **_gemma2(hf),
+        "position_embedding_type": "rope",
+        "rotary_base": base,
+        "rope_scaling": scaling,
+        "rotary_base_of_windows": local_base,
+    }
 
 
 _FULL_QK_NORM = {"qk_layernorm": True, "qk_layernorm_of_all_heads": True}
@@ -114,68 +124,129 @@ def _qwen_moe(hf: Any) -> Fields:
     )
     if hf.num_experts == 0 or len(dense) == hf.num_hidden_layers:
         return {}
-    shared = getattr(hf, "shared_expert_intermediate_size", 0)
-    return _experts(hf, hf.moe_intermediate_size, shared_ffn_hidden_size=shared, dense_layers=dense)
+    return _experts(
+        hf,
+        hf.moe_intermediate_size,
+        shared_ffn_hidden_size=getattr(hf, "shared_expert_intermediate_size", 0),
+        dense_layers=dense,
+    )
 
 
 FAMILIES = (
-    Family("llama", causal_lm("Llama"), LLAMA, required={"pretraining_tp": (1, None)}),
-    Family("mistral", causal_lm("Mistral"), LLAMA),
-    Family("qwen2", causal_lm("Qwen2"), {**LLAMA, "add_qkv_bias": True}),
-    Family("qwen3", causal_lm("Qwen3"), {**LLAMA, "qk_layernorm": True}),
-    Family("granite", causal_lm("Granite"), LLAMA, _granite),
-    Family("smollm3", causal_lm("SmolLM3"), LLAMA, _smollm3),
     Family(
-        "olmo2",
-        causal_lm("Olmo2"),
-        {**LLAMA, "pre_norms": False, "post_norms": True, **_FULL_QK_NORM},
+        name="llama",
+        architectures=causal_lm("Llama"),
+        defaults=LLAMA,
+        required={"pretraining_tp": (1, None)},
     ),
     Family(
-        *("phi3", causal_lm("Phi3"), LLAMA, _phi3),
+        name="mistral",
+        architectures=causal_lm("Mistral"),
+        defaults=LLAMA,
+    ),
+    Family(
+        name="qwen2",
+        architectures=causal_lm("Qwen2"),
+        defaults={**LLAMA, "add_qkv_bias": True},
+    ),
+    Family(
+        name="qwen3",
+        architectures=causal_lm("Qwen3"),
+        defaults={**LLAMA, "qk_layernorm": True},
+    ),
+    Family(
+        name="granite",
+        architectures=causal_lm("Granite"),
+        defaults=LLAMA,
+        custom_fields=_granite,
+    ),
+    Family(
+        name="smollm3",
+        architectures=causal_lm("SmolLM3"),
+        defaults=LLAMA,
+        custom_fields=_smollm3,
+    ),
+    Family(
+        name="olmo2",
+        architectures=causal_lm("Olmo2"),
+        defaults={**LLAMA, **_FULL_QK_NORM, "pre_norms": False, "post_norms": True},
+    ),
+    Family(
+        name="phi3",
+        architectures=causal_lm("Phi3"),
+        defaults=LLAMA,
+        custom_fields=_phi3,
         names=DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",)),
         partial_rotary=True,
     ),
-    Family("glm", causal_lm("Glm"), _GLM, _glm, _GLM_NAMES, partial_rotary=True),
     Family(
-        "glm4",
-        causal_lm("Glm4"),
-        {**_GLM, "post_norms": True},
-        _glm,
-        _GLM_NAMES,
+        name="glm",
+        architectures=causal_lm("Glm"),
+        defaults=_GLM,
+        custom_fields=_glm,
+        names=_GLM_NAMES,
         partial_rotary=True,
     ),
-    Family("gemma", causal_lm("Gemma"), _GEMMA, _gemma, required=_CAUSAL),
     Family(
-        "gemma2",
-        causal_lm("Gemma2"),
-        {**_GEMMA, "post_norms": True},
-        _gemma2,
-        _GEMMA2_NAMES,
+        name="glm4",
+        architectures=causal_lm("Glm4"),
+        defaults={**_GLM, "post_norms": True},
+        custom_fields=_glm,
+        names=_GLM_NAMES,
+        partial_rotary=True,
+    ),
+    Family(
+        name="gemma",
+        architectures=causal_lm("Gemma"),
+        defaults=_GEMMA,
+        custom_fields=_gemma,
         required=_CAUSAL,
     ),
     Family(
-        *(
-            "gemma3_text",
-            causal_lm("Gemma3"),
-            {**_GEMMA, "post_norms": True, "qk_layernorm": True},
-            _gemma3,
-        ),
+        name="gemma2",
+        architectures=causal_lm("Gemma2"),
+        defaults={**_GEMMA, "post_norms": True},
+        custom_fields=_gemma2,
         names=_GEMMA2_NAMES,
-        # Hugging Face's Gemma 3 ignores attn_logit_softcapping.
-        required={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
+        required=_CAUSAL,
     ),
     Family(
-        *("mixtral", causal_lm("Mixtral"), LLAMA, _mixtral),
+        name="gemma3_text",
+        architectures=causal_lm("Gemma3"),
+        defaults={**_GEMMA, "post_norms": True, "qk_layernorm": True},
+        custom_fields=_gemma3,
+        names=_GEMMA2_NAMES,
+        required={
+            "use_bidirectional_attention": (False, None),
+            # Hugging Face's Gemma 3 ignores it.
+            "attn_logit_softcapping": (None,),
+        },
+    ),
+    Family(
+        name="mixtral",
+        architectures=causal_lm("Mixtral"),
+        defaults=LLAMA,
+        custom_fields=_mixtral,
         names=DecoderNames(experts="block_sparse_moe", expert=("w1", "w3", "w2")),
         required={"router_jitter_noise": (0.0,)},
     ),
-    Family("qwen2_moe", causal_lm("Qwen2Moe"), LLAMA, _qwen_moe),
-    Family("qwen3_moe", causal_lm("Qwen3Moe"), {**LLAMA, "qk_layernorm": True}, _qwen_moe),
     Family(
-        "olmoe",
-        causal_lm("Olmoe"),
-        {**LLAMA, **_FULL_QK_NORM},
-        _mixtral,
+        name="qwen2_moe",
+        architectures=causal_lm("Qwen2Moe"),
+        defaults=LLAMA,
+        custom_fields=_qwen_moe,
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=causal_lm("Qwen3Moe"),
+        defaults={**LLAMA, "qk_layernorm": True},
+        custom_fields=_qwen_moe,
+    ),
+    Family(
+        name="olmoe",
+        architectures=causal_lm("Olmoe"),
+        defaults={**LLAMA, **_FULL_QK_NORM},
+        custom_fields=_mixtral,
         required={"clip_qkv": (None,)},
     ),
 )
