@@ -49,8 +49,9 @@ class EvaluationTexts:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """``text`` [rows, row_length + 1] int64, padded on the right with -1; ``loss_mask`` [rows, row_length] fp32."""
-        text = np.full((len(indices), self.row_length + 1), _PADDING, dtype=np.int64)
-        loss_mask = np.zeros((len(indices), self.row_length), dtype=np.float32)
+        num_rows = len(indices)
+        text = np.full((num_rows, self.row_length + 1), _PADDING, dtype=np.int64)
+        loss_mask = np.zeros((num_rows, self.row_length), dtype=np.float32)
         for row, index in enumerate(indices):
             begin, first, end = self.bounds[index].tolist()
             text[row, : end - begin] = self.tokens[begin:end]
@@ -83,23 +84,26 @@ def tokenize_evaluation_texts(
         DataError: With file and line, if a text has no last word; if the tokenizer is missing, or there is no text.
     """
     loaded = load_tokenizer(tokenizer)
-    encode, prefix = batch_encoder(loaded), _prefix_tokens(loaded)
+    encode = batch_encoder(loaded)
+    prefix = _prefix_tokens(loaded)
     located = iter(texts)
-    tokens, bounds = array("i"), array("q")
+    tokens = array("i")
+    bounds = array("q")
     num_truncated = 0
     while batch := list(islice(located, _BATCH)):
         if task == "last_word":
             samples = _last_words(batch, encode, prefix, seq_length, strict)
         else:
-            samples = (
-                _windows([*prefix, *ids], seq_length, stride)
-                for ids in encode([text for _, text in batch])
-            )
+            encoded = encode([text for _, text in batch])
+            samples = (_windows([*prefix, *ids], seq_length, stride) for ids in encoded)
         for ids, rows in samples:
-            if rows:
-                num_truncated += rows[0][0] > 0
-                bounds.extend(len(tokens) + bound for row in rows for bound in row)
-                tokens.extend(ids)
+            if not rows:
+                continue
+            first_begin, *_ = rows[0]
+            num_truncated += first_begin > 0
+            for row in rows:
+                bounds.extend(len(tokens) + bound for bound in row)
+            tokens.extend(ids)
     if not bounds:
         raise DataError(
             f"{path}: expected a text of at least two tokens, got none; give another file"
@@ -118,10 +122,12 @@ _Rows: TypeAlias = tuple[list[int], list[tuple[int, int, int]]]
 
 def _windows(ids: list[int], length: int, stride: int) -> _Rows:
     """Rows in which every token but the first is a target exactly once, in the first row that reaches it."""
-    rows, end = [], 1
+    rows = []
+    end = 1
     for begin in range(0, len(ids), stride):
         if end < len(ids):
-            first, end = end, min(begin + length + 1, len(ids))
+            first = end
+            end = min(begin + length + 1, len(ids))
             rows.append((begin, first, end))
     return ids, rows
 
@@ -136,20 +142,23 @@ def _last_words(
     """One row per text, whose last tokens are the targets; its beginning is cut off to fit ``length``."""
     parts = [_split_last_word(text, location) for location, text in batch]
     texts = encode([f"{context} {word}" for context, word in parts])
-    contexts, words = (
-        encode([context for context, _ in parts]),
-        encode([f" {word}" for _, word in parts]),
-    )
+    contexts = encode([context for context, _ in parts])
+    words = encode([f" {word}" for _, word in parts])
     for (location, _), both, context, word in zip(batch, texts, contexts, words, strict=True):
         # Some tokenizers (SentencePiece) prepend a space to every text: the tokens of the word are then those that
         # follow the context in the full text.
-        target = both[len(context) :] if both[: len(context)] == context else word
-        ids, num_targets = [*prefix, *context, *target], len(target) if strict else 1
+        target = word
+        if both[: len(context)] == context:
+            target = both[len(context) :]
+        ids = [*prefix, *context, *target]
+        num_targets = len(target) if strict else 1
         if num_targets > length:
             raise DataError(
                 f"{location} ends with a word of {num_targets} tokens, seq_length={length}; raise it"
             )
-        yield ids, [(max(0, len(ids) - length - 1), len(ids) - num_targets, len(ids))]
+        end = len(ids)
+        begin = max(0, end - length - 1)
+        yield ids, [(begin, end - num_targets, end)]
 
 
 def _split_last_word(text: str, location: str) -> tuple[str, str]:
@@ -165,5 +174,7 @@ def _prefix_tokens(tokenizer: Any) -> list[int]:
     """Special tokens that the tokenizer prepends to every text, such as Llama's beginning-of-sequence token."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     ids: list[int] = tokenizer.encode("a")
-    starts = [start for start in range(len(ids)) if ids[start : start + len(plain)] == plain]
-    return ids[: starts[0]] if starts else []
+    for start in range(len(ids)):
+        if ids[start : start + len(plain)] == plain:
+            return ids[:start]
+    return []

@@ -87,9 +87,10 @@ class RecordTokenizer:
             raise DataError(
                 f"tokenizer={options.tokenizer}: expected one with tokenizer.json, got {tokenizer!r:.40}"
             )
-        self.padding_token: int = next(
-            t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None
-        )
+        self.padding_token: int = 0
+        for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            if token is not None:
+                self.padding_token = token
 
     def samples(self, records: Iterator[tuple[str, Message]]) -> Iterator[TokenizedSample]:
         """Yield the samples of each record: one, or one per answer.
@@ -99,48 +100,40 @@ class RecordTokenizer:
                 answers.
         """
         while batch := list(islice(records, _BATCH)):
-            rendered = [
-                (location, item)
-                for location, record in batch
-                for item in self._render(record, location)
-            ]
-            samples = self._tokenize([item for _, item in rendered])
-            for (location, _), sample in zip(rendered, samples, strict=True):
-                if not sample[1].any():
+            locations = []
+            rendered = []
+            for location, record in batch:
+                items = self._render(record, location)
+                locations += [location] * len(items)
+                rendered += items
+            for location, sample in zip(locations, self._tokenize(rendered), strict=True):
+                _, is_answer = sample
+                if not is_answer.any():
                     raise DataError(
                         f"{location} has an answer without a token to learn; remove or complete it"
                     )
                 yield sample
 
     def _render(self, record: Message, location: str) -> list[_Rendered]:
-        prompt, completion, messages = (
-            record.get("prompt"),
-            record.get("completion"),
-            record.get("messages"),
-        )
-        if "messages" not in record and isinstance(prompt, str) and isinstance(completion, str):
-            if not completion.strip():
-                raise DataError(
-                    f"{location} has an empty 'completion', so there is nothing to learn; complete it"
-                )
-            if self._tokenizer.eos_token_id is None:
-                raise DataError(
-                    f"{location}: expected a tokenizer with an eos_token to end completions, got none"
-                )
-            prompt += self._options.separator
-            return [(prompt + completion, [(len(prompt), len(prompt + completion))], False)]
+        messages = record.get("messages")
         num_prompt = 0
-        if "messages" not in record and isinstance(prompt, list) and isinstance(completion, list):
-            messages, num_prompt = prompt + completion, len(prompt)
+        if "messages" not in record:
+            prompt = record.get("prompt")
+            completion = record.get("completion")
+            if isinstance(prompt, str) and isinstance(completion, str):
+                return [self._render_text(prompt, completion, location)]
+            if isinstance(prompt, list) and isinstance(completion, list):
+                messages = prompt + completion
+                num_prompt = len(prompt)
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise DataError(
                 f"{location}: expected 'prompt' and 'completion', two strings or two lists of messages, or 'messages':"
                 f' [{{"role": "user", "content": "..."}}, ...], got {reprlib.repr(record)}; correct it'
             )
         turns = [
-            i
-            for i, message in enumerate(messages)
-            if message["role"] == _ASSISTANT and i >= num_prompt
+            turn
+            for turn in range(num_prompt, len(messages))
+            if messages[turn]["role"] == _ASSISTANT
         ]
         if not turns or not all(_has_content(messages[turn]) for turn in turns):
             roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
@@ -151,39 +144,45 @@ class RecordTokenizer:
         tools = record.get("tools")
         if self._options.answers == "all":
             return [self._render_chat(messages, turns, tools, location)]
-        turns = turns[-1:] if self._options.answers == "last" else turns
+        if self._options.answers == "last":
+            turns = turns[-1:]
         return [self._render_chat(messages[: turn + 1], [turn], tools, location) for turn in turns]
+
+    def _render_text(self, prompt: str, completion: str, location: str) -> _Rendered:
+        if not completion.strip():
+            raise DataError(
+                f"{location} has an empty 'completion', so there is nothing to learn; complete it"
+            )
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{location}: expected a tokenizer with an eos_token to end completions, got none"
+            )
+        begin = len(prompt) + len(self._options.separator)
+        text = prompt + self._options.separator + completion
+        return text, [(begin, len(text))], False
 
     def _render_chat(
         self, messages: list[Message], turns: list[int], tools: Any, location: str
     ) -> _Rendered:
         """Render a conversation; its answers are what the template marks, or else what follows a generation prompt."""
         text, marks = self._apply_template(messages, tools, location)
-        # Many templates silently ignore tools, and roles that they do not know.
-        calls = (call for message in messages for call in message.get("tool_calls") or ())
-        expected = [
-            (f"the tool {name!r}", name) for name in map(_function_name, (*(tools or ()), *calls))
-        ]
-        for message in messages:
-            content, role = message.get("content"), message["role"]
-            if role not in _REWRITTEN_ROLES and isinstance(content, str):
-                expected.append((f"a message of the role {role!r}", content.strip()))
-        for subject, content in expected:
-            if content not in text:
-                raise DataError(f"{location}: the chat template leaves out {subject}; use another")
+        _check_nothing_left_out(text, messages, tools, location)
         if marks is not None:
-            before = (
-                self._apply_template(messages[: turns[0]], tools, location)[1] if turns[0] else None
-            )
+            before = None
+            if turns[0]:
+                _, before = self._apply_template(messages[: turns[0]], tools, location)
             return text, marks[len(before or ()) :], True
         answers = []
         for turn in turns:
-            begin = (
-                self._apply_template(messages[:turn], tools, location, generation_prompt=True)[0]
-                if turn
-                else None
-            )
-            end = self._apply_template(messages[: turn + 1], tools, location)[0]
+            end, _ = self._apply_template(messages[: turn + 1], tools, location)
+            begin = None
+            if turn:
+                begin, _ = self._apply_template(
+                    messages[:turn],
+                    tools,
+                    location,
+                    generation_prompt=True,
+                )
             if begin is None or not (text.startswith(end) and end.startswith(begin)):
                 raise DataError(
                     f"{location}: the answer in message {turn + 1} cannot be found: nothing comes before it, or the"
@@ -227,7 +226,9 @@ class RecordTokenizer:
                 f" ({error}); correct the conversation, or use the tokenizer of a chat model, or save a template as"
                 " chat_template.jinja in its directory"
             ) from error
-        return texts[0], [(begin, end) for begin, end in marks[0]] if has_marks else None
+        if not has_marks:
+            return texts[0], None
+        return texts[0], [(begin, end) for begin, end in marks[0]]
 
     def _tokenize(self, records: Sequence[_Rendered]) -> Iterator[TokenizedSample]:
         """Tokens of each text; targets are those with a character of an answer, and the end of a completion.
@@ -250,17 +251,33 @@ class RecordTokenizer:
             encodings = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
             for (_, answers, _), ids, offsets in encodings:
                 tokens = np.array(ids, dtype=np.int32)
-                is_answer = _overlaps(np.array(offsets, dtype=np.int64).reshape(-1, 2), answers)
+                spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+                is_answer = _overlaps(spans, answers)
                 if not is_chat:
                     eos = self._tokenizer.eos_token_id
                     if len(tokens) == 0 or tokens[-1] != eos:
-                        tokens, is_answer = (
-                            np.append(tokens, np.int32(eos)),
-                            np.append(is_answer, False),
-                        )
+                        tokens = np.append(tokens, np.int32(eos))
+                        is_answer = np.append(is_answer, False)
                     is_answer[-1] = True
                 is_answer[:1] = False
                 yield tokens, is_answer
+
+
+def _check_nothing_left_out(text: str, messages: list[Message], tools: Any, location: str) -> None:
+    """Raise if a template has left something out: many ignore tools, and roles that they do not know."""
+    expected = []
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    for tool in (*(tools or ()), *calls):
+        name = _function_name(tool)
+        expected.append((f"the tool {name!r}", name))
+    for message in messages:
+        content = message.get("content")
+        role = message["role"]
+        if role not in _REWRITTEN_ROLES and isinstance(content, str):
+            expected.append((f"a message of the role {role!r}", content.strip()))
+    for subject, content in expected:
+        if content not in text:
+            raise DataError(f"{location}: the chat template leaves out {subject}; use another")
 
 
 def _is_message(message: Any) -> bool:
@@ -274,15 +291,19 @@ def _is_message(message: Any) -> bool:
 
 def _function_name(tool: Any) -> str:
     """Name of a tool or a tool call, at its top level or under ``function``; empty if there is none."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
+    if not isinstance(tool, dict):
+        return ""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict):
+        return ""
+    return str(function.get("name", ""))
 
 
 def _has_content(message: Message) -> bool:
     content = message.get("content")
-    return bool(
-        (content.strip() if isinstance(content, str) else content) or message.get("tool_calls")
-    )
+    if isinstance(content, str):
+        content = content.strip()
+    return bool(content or message.get("tool_calls"))
 
 
 def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -291,7 +312,8 @@ def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.b
     Some tokenizers do not count spaces as part of a token: one of only spaces is then empty and lies after them. A
     special token that the tokenizer adds is empty and lies at 0.
     """
-    begins, ends = offsets[:, 0], offsets[:, 1]
+    begins = offsets[:, 0]
+    ends = offsets[:, 1]
     inside = np.zeros(len(offsets), dtype=np.bool_)
     for first, last in spans:
         inside |= (ends > first) & ((begins < last) | (ends <= last))

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,20 +45,22 @@ def pack(
     for length in np.sort(lengths)[::-1].tolist():
         position = bisect_left(rooms, length)
         if position == len(rooms):
-            row, room, num_rows = num_rows, capacity, num_rows + 1
+            row = num_rows
+            room = capacity
+            num_rows += 1
         else:
             room = rooms[position]
             row = with_room[room].popleft()
             if not with_room[room]:
                 del rooms[position]
         rows.append(row)
-        if not with_room[room - length]:
-            insort(rooms, room - length)
-        with_room[room - length].append(row)
+        left = room - length
+        if not with_room[left]:
+            insort(rooms, left)
+        with_room[left].append(row)
     row_of = generator.permutation(num_rows)[rows]
-    starts = np.concatenate([[0], np.bincount(row_of, minlength=num_rows).cumsum()]).astype(
-        np.int64
-    )
+    ends = np.bincount(row_of, minlength=num_rows).cumsum()
+    starts = np.concatenate([[0], ends]).astype(np.int64)
     return by_length[np.argsort(row_of, kind="stable")], starts
 
 
@@ -78,21 +79,25 @@ class InstructionSamples:
 
     def __post_init__(self) -> None:
         lengths = self.instructions.lengths
-        self._members, self._starts = np.arange(len(lengths)), np.arange(len(lengths) + 1)
-        if self.packing_seed is not None:
+        if self.packing_seed is None:
+            self._members = np.arange(len(lengths))
+            self._starts = np.arange(len(lengths) + 1)
+        else:
             self._members, self._starts = pack(lengths, self.seq_length, self.packing_seed)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of samples and packing; not of padding, which does not change what is learned."""
         source = self.instructions
-        digest = hashlib.blake2b(
-            repr((self.seq_length, int(source.padding_token))).encode(), digest_size=8
-        )
-        begin, end = source.starts[0], source.starts[-1]
+        settings = (self.seq_length, int(source.padding_token))
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=8)
+        begin = source.starts[0]
+        end = source.starts[-1]
         for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
             digest.update(np.ascontiguousarray(part).data)
-        return f"{digest.hexdigest()}-{'alone' if self.packing_seed is None else f'packed-{self.packing_seed}'}"
+        if self.packing_seed is None:
+            return f"{digest.hexdigest()}-alone"
+        return f"{digest.hexdigest()}-packed-{self.packing_seed}"
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -120,21 +125,16 @@ class InstructionSamples:
             "attention_mask": 0,
             "position_ids": 0,
         }
-        columns = {
-            name: np.full((len(members), length), value, np.int64)
-            for name, value in padding.items()
-        }
+        shape = (len(members), length)
+        columns = {name: np.full(shape, value, np.int64) for name, value in padding.items()}
         for row, samples in enumerate(members):
             end = 0
             for number, sample in enumerate(samples, 1):
                 tokens, is_answer = source.sample(sample)
-                begin, end = end, end + len(tokens)
-                values: list[Any] = [
-                    tokens,
-                    np.where(is_answer, tokens, _NO_TARGET),
-                    number,
-                    np.arange(len(tokens)),
-                ]
-                for column, value in zip(columns.values(), values, strict=True):
-                    column[row, begin:end] = value
+                begin = end
+                end += len(tokens)
+                columns["input_ids"][row, begin:end] = tokens
+                columns["labels"][row, begin:end] = np.where(is_answer, tokens, _NO_TARGET)
+                columns["attention_mask"][row, begin:end] = number
+                columns["position_ids"][row, begin:end] = np.arange(len(tokens))
         return {name: torch.from_numpy(column) for name, column in columns.items()}

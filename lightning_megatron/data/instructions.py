@@ -53,7 +53,7 @@ class Instructions(SavedArrays):
 
     def sample(self, index: int) -> TokenizedSample:
         """Tokens of one sample, and whether each is a target."""
-        begin, end = self.starts[index], self.starts[index + 1]
+        begin, end = self.starts[index : index + 2]
         return self.tokens[begin:end], self.is_answer[begin:end]
 
     def part(self, samples: range) -> Instructions:
@@ -79,10 +79,15 @@ def read_instructions(options: InstructionOptions) -> Instructions:
         DataError: With file and line, if a record is malformed; if files or tokenizer are missing, or no sample has a
             target.
     """
-    reader, files, limit = RecordTokenizer(options), record_files(options.path), options.seq_length
+    reader = RecordTokenizer(options)
+    files = record_files(options.path)
+    limit = options.seq_length
     # Byte arrays grow in place; a list of a million small arrays would take more memory than their content.
-    tokens, is_answer, lengths = bytearray(), bytearray(), array("q")
-    num_truncated = num_skipped = 0
+    tokens = bytearray()
+    is_answer = bytearray()
+    lengths = array("q")
+    num_truncated = 0
+    num_skipped = 0
     # No progress bar for files that are read within three seconds.
     with input_progress(files, "Tokenizing instructions", delay=3) as bar:
         for ids, learned in reader.samples(read_records(files, bar.update)):
@@ -102,14 +107,12 @@ def read_instructions(options: InstructionOptions) -> Instructions:
         _log.warning(
             "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
             " nothing of their answers was left. Raise seq_length to keep them whole.",
-            *(
-                num_truncated,
-                len(lengths) + num_skipped,
-                options.path,
-                limit,
-                num_truncated - num_skipped,
-                num_skipped,
-            ),
+            num_truncated,
+            len(lengths) + num_skipped,
+            options.path,
+            limit,
+            num_truncated - num_skipped,
+            num_skipped,
         )
     return Instructions(
         tokens=np.frombuffer(tokens, dtype=np.int32),
@@ -136,16 +139,18 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
     if index_cache is None:
         return read_instructions(options)
     tokenizer = load_tokenizer(options.tokenizer)
-    files = [(os.path.realpath(file), os.stat(file)) for file in record_files(options.path)]
+    files = []
+    for file in record_files(options.path):
+        stat = os.stat(file)
+        files.append((os.path.realpath(file), stat.st_size, stat.st_mtime_ns))
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
+    special = tokenizer.special_tokens_map
     identity = (
         _FORMAT_VERSION,
-        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
+        files,
         (options.seq_length, options.answers, options.separator),
-        (
-            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else "",
-            tokenizer.chat_template,
-        ),
-        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
+        (backend, tokenizer.chat_template),
+        sorted((name, str(token)) for name, token in special.items()),
     )
     name = f"instructions-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
     folder = os.path.join(os.path.abspath(index_cache), name)

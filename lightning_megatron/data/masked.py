@@ -69,11 +69,13 @@ class MaskingOptions:
             raise ConfigError(
                 f"probability={self.probability} must be more than 0 and less than 1; 0.15 is usual"
             )
-        if not 0 <= (share := self.short_sequence_probability) <= 1:
+        share = self.short_sequence_probability
+        if not 0 <= share <= 1:
             raise ConfigError(
                 f"short_sequence_probability={share} must be from 0 to 1; 0.1 is usual"
             )
-        require_number("max_ngram", 1 if self.max_ngram is None else self.max_ngram, at_least=1)
+        if self.max_ngram is not None:
+            require_number("max_ngram", self.max_ngram, at_least=1)
 
     def masked(self, num_tokens: int, target: int) -> float:
         """Maximum number of tokens to mask.
@@ -82,7 +84,8 @@ class MaskingOptions:
             num_tokens: Tokens of the sample.
             target: Target length of the sample.
         """
-        return min(self.probability * target, max(1, int(round(num_tokens * self.probability))))
+        share = max(1, int(round(num_tokens * self.probability)))
+        return min(self.probability * target, share)
 
 
 def masked_ngrams(
@@ -235,14 +238,11 @@ class MaskedObjective(Objective):
         dataset = open_dataset(part.prefix)
         documents = split_ranges(part.split, dataset.num_documents)[part.name]
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
-        lengths, num_sentences = dataset.lengths[bounds[0] : bounds[-1]], np.diff(bounds)
+        lengths = dataset.lengths[bounds[0] : bounds[-1]]
+        num_sentences = np.diff(bounds)
         num_tokens = int(lengths.sum(dtype=np.int64))
-        long_documents = (
-            np.searchsorted(
-                bounds, np.flatnonzero(lengths > LONG_SENTENCE) + bounds[0], side="right"
-            )
-            - 1
-        )
+        long_sentences = np.flatnonzero(lengths > LONG_SENTENCE) + bounds[0]
+        long_documents = np.searchsorted(bounds, long_sentences, side="right") - 1
         skipped = num_sentences < max(1, self.min_sentences)
         skipped[long_documents] |= num_sentences[long_documents] > 1
         if not num_tokens or skipped.all():
@@ -253,31 +253,41 @@ class MaskedObjective(Objective):
             )
         if warns:
             single = dataset.lengths[bounds[:-1][num_sentences == 1]].astype(np.int64)
-            self._warn(
-                part, skipped, int(np.maximum(single - self.max_tokens, 0).sum()) / num_tokens
-            )
-        passes = _MAX_INT32 - 1  # the engine stops after the pass that completes the samples
-        cut = (
+            num_lost = int(np.maximum(single - self.max_tokens, 0).sum())
+            self._warn(part, skipped, num_lost / num_tokens)
+        return build_mapping(  # type: ignore[no-any-return]
+            bounds,
+            dataset.lengths,
+            _MAX_INT32 - 1,  # passes: the engine stops after the one that completes the samples
             max(1, num_samples or 1),
             self.max_tokens,
             self.masking.short_sequence_probability,
             part.seed,
+            False,
+            self.min_sentences,
         )
-        return build_mapping(bounds, dataset.lengths, passes, *cut, False, self.min_sentences)  # type: ignore[no-any-return]
 
     def _warn(self, part: Part, skipped: Flags, truncated_share: float) -> None:
         """Warn of skipped documents, and of the fraction of tokens beyond the end of rows."""
-        if (count := int(skipped.sum())) > 0.01 * len(skipped):
+        count = int(skipped.sum())
+        if count > 0.01 * len(skipped):
             _log.warning(
                 "%d of %d documents of %s (%s) are left out, as by Megatron: a sample is made of %s; preprocess with"
                 " --split-sentences if they were not split.",
-                *(count, len(skipped), part.prefix, part.name, self.requirement),
+                count,
+                len(skipped),
+                part.prefix,
+                part.name,
+                self.requirement,
             )
         if self.min_sentences == 1 and truncated_share > 0.01:
             _log.warning(
                 "%.0f %% of the tokens of %s (%s) are never trained on: documents of one sequence give one sample each,"
                 " cut at %d tokens, as by Megatron; preprocess with --split-sentences.",
-                *(100 * truncated_share, part.prefix, part.name, self.max_tokens),
+                100 * truncated_share,
+                part.prefix,
+                part.name,
+                self.max_tokens,
             )
 
     @override
@@ -294,7 +304,8 @@ class MaskedObjective(Objective):
         Raises:
             DataError: If the dataset has a token that the tokenizer lacks.
         """
-        rows, state = self.empty_rows(len(indices)), np.random.RandomState(0)
+        rows = self.empty_rows(len(indices))
+        state = np.random.RandomState(0)
         for row, sample in enumerate(indices):
             state.seed((seed + int(sample)) % 2**32)
             first, end, target = index.sentences[int(sample)].tolist()
@@ -303,14 +314,19 @@ class MaskedObjective(Objective):
 
     def _text(self, dataset: IndexedDataset, first: int, end: int, target: int) -> Sentences:
         stored, lengths = dataset.sequences(first, end)
-        tokens, tokenizer = stored.astype(np.int64), self.tokenizer
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.size:
-            token = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise DataError(
-                f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
-            )
+        tokens = stored.astype(np.int64)
+        tokenizer = self.tokenizer
+        if len(tokens):
+            smallest = tokens.min()
+            largest = tokens.max()
+            if smallest < 0 or largest >= tokenizer.size:
+                token = smallest if smallest < 0 else largest
+                raise DataError(
+                    f"{dataset.prefix} has token {token}, {tokenizer.source} has 0 to {tokenizer.size - 1}"
+                )
         begins = tokenizer.begins_word[tokens]
-        begins[(lengths.cumsum() - lengths)[lengths > 0]] = True
+        first_tokens = lengths.cumsum() - lengths
+        begins[first_tokens[lengths > 0]] = True
         return tokens, begins, lengths, target
 
     @abstractmethod

@@ -46,34 +46,34 @@ class BertObjective(MaskedObjective):
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(shape, IGNORED, dtype=np.int64),
         }
-        return (
-            {**rows, "next_sentence_label": np.zeros(num_rows, dtype=np.int64)}
-            if self.sentence_order
-            else rows
-        )
+        if self.sentence_order:
+            rows["next_sentence_label"] = np.zeros(num_rows, dtype=np.int64)
+        return rows
 
     @override
     def fill_row(
         self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
     ) -> None:
         text, begins, lengths, target = sample
-        tokens, starts = rows["input_ids"][row], np.zeros(self.seq_length, dtype=np.bool_)
-        segments = [slice(0, len(text)), slice(len(text), len(text))]
+        tokens = rows["input_ids"][row]
+        starts = np.zeros(self.seq_length, dtype=np.bool_)
+        middle = len(text)
         if self.sentence_order:
-            middle = int(lengths[: state.randint(1, len(lengths)) if len(lengths) > 2 else 1].sum())
-            segments = [slice(0, middle), slice(middle, len(text))]
-            if state.random_sample() < 0.5:
-                segments.reverse()
-                rows["next_sentence_label"][row] = 1
-        (tokens[0], separator, _), end = self.special_ids, 1
+            num_first = state.randint(1, len(lengths)) if len(lengths) > 2 else 1
+            middle = int(lengths[:num_first].sum())
+        segments = [slice(0, middle), slice(middle, len(text))]
+        if self.sentence_order and state.random_sample() < 0.5:
+            segments.reverse()
+            rows["next_sentence_label"][row] = 1
+        tokens[0], separator, _ = self.special_ids
+        end = 1
         for kind, segment in enumerate(_trim(segments, target, state)):
-            begin, end = end, end + segment.stop - segment.start
+            begin = end
+            end += segment.stop - segment.start
             if kind == 0 or end > begin:
-                tokens[begin:end], starts[begin:end], tokens[end] = (
-                    text[segment],
-                    begins[segment],
-                    separator,
-                )
+                tokens[begin:end] = text[segment]
+                starts[begin:end] = begins[segment]
+                tokens[end] = separator
                 end += 1
                 rows["token_type_ids"][row, begin:end] = kind
         rows["attention_mask"][row, :end] = 1
@@ -87,14 +87,18 @@ class BertObjective(MaskedObjective):
         Source: BERT, https://arxiv.org/abs/1810.04805, section 3.1.
         """
         positions, bounds = self._words(tokens, begins)
-        ids, random, cumulative = self.tokenizer.ids, state.random_sample, self._ngram_distribution
+        ids = self.tokenizer.ids
+        random = state.random_sample
+        cumulative = self._ngram_distribution
         selected: list[int] = []
         masked: list[int] = []
         replaced: dict[int, int] = {}
         budget = self.masking.masked(len(tokens), target)
-        for begin, end in masked_ngrams(
-            bounds, budget, lambda: bisect_right(cumulative, random()) + 1, state
-        ):
+
+        def draw_size() -> int:
+            return bisect_right(cumulative, random()) + 1
+
+        for begin, end in masked_ngrams(bounds, budget, draw_size, state):
             for index in range(begin, end):
                 selected.append(index)
                 if random() < 0.8:
@@ -110,9 +114,8 @@ class BertObjective(MaskedObjective):
     def _ngram_distribution(self) -> list[float]:
         """Cumulative distribution of the n-gram size n, whose probability is proportional to 1/n."""
         # Rounded step by step as in the engine and numpy's choice: one bit may change a whole sample.
-        probabilities = 1.0 / (
-            np.arange(self.masking.max_ngram or self.default_max_ngram, dtype=np.int64) + 1
-        )
+        largest = self.masking.max_ngram or self.default_max_ngram
+        probabilities = 1.0 / (np.arange(largest, dtype=np.int64) + 1)
         probabilities = probabilities / probabilities.sum(keepdims=True)
         probabilities = probabilities / probabilities.sum(keepdims=True)
         cumulative = probabilities.cumsum()
@@ -124,11 +127,13 @@ def _trim(segments: list[slice], target: int, state: np.random.RandomState) -> l
 
     One draw per token, as in the engine's loop; of two equally long segments the second is trimmed.
     """
-    (begin, end), (other_begin, other_end) = ((segment.start, segment.stop) for segment in segments)
-    excess = max(0, end - begin + other_end - other_begin - target)
+    bounds = [[segment.start, segment.stop] for segment in segments]
+    first, second = bounds
+    excess = max(0, first[1] - first[0] + second[1] - second[0] - target)
     for at_front in (state.random_sample(excess) < 0.5).tolist():
-        if end - begin > other_end - other_begin:
-            begin, end = begin + at_front, end - (not at_front)
+        trimmed = first if first[1] - first[0] > second[1] - second[0] else second
+        if at_front:
+            trimmed[0] += 1
         else:
-            other_begin, other_end = other_begin + at_front, other_end - (not at_front)
-    return [slice(begin, end), slice(other_begin, other_end)]
+            trimmed[1] -= 1
+    return [slice(begin, end) for begin, end in bounds]

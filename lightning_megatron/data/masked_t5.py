@@ -57,9 +57,8 @@ class T5Objective(MaskedObjective):
         # If each word is one token; with longer words there are fewer spans.
         tokens = int(self.masking.masked(self.max_tokens, self.max_tokens))
         largest = self.masking.max_ngram or self.default_max_ngram
-        spans = round(
-            tokens / ((1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY)
-        )
+        mean_length = (1 - (1 - GEOMETRIC_PROBABILITY) ** largest) / GEOMETRIC_PROBABILITY
+        spans = round(tokens / mean_length)
         needed = tokens + spans + self._num_final_labels
         if self.seq_length_decoder < needed:
             raise ConfigError(
@@ -80,12 +79,12 @@ class T5Objective(MaskedObjective):
     @override
     def empty_rows(self, num_rows: int) -> Arrays:
         """Padding; ``labels`` is -100 for no target."""
+        shape = (num_rows, self.seq_length)
+        decoder_shape = (num_rows, self.seq_length_decoder)
         return {
-            "input_ids": np.full(
-                (num_rows, self.seq_length), self.tokenizer.padding_token, dtype=np.int64
-            ),
-            "attention_mask": np.zeros((num_rows, self.seq_length), dtype=np.int64),
-            "labels": np.full((num_rows, self.seq_length_decoder), IGNORED, dtype=np.int64),
+            "input_ids": np.full(shape, self.tokenizer.padding_token, dtype=np.int64),
+            "attention_mask": np.zeros(shape, dtype=np.int64),
+            "labels": np.full(decoder_shape, IGNORED, dtype=np.int64),
         }
 
     @override
@@ -98,7 +97,8 @@ class T5Objective(MaskedObjective):
         tokens: list[int] = text.tolist()
         inputs: list[int] = []
         labels: list[int] = []
-        sentinels, (eos,) = self.tokenizer.sentinels, self.special_ids
+        sentinels = self.tokenizer.sentinels
+        (eos,) = self.special_ids
         last = 0
         for sentinel, (begin, end) in zip(sentinels, spans, strict=False):
             inputs += [*tokens[last:begin], sentinel]
@@ -110,10 +110,8 @@ class T5Objective(MaskedObjective):
             if inputs[-1:] != [eos]:  # preprocess may have appended it to the document
                 inputs.append(eos)
         labels.append(eos)
-        rows["input_ids"][row, : len(inputs)], rows["attention_mask"][row, : len(inputs)] = (
-            inputs,
-            1,
-        )
+        rows["input_ids"][row, : len(inputs)] = inputs
+        rows["attention_mask"][row, : len(inputs)] = 1
         rows["labels"][row, : len(labels)] = labels
 
     def _spans(
@@ -121,14 +119,17 @@ class T5Objective(MaskedObjective):
     ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in text order."""
         positions, bounds = self._words(text, begins)
-        max_ngram, geometric = self.masking.max_ngram or self.default_max_ngram, state.geometric
+        max_ngram = self.masking.max_ngram or self.default_max_ngram
+        budget = self.masking.masked(len(text), target)
         spans: list[tuple[int, int]] = []
         num_labels = self._num_final_labels
-        draw_size = lambda: min(geometric(GEOMETRIC_PROBABILITY), max_ngram)  # noqa: E731
-        for first, stop in masked_ngrams(
-            bounds, self.masking.masked(len(text), target), draw_size, state
-        ):
-            begin, end = int(positions[first]), int(positions[stop - 1]) + 1
+
+        def draw_size() -> int:
+            return min(state.geometric(GEOMETRIC_PROBABILITY), max_ngram)
+
+        for first, stop in masked_ngrams(bounds, budget, draw_size, state):
+            begin = int(positions[first])
+            end = int(positions[stop - 1]) + 1
             num_labels += 1 + end - begin
             if len(spans) == self.max_spans or num_labels > self.seq_length_decoder:
                 break

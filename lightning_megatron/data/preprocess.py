@@ -95,9 +95,8 @@ class PreprocessOptions:
             require_number("max_document_bytes", self.max_document_bytes, at_least=1)
         TextEncoding(name=self.encoding, errors=self.errors)
         keys = self.json_keys
-        if (
-            not keys or len(set(keys)) != len(keys) or any(os.sep in key for key in keys)
-        ):  # they name files
+        has_slash = any(os.sep in key for key in keys)  # they name files
+        if not keys or len(set(keys)) != len(keys) or has_slash:
             raise ConfigError(
                 f"json_keys={' '.join(keys)!r}: expected keys, each once, without a slash; correct them"
             )
@@ -169,10 +168,10 @@ def preprocess(options: PreprocessOptions) -> PreprocessResult:
             bar.update(piece.num_bytes)
         for key, writer in zip(options.json_keys, writers, strict=True):
             if not writer.num_tokens:
-                skipped = f" ({bad.count} lines, rows or files were skipped)" if bad.count else ""
-                raise DataError(
-                    f"no document has a token under '{key}' in {len(files)} files{skipped}; give others"
-                )
+                problem = f"no document has a token under '{key}' in {len(files)} files"
+                if bad.count:
+                    problem += f" ({bad.count} lines, rows or files were skipped)"
+                raise DataError(f"{problem}; give others")
     return PreprocessResult(
         prefixes=tuple(f"{options.output_prefix}{ending}" for ending in endings),
         documents=len(writers[0].counts),
@@ -213,7 +212,8 @@ class DocumentEncoder:
     """
 
     def __init__(self, options: PreprocessOptions) -> None:
-        self._options, self._tokenizer = options, load_tokenizer(options.tokenizer)
+        self._options = options
+        self._tokenizer = load_tokenizer(options.tokenizer)
         self.dtype = token_dtype(largest_id(self._tokenizer) + 1)
         """Dtype in which ids are stored."""
         self._eod: int | None = self._tokenizer.eos_token_id if options.append_eod else None
@@ -224,22 +224,23 @@ class DocumentEncoder:
 
     def __call__(self, piece: Piece) -> EncodedPiece:
         """Tokenize ``piece``."""
-        decoder = Decoder(TextEncoding(name=self._options.encoding, errors=self._options.errors))
-        documents, bad = read_documents(piece, self._options.json_keys, decoder)
-        columns = (
-            zip(*documents, strict=True) if documents else ((),) * len(self._options.json_keys)
-        )
-        keys = [self._encode_key(texts) for texts in columns]
+        options = self._options
+        decoder = Decoder(TextEncoding(name=options.encoding, errors=options.errors))
+        documents, bad = read_documents(piece, options.json_keys, decoder)
+        keys = []
+        for column in range(len(options.json_keys)):
+            keys.append(self._encode_key([texts[column] for texts in documents]))
         return EncodedPiece(bad, piece.num_bytes, keys, decoder.num_replaced)
 
     def _encode_key(self, texts: Sequence[str]) -> EncodedKey:
+        options = self._options
         groups = [[text] for text in texts]
-        if self._options.split_sentences:
+        if options.split_sentences:
             groups = [
-                split_sentences(text, self._options.language, self._options.keep_newlines)
-                for text in texts
+                split_sentences(text, options.language, options.keep_newlines) for text in texts
             ]
-        encoded = iter(batch_encoder(self._tokenizer)(list(chain.from_iterable(groups))))
+        encode = batch_encoder(self._tokenizer)
+        encoded = iter(encode(list(chain.from_iterable(groups))))
         sequences: list[list[int]] = []
         counts: list[int] = []
         for group in groups:
@@ -280,7 +281,8 @@ def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
         position = start + len(sentence)
         bounds.append((start, position))
     if keep_newlines and bounds:
-        bounds = list(pairwise([0, *(start for start, _ in bounds[1:]), len(text)]))
+        starts = [start for start, _ in bounds[1:]]
+        bounds = list(pairwise([0, *starts, len(text)]))
     return [text[start:stop] for start, stop in bounds]
 
 
@@ -297,11 +299,10 @@ def _encode_all(
     options: dict[str, Any] = {}
     if workers > 1:
         # Fork shares everything loaded, including the tokenizer; libraries of macOS do not survive it.
-        context = "fork" if sys.platform == "linux" else "spawn"
         options = {
             "num_workers": workers,
             "prefetch_factor": PREFETCH_FACTOR,
-            "multiprocessing_context": context,
+            "multiprocessing_context": "fork" if sys.platform == "linux" else "spawn",
         }
     failure = ""
     # The processes are the parallelism: the tokenizers library would use all cores of the machine in each of them.
@@ -310,9 +311,8 @@ def _encode_all(
             yield from parallel_map(encode, pieces, options)
         except RuntimeError as error:
             failure = str(error)
-    if (
-        failure
-    ):  # outside the handler: the traceback of torch's error would keep the other workers alive
+    # Outside the handler: the traceback of torch's error would keep the other workers alive.
+    if failure:
         raise RuntimeError(
             f"a tokenizing worker failed; if it was killed, memory may have run out: {failure}"
         )

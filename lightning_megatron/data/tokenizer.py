@@ -51,9 +51,8 @@ def load_tokenizer(folder: str | Path) -> Any:
         return tokenizer
     except DataError:
         raise
-    except (
-        Exception
-    ) as error:  # of any type, depending on the files and the library that reads them
+    # Of any type, depending on the files and the library that reads them.
+    except Exception as error:
         raise DataError(
             f"{folder} holds no tokenizer that transformers can load ({first_line(error)})"
         ) from error
@@ -116,7 +115,8 @@ def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
     Raises:
         ConfigError: If it does, with the largest id.
     """
-    if (largest := largest_id(tokenizer)) >= vocab_size:
+    largest = largest_id(tokenizer)
+    if largest >= vocab_size:
         raise ConfigError(
             f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}"
         )
@@ -129,9 +129,14 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # implemented in Python or on SentencePiece
-        return lambda texts: (
-            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        )
+
+        def encode_in_python(texts: list[str]) -> list[list[int]]:
+            if not texts:
+                return []
+            encoded = tokenizer(texts, add_special_tokens=False, verbose=False)
+            return encoded["input_ids"]  # type: ignore[no-any-return]
+
+        return encode_in_python
     source = tokenizer.name_or_path
     # A saved tokenizer may truncate and pad as in its last use; a corpus is never truncated.
     backend.no_truncation()
@@ -141,9 +146,8 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
         try:
             # The fast variant skips the offsets of tokens in the text, which cost as much as the ids.
             with panics_as_errors(source):
-                return [
-                    item.ids for item in backend.encode_batch_fast(texts, add_special_tokens=False)
-                ]
+                encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
+                return [item.ids for item in encoded]
         except DataError:
             raise
         except Exception as error:  # the library's only type, e.g. for a word that a vocabulary without [UNK] lacks

@@ -69,8 +69,7 @@ class TokenizerFacts:
         largest_id(tokenizer)  # checks it
         ids = np.unique(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)))
         begins = np.ones(int(ids[-1]) + 1, dtype=np.bool_)
-        pieces = list(vocabulary)
-        begins[[vocabulary[piece] for piece in pieces]] = _begins_word(pieces)
+        begins[list(vocabulary.values())] = _begins_word(list(vocabulary))
         begins[[*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]] = True
         sentinels = _sentinels(vocabulary)
         begins[list(sentinels)] = True
@@ -114,10 +113,9 @@ class TokenizerFacts:
 
 
 def _begins_word(pieces: Sequence[str]) -> list[bool]:
-    counts = {
-        mark: sum(piece.startswith(mark) for piece in pieces)
-        for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL)
-    }
+    counts = {}
+    for mark in (_CONTINUES, _SENTENCE_PIECE, _BYTE_LEVEL):
+        counts[mark] = sum(piece.startswith(mark) for piece in pieces)
     # The marks of other tokenizers occur in most large vocabularies, but not at the beginning of many pieces.
     mark = max(counts, key=lambda mark: counts[mark])
     if counts[mark] == 0:

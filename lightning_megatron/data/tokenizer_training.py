@@ -102,8 +102,10 @@ class TokenizerTrainingResult:
 
 def special_tokens(kind: ModelKind) -> list[str]:
     """Special tokens of a kind of model, in the order of their ids from 0."""
-    sentinels = [f"<extra_id_{number}>" for number in range(NUM_SENTINELS)] if kind == "t5" else []
-    return [*dict.fromkeys(ROLES[kind].values()), *sentinels]
+    tokens = list(dict.fromkeys(ROLES[kind].values()))
+    if kind == "t5":
+        tokens += [f"<extra_id_{number}>" for number in range(NUM_SENTINELS)]
+    return tokens
 
 
 def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResult:
@@ -118,7 +120,8 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     """
     from tokenizers import ByteLevelBPETokenizer
 
-    if (existing := Path(options.output, "tokenizer.json")).exists():  # datasets may depend on it
+    existing = Path(options.output, "tokenizer.json")
+    if existing.exists():  # datasets may depend on it
         raise DataError(
             f"output={options.output} would overwrite {existing}; choose another or remove it"
         )
@@ -130,9 +133,11 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
     with staged(
         Path(options.output), "tokenizer.json", last=("tokenizer.json",), error=DataError
     ) as hidden:
-        texts, special = _texts_with_progress(files, options, counts), special_tokens(options.kind)
         tokenizer.train_from_iterator(
-            texts, options.vocab_size, min_frequency=0, special_tokens=special
+            _texts_with_progress(files, options, counts),
+            options.vocab_size,
+            min_frequency=0,
+            special_tokens=special_tokens(options.kind),
         )
         if not counts["characters"]:
             raise DataError(f"the {len(files)} input files hold no text; give files with text")
