@@ -22,7 +22,10 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
     return _matching_files(folder, TOKENIZER_FILES)
 
 
-def companion_files(companions: Path | None, tokenizer: Path | None = None) -> list[Path]:
+def companion_files(
+    companions: Path | None,
+    tokenizer: Path | None = None,
+) -> list[Path]:
     """Generation config and tokenizer files to copy beside converted weights.
 
     Args:

@@ -94,9 +94,11 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
         padded = replace(source.model, make_vocab_size_divisible_by=padding)
         source = replace(source, model=padded)
     _check_model(source, options, layout)
-    others = [open_source(path, options.config, base=options.base) for path in average_with]
-    for other in others:
+    others = []
+    for path in average_with:
+        other = open_source(path, options.config, base=options.base)
         _check_same_model(other, source)
+        others.append(other)
     if options.to == "peft":
         _check_same_base(others, source)
     with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
@@ -288,7 +290,8 @@ def _check_model(source: ModelSource, options: ConvertOptions, layout: ParallelC
     """
     model = source.model
     # In one process layers need not divide: the rule for pp concerns training only.
-    check_layout(model, layout if _world_size() > 1 else replace(layout, pp=1, vpp=None))
+    split = layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)
+    check_layout(model, split)
     stages = layout.pp * layout.num_model_chunks
     layers = model.num_layers + model.num_decoder_layers
     if stages > layers:
@@ -327,7 +330,11 @@ def _check_legacy_model(model: ModelConfig, layout: ParallelConfig) -> None:
         )
 
 
-def _check_missing(source: ModelSource, options: ConvertOptions, missing: frozenset[Key]) -> None:
+def _check_missing(
+    source: ModelSource,
+    options: ConvertOptions,
+    missing: frozenset[Key],
+) -> None:
     if not missing:
         return
     names = ", ".join(hugging_face_names(missing, source.model))

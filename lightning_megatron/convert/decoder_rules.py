@@ -75,7 +75,11 @@ def linear(
     return [weight, bias]
 
 
-def norm(megatron: str, hugging_face: str, model: ModelConfig) -> list[Rule]:
+def norm(
+    megatron: str,
+    hugging_face: str,
+    model: ModelConfig,
+) -> list[Rule]:
     """Rules of a norm: weight and, for most LayerNorms, bias; ``megatron`` is the name up to ``weight``."""
     kinds = ["weight"]
     if model.normalization == "LayerNorm" and model.norm_bias:
@@ -92,7 +96,11 @@ def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
     return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
 
 
-def stack_rules(names: DecoderNames, model: ModelConfig, stack: str = "decoder") -> list[Rule]:
+def stack_rules(
+    names: DecoderNames,
+    model: ModelConfig,
+    stack: str = "decoder",
+) -> list[Rule]:
     """Rules of a stack (``encoder`` or ``decoder``): attention and MLP of its layers, and its final norm."""
     hf = names.base + names.layer
     attention = f"{stack}.layers.self_attention."

@@ -122,7 +122,10 @@ class Family:
                     f"use {name}={choices}"
                 )
         try:
-            return replace(self.describe(hf_config), task=self.task_of(hf_config, task))
+            return replace(
+                self.describe(hf_config),
+                task=self.task_of(hf_config, task),
+            )
         except ConfigError:
             raise
         # transformers does not validate all fields of a config.json.

@@ -109,7 +109,10 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
 
 
 def open_source(
-    path: Path, config: Path | None = None, iteration: int | None = None, base: Path | None = None
+    path: Path,
+    config: Path | None = None,
+    iteration: int | None = None,
+    base: Path | None = None,
 ) -> ModelSource:
     """Open a checkpoint of any format and describe its model.
 

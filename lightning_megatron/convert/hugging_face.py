@@ -121,7 +121,11 @@ class HuggingFaceSource(Source):
             self._dtypes[keys[name]] = torch.promote_types(dtype, tensor.dtype)
         return self._dtypes
 
-    def _compare_ties(self, model: ModelConfig, ties: Iterable[tuple[str, str]]) -> None:
+    def _compare_ties(
+        self,
+        model: ModelConfig,
+        ties: Iterable[tuple[str, str]],
+    ) -> None:
         problems = [
             f"{one!r} differs from {other!r}, to which the config ties it; set tie_word_embeddings=false in config.json"
             " if it should not be tied"
@@ -152,7 +156,8 @@ class HuggingFaceSource(Source):
         stop = start + region.size[0]
         # For each row of the region: its row in the concatenation of Hugging Face tensors.
         source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
-        values = torch.empty(region.size, dtype=self._dtypes[region.key])
+        dtype = self._dtypes[region.key]
+        values = torch.empty(region.size, dtype=dtype)
         names = rule.names(region.key.layer, region.key.expert)
         for name, num_rows in zip(names, rule.rows or (region.shape[0],), strict=True):
             target_rows = ((source >= 0) & (source < num_rows)).nonzero().flatten()
@@ -167,7 +172,11 @@ class HuggingFaceSource(Source):
         return values
 
     def _read_rows(
-        self, name: str, rows: torch.Tensor, columns: tuple[slice, ...], rule: Rule
+        self,
+        name: str,
+        rows: torch.Tensor,
+        columns: tuple[slice, ...],
+        rule: Rule,
     ) -> torch.Tensor:
         """Some rows of a Hugging Face tensor, in Megatron's orientation."""
         first = int(rows.min())

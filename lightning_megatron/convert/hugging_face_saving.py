@@ -133,7 +133,11 @@ def save_hugging_face(
 
 
 def _saved_config(
-    hf_config: Any, model: ModelConfig, contents: Mapping[str, Stored], *, is_headless: bool
+    hf_config: Any,
+    model: ModelConfig,
+    contents: Mapping[str, Stored],
+    *,
+    is_headless: bool,
 ) -> Any:
     """Copy of ``hf_config`` to save with these tensors: with the saved class, and the dtype of most values."""
     sizes: Counter[torch.dtype] = Counter()
@@ -193,7 +197,10 @@ def staged_directory(path: Path) -> Iterator[Path]:
 
 
 def _write_small_files(
-    folder: Path, config: Any, index: Mapping[str, Any] | None, companions: Iterable[Path]
+    folder: Path,
+    config: Any,
+    index: Mapping[str, Any] | None,
+    companions: Iterable[Path],
 ) -> None:
     """Write everything but the weights, first: a failure is found before they are gathered."""
     with failures_as_errors(f"model directory {folder} is not written"):

@@ -215,7 +215,12 @@ class _ConfigBuilder:
             "sliding_window": window,
         }
 
-    def published_arguments(self, num_layers: int, width: int, ffn: int) -> dict[str, Any]:
+    def published_arguments(
+        self,
+        num_layers: int,
+        width: int,
+        ffn: int,
+    ) -> dict[str, Any]:
         """Arguments of NVIDIA's published model with these shapes; the number of heads is never guessed for others."""
         sizes, vocabularies, arguments = _PUBLISHED.get(self.architecture, ((), (), {}))
         is_known = any(0 <= self.rows - known < _MAX_PADDING * self.tp for known in vocabularies)

@@ -159,7 +159,12 @@ def _stored_tensor(key: Key, copies: list[tuple[str, Shards]]) -> Stored:
     return Stored(tuple(shape), shards[0].dtype, copies)
 
 
-def merge(key: Key, shards: Shards, model: ModelConfig, version: float) -> torch.Tensor:
+def merge(
+    key: Key,
+    shards: Shards,
+    model: ModelConfig,
+    version: float,
+) -> torch.Tensor:
     """Concatenate the shards of a tensor, with rows in Megatron-Core's order."""
     axis = split_axis(key.name)
     if axis is None:
@@ -288,4 +293,5 @@ class MegatronLMSource(Source):
     def read(self, region: Region) -> torch.Tensor:
         """See ``Source``."""
         _, shards = self._found[region.key].location[0]
-        return merge(region.key, shards, self._model, self._version)[region.slices]
+        tensor = merge(region.key, shards, self._model, self._version)
+        return tensor[region.slices]

@@ -53,7 +53,13 @@ _OTHER_NAMES = {
 _STACKED = re.compile(r"(encoder|transformer|decoder)\.(layers\.)?(?:(\d{1,9})\.)?(.+)")
 
 
-def _translate(name: str, stack: str | None, architecture: Architecture, *, writes: bool) -> str:
+def _translate(
+    name: str,
+    stack: str | None,
+    architecture: Architecture,
+    *,
+    writes: bool,
+) -> str:
     """Translate a legacy tensor name to Megatron-Core's or, with ``writes``, Megatron-Core's to the legacy name."""
     if stack is None:
         modules = _OTHER_NAMES

@@ -98,7 +98,11 @@ def save_megatron_lm(
                 (folder / TRACKER_FILE).write_text(_RELEASE)
 
 
-def _insert(tensors: dict[str, Any], name: str, values: torch.Tensor) -> None:
+def _insert(
+    tensors: dict[str, Any],
+    name: str,
+    values: torch.Tensor,
+) -> None:
     """Insert a tensor of a flat name where Megatron-LM has it.
 
     It nests dictionaries: ``["language_model"]["encoder"]["layers.0.input_layernorm.weight"]``.
@@ -133,7 +137,10 @@ def _tp_shard(
 
 
 def _in_chunk(
-    keys: Collection[Key], split: Sequence[Layers], chunk: int, model: ModelConfig
+    keys: Collection[Key],
+    split: Sequence[Layers],
+    chunk: int,
+    model: ModelConfig,
 ) -> list[tuple[str, Key]]:
     """Tensors of a model chunk with their flat legacy names, in layer order, before the final norm of their stack.
 

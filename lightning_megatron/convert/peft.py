@@ -159,7 +159,11 @@ def adaptation(
         base = str(Path(base).absolute())
     if isinstance(lora, (str, Path)):
         source = Path(lora)
-        return Adaptation(lora=AdapterSource(source).lora(), source=source, base=base)
+        return Adaptation(
+            lora=AdapterSource(source).lora(),
+            source=source,
+            base=base,
+        )
     options = as_options(LoRA, lora, "lora")
     return Adaptation(lora=options, source=None, base=base)
 
@@ -184,7 +188,11 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
         parts = tuple(any(_matches(module, target) for target in targets) for module in fused)
         if any(parts):
             adapted.append((name, parts))
-    adapters = Adapters(rank=lora.rank, alpha=lora.alpha, linears=tuple(adapted))
+    adapters = Adapters(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        linears=tuple(adapted),
+    )
     return replace(model, lora=adapters, lora_dropout=lora.dropout)
 
 
@@ -257,7 +265,11 @@ class AdapterSource(HuggingFaceSource):
         return Description(with_adapters(model, self.lora()), hf_config)
 
 
-def load_adapter(chunks: Iterable[Any], model: ModelConfig, path: Path) -> None:
+def load_adapter(
+    chunks: Iterable[Any],
+    model: ModelConfig,
+    path: Path,
+) -> None:
     """Load an adapter into this rank's model chunks. Collective over the world.
 
     Raises:
@@ -294,7 +306,11 @@ def describe_with_base(
     adapted = adapters.describe(config or base.path).model
     return ModelSource(
         parts=(*base.parts, adapters),
-        model=replace(base.model, lora=adapted.lora, lora_dropout=adapted.lora_dropout),
+        model=replace(
+            base.model,
+            lora=adapted.lora,
+            lora_dropout=adapted.lora_dropout,
+        ),
         hf_config=base.hf_config,
         kind=f"{adapters.kind} and its base",
         base=str(base.path),
@@ -331,7 +347,11 @@ def save_adapter(
                 staged(directory, "adapter", last=(CONFIG,), error=CheckpointError) as folder,
             ):
                 write_weight_file(folder, WEIGHTS, tensors)
-                text = json.dumps(_adapter_config(model, base), indent=2, sort_keys=True)
+                text = json.dumps(
+                    _adapter_config(model, base),
+                    indent=2,
+                    sort_keys=True,
+                )
                 (folder / CONFIG).write_text(f"{text}\n")
 
     call_on_all_ranks(write)

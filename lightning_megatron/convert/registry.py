@@ -215,7 +215,11 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
         raise ConfigError(f"the {model_type} config is invalid: {reason}; correct it") from None
 
 
-def _check_keys(fields: Mapping[str, Any], config_class: Any, model_type: str) -> None:
+def _check_keys(
+    fields: Mapping[str, Any],
+    config_class: Any,
+    model_type: str,
+) -> None:
     """Raise for keys that the config class does not know.
 
     transformers keeps these as attributes, so that a misspelt one silently leaves the default.

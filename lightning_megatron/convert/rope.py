@@ -34,7 +34,10 @@ _KEYS = {
 
 
 def read_rope(
-    hf: Any, rope_parameters: Mapping[str, Any] | None, *, partial_rotary: bool = False
+    hf: Any,
+    rope_parameters: Mapping[str, Any] | None,
+    *,
+    partial_rotary: bool = False,
 ) -> tuple[float, RopeScaling | None]:
     """Rotary base (theta) and frequency scaling of a Hugging Face config.
 
@@ -74,7 +77,13 @@ def read_rope(
     return base, _scaling(hf, kind, rope, width, base)
 
 
-def _scaling(hf: Any, kind: Any, rope: Mapping[str, Any], width: int, base: float) -> RopeScaling:
+def _scaling(
+    hf: Any,
+    kind: Any,
+    rope: Mapping[str, Any],
+    width: int,
+    base: float,
+) -> RopeScaling:
     # Dynamic scaling starts from max_position_embeddings and ignores original_max_position_embeddings.
     longest = hf.max_position_embeddings
     original = longest

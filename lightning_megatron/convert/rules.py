@@ -42,7 +42,11 @@ class Rule:
     transposed: bool = False
     """Whether Hugging Face stores the transposed weight (GPT-2's Conv1D)."""
 
-    def names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+    def names(
+        self,
+        layer: int | None,
+        expert: int | None = None,
+    ) -> tuple[str, ...]:
         """Hugging Face names in one layer, of one expert."""
         return tuple(
             name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
@@ -55,7 +59,10 @@ class Rule:
         return tuple(name.removesuffix(".weight") for name in self.hugging_face)
 
     def tensors(
-        self, shape: tuple[int, ...], layer: int | None, expert: int | None
+        self,
+        shape: tuple[int, ...],
+        layer: int | None,
+        expert: int | None,
     ) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the Hugging Face tensors that form a Megatron tensor of ``shape``."""
         rows = self.rows or (shape[0],)
@@ -81,7 +88,10 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     queries = torch.arange(num_attention_heads).view(num_query_groups, per_group)
     keys = num_attention_heads + torch.arange(num_query_groups)[:, None]
     values = keys + num_query_groups
-    heads = torch.cat([queries, keys, values], dim=1).flatten()
+    heads = torch.cat(
+        [queries, keys, values],
+        dim=1,
+    ).flatten()
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
 
 

@@ -164,7 +164,11 @@ def _shard(tensor: ShardedTensor, model: ModelConfig) -> Shard:
     )
     replica = tensor.replica_id
     is_main_replica = not any(replica) if isinstance(replica, tuple) else not replica
-    return Shard(region=region, data=tensor.data.detach(), is_main_replica=is_main_replica)
+    return Shard(
+        region=region,
+        data=tensor.data.detach(),
+        is_main_replica=is_main_replica,
+    )
 
 
 def host_group() -> Any:

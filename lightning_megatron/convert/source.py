@@ -173,7 +173,11 @@ class Source(ABC):
         )
 
 
-def _mismatch(name: str, stored: Stored, expected: tuple[int, ...]) -> str | None:
+def _mismatch(
+    name: str,
+    stored: Stored,
+    expected: tuple[int, ...],
+) -> str | None:
     """What is wrong with a stored tensor of the model; None if nothing is."""
     shape = stored.shape
     is_padded = name in VOCABULARY and shape > expected and shape[1:] == expected[1:]

@@ -45,7 +45,11 @@ class WeightFiles:
         self._opened: Any = None
         self._mapped = 0
 
-    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        box: tuple[slice, ...],
+    ) -> torch.Tensor:
         """Read a slice of a tensor; may be a view of the mapped file, so copy before keeping it.
 
         Raises:
@@ -155,7 +159,11 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
             dtype = header.get_dtype()
             if dtype not in _TYPES:
                 raise CheckpointError(f"weights file {file} has {name!r} as {dtype}; unpack it")
-            tensors[name] = Stored(tuple(header.get_shape()), _TYPES[dtype], file)
+            tensors[name] = Stored(
+                tuple(header.get_shape()),
+                _TYPES[dtype],
+                file,
+            )
         return tensors
 
 
@@ -174,7 +182,11 @@ def _read_pickled(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def write_weight_file(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_weight_file(
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
     """Write and sync one weight file.
 
     Raises:

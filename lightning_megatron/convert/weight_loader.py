@@ -60,7 +60,12 @@ class WeightLoader:
         """Tensors of the model that no source has (those of a head, or adapters); ``fill`` leaves them unchanged."""
 
     @torch.no_grad()
-    def fill(self, *, as_stored: bool = False, dtype: torch.dtype | None = None) -> None:
+    def fill(
+        self,
+        *,
+        as_stored: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Copy the checkpoint's values into this rank's weights; vocabulary padding becomes zero.
 
         Args:
@@ -74,7 +79,10 @@ class WeightLoader:
 
         if as_stored:
             for key, tensor in self.filled():
-                tensor.data = torch.empty_like(tensor, dtype=dtype or self._found[key][1])
+                tensor.data = torch.empty_like(
+                    tensor,
+                    dtype=dtype or self._found[key][1],
+                )
         shards = [
             shard
             for shard in shards_of(self._chunks, self._model)
@@ -103,7 +111,11 @@ class WeightLoader:
         return [(key, tensor) for key, tensor in keyed if key in self._found]
 
 
-def check_overflow(name: object, values: torch.Tensor, rounded: torch.Tensor) -> None:
+def check_overflow(
+    name: object,
+    values: torch.Tensor,
+    rounded: torch.Tensor,
+) -> None:
     """Raise if a finite value of ``values`` is infinite in ``rounded``."""
     # Counting costs several times as much as rounding, and hardly any weight has infinite values.
     if not rounded.isinf().any() or rounded.isinf().sum() <= values.isinf().sum():

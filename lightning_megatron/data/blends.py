@@ -103,7 +103,9 @@ class BlendIndex(SavedArrays):
 
 
 def build_blend_index(
-    weights: Sequence[float | None], counts: Sequence[int], num_samples: int | None
+    weights: Sequence[float | None],
+    counts: Sequence[int],
+    num_samples: int | None,
 ) -> BlendIndex:
     """Build the order in which a blend takes samples from its datasets.
 
@@ -154,7 +156,10 @@ def build_blend_index(
             size,
             False,
         )
-    part_samples = np.maximum(indexed, np.bincount(dataset_index, minlength=len(weights)))
+    part_samples = np.maximum(
+        indexed,
+        np.bincount(dataset_index, minlength=len(weights)),
+    )
     part_samples[part_samples <= np.asarray(counts)] = 0
     return BlendIndex(
         dataset_index=dataset_index, sample_index=sample_index, part_samples=part_samples
@@ -171,7 +176,10 @@ class BlendedSamples:
     """
 
     def __init__(
-        self, blend: BlendIndex, openers: Sequence[Callable[[], Samples]], fingerprint: str
+        self,
+        blend: BlendIndex,
+        openers: Sequence[Callable[[], Samples]],
+        fingerprint: str,
     ) -> None:
         self._blend = blend
         self._openers = openers

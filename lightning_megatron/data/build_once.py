@@ -24,7 +24,11 @@ _READ_BYTES = 1 << 22
 _REMEMBERED_FOLDERS = 256
 
 
-def build_once(folder: str, write: Callable[[str], str], subject: str) -> str:
+def build_once(
+    folder: str,
+    write: Callable[[str], str],
+    subject: str,
+) -> str:
     """Build ``folder`` unless it exists, in one of the processes that need it, and return its fingerprint.
 
     Its ``checksums.json`` has the sizes and CRC-32 of its files: a damaged directory is built again. Each process reads
@@ -88,7 +92,14 @@ def _read_fingerprint(folder: Path) -> str | None:
         files = []
         for entry in os.scandir(folder):
             stat = entry.stat()
-            files.append((entry.name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            files.append(
+                (
+                    entry.name,
+                    stat.st_size,
+                    stat.st_mtime_ns,
+                    stat.st_ino,
+                )
+            )
         _verify_once(folder, tuple(files))
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return str(manifest["order"]["fingerprint"])

@@ -56,7 +56,11 @@ def read_parts(path: str | Path, part_bytes: int = PIECE_BYTES) -> Iterator[tupl
                 yield content[begin : begin + part_bytes], stream.tell()
 
 
-def _decompress(stream: BinaryIO, compression: str, size: int) -> Iterator[bytes]:
+def _decompress(
+    stream: BinaryIO,
+    compression: str,
+    size: int,
+) -> Iterator[bytes]:
     """Decompressed content of a file of ``size`` bytes, in parts of at most 64 MiB.
 
     Raises:

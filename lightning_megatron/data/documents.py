@@ -49,7 +49,11 @@ class BadDocuments:
         bar: A ``input_progress``, above which they are reported.
     """
 
-    def __init__(self, on_error: Literal["skip", "fail"], bar: Any) -> None:
+    def __init__(
+        self,
+        on_error: Literal["skip", "fail"],
+        bar: Any,
+    ) -> None:
         self.count = 0
         """Documents left out."""
         require_choice("on_error", on_error, ("skip", "fail"))
@@ -128,7 +132,8 @@ def read_documents(
     """
     documents: list[tuple[str, ...]] = []
     bad: list[str] = []
-    for location, texts in _documents(piece, keys, decoder or Decoder(TextEncoding())):
+    decoder = decoder or Decoder(TextEncoding())
+    for location, texts in _documents(piece, keys, decoder):
         if isinstance(texts, str):
             bad.append(f"{location} {texts}")
         else:
@@ -223,7 +228,11 @@ def _records(piece: Piece, decoder: Decoder) -> Iterator[tuple[str, dict[str, An
         yield piece.path, piece.problem
 
 
-def _read_text(path: str, max_document_bytes: int | None, decoder: Decoder) -> tuple[str] | str:
+def _read_text(
+    path: str,
+    max_document_bytes: int | None,
+    decoder: Decoder,
+) -> tuple[str] | str:
     parts: list[bytes] = []
     size = 0
     try:

@@ -50,7 +50,11 @@ class EvaluationTexts:
     def rows(self, indices: Sequence[int]) -> Rows:
         """``text`` [rows, row_length + 1] int64, padded on the right with -1; ``loss_mask`` [rows, row_length] fp32."""
         num_rows = len(indices)
-        text = np.full((num_rows, self.row_length + 1), _PADDING, dtype=np.int64)
+        text = np.full(
+            (num_rows, self.row_length + 1),
+            _PADDING,
+            dtype=np.int64,
+        )
         loss_mask = np.zeros((num_rows, self.row_length), dtype=np.float32)
         for row, index in enumerate(indices):
             begin, first, end = self.bounds[index].tolist()
@@ -94,8 +98,8 @@ def tokenize_evaluation_texts(
         if task == "last_word":
             samples = _last_words(batch, encode, prefix, seq_length, strict)
         else:
-            encoded = encode([text for _, text in batch])
-            samples = (_windows([*prefix, *ids], seq_length, stride) for ids in encoded)
+            encoded = [[*prefix, *ids] for ids in encode([text for _, text in batch])]
+            samples = (_windows(ids, seq_length, stride) for ids in encoded)
         for ids, rows in samples:
             if not rows:
                 continue
@@ -120,7 +124,11 @@ _Rows: TypeAlias = tuple[list[int], list[tuple[int, int, int]]]
 """Tokens of a text, and the bounds of its rows within them."""
 
 
-def _windows(ids: list[int], length: int, stride: int) -> _Rows:
+def _windows(
+    ids: list[int],
+    length: int,
+    stride: int,
+) -> _Rows:
     """Rows in which every token but the first is a target exactly once, in the first row that reaches it."""
     rows = []
     end = 1

@@ -97,13 +97,21 @@ class GPTObjective(Objective):
     ) -> Rows:
         """``text`` [rows, seq_length + 1] int64, padded with -1."""
         width = self.seq_length + 1
-        pieces, begins, counts = _row_pieces(dataset, index, np.asarray(indices, dtype=np.int64))
+        pieces, begins, counts = _row_pieces(
+            dataset,
+            index,
+            np.asarray(indices, dtype=np.int64),
+        )
         ends = np.cumsum(counts)
         positions = np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
         text = dataset.tokens[positions].astype(np.int64)
         if len(text) < len(pieces) * width:
             filled = np.add.reduceat(counts, np.cumsum(pieces) - pieces)
-            padded = np.full((len(pieces), width), PADDING, dtype=np.int64)
+            padded = np.full(
+                (len(pieces), width),
+                PADDING,
+                dtype=np.int64,
+            )
             padded[np.arange(width) < filled[:, None]] = text
             text = padded
         return {"text": torch.from_numpy(text.reshape(len(pieces), width))}
@@ -169,8 +177,8 @@ def build_gpt_index(
     # makes one sample too few, or one too many, which is only padding.
     if keep_partial and (passes * per_pass - 1) % seq_length:
         last = np.flatnonzero(lengths[order])[-1]
-        end = np.array([[last, lengths[order[last]] - 1]], dtype=begins.dtype)
-        begins = np.concatenate((begins, end))
+        end = [[last, lengths[order[last]] - 1]]
+        begins = np.concatenate((begins, np.array(end, dtype=begins.dtype)))
     total = len(begins) - 1
     shuffle = _build_shuffle_index(samples_before_last if is_separate else total, total, random)
     return GPTIndex(document_index=order, sample_index=begins, shuffle_index=shuffle)

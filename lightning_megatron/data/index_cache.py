@@ -22,7 +22,11 @@ _FORMAT_VERSION = 1
 """Version of the files of an index; a change invalidates existing directories."""
 
 
-def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str | None) -> Samples:
+def open_samples(
+    objective: Objective,
+    parts: Sequence[Part],
+    index_cache: str | None,
+) -> Samples:
     """Open the samples of a split, after building the indices that are not on disk.
 
     Args:
@@ -67,7 +71,11 @@ def open_samples(objective: Objective, parts: Sequence[Part], index_cache: str |
     return BlendedSamples(blend, openers, fingerprint)
 
 
-def _cached_index(objective: Objective, part: Part, index_cache: str | None) -> tuple[str, str]:
+def _cached_index(
+    objective: Objective,
+    part: Part,
+    index_cache: str | None,
+) -> tuple[str, str]:
     """Directory of the index of ``part``, built if it is missing, and the fingerprint of its samples."""
 
     def write(staging: str) -> str:
@@ -75,7 +83,12 @@ def _cached_index(objective: Objective, part: Part, index_cache: str | None) -> 
         return objective.open(part, staging).fingerprint
 
     identity = (_part_key(objective, part), _dataset_identity(part.prefix))
-    folder = _index_folder((objective.name, part.name), identity, part.prefix, index_cache)
+    folder = _index_folder(
+        (objective.name, part.name),
+        identity,
+        part.prefix,
+        index_cache,
+    )
     return folder, build_once(folder, write, part.prefix)
 
 
@@ -90,7 +103,10 @@ def _part_key(objective: Objective, part: Part) -> tuple[object, ...]:
 
 
 def _index_folder(
-    names: tuple[str, ...], identity: object, prefix: str, index_cache: str | None
+    names: tuple[str, ...],
+    identity: object,
+    prefix: str,
+    index_cache: str | None,
 ) -> str:
     root = index_cache or os.path.join(prefix, "cache")
     digest = hashlib.sha256(repr((_FORMAT_VERSION, identity)).encode()).hexdigest()[:24]

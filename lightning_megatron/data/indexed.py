@@ -272,7 +272,10 @@ def _read_header(
 
 
 def _split(
-    prefix: str, index: NDArray[np.uint8], begin: int, layout: Sequence[tuple[str, int]]
+    prefix: str,
+    index: NDArray[np.uint8],
+    begin: int,
+    layout: Sequence[tuple[str, int]],
 ) -> list[NDArray[Any]]:
     """Consecutive arrays from the byte ``begin`` to the end of the index, as views."""
     sizes = [np.dtype(dtype).itemsize * count for dtype, count in layout]

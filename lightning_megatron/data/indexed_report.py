@@ -27,7 +27,11 @@ def dataset_prefix(path: str) -> str | None:
     return path if any(os.path.isfile(path + suffix) for suffix in (".bin", ".idx")) else None
 
 
-def describe_dataset(prefix: str, num_documents: int = 0, tokenizer: Any = None) -> dict[str, Any]:
+def describe_dataset(
+    prefix: str,
+    num_documents: int = 0,
+    tokenizer: Any = None,
+) -> dict[str, Any]:
     """Describe a dataset as JSON-serializable values, after checking its whole index.
 
     Args:
@@ -115,7 +119,11 @@ def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
         counts += np.bincount(exponents, minlength=65)
     first, last = np.flatnonzero(counts)[[0, -1]].tolist()
     return [
-        {"first": 2**n // 2, "last": 2**n - 1, "count": int(counts[n])}
+        {
+            "first": 2**n // 2,
+            "last": 2**n - 1,
+            "count": int(counts[n]),
+        }
         for n in range(first, last + 1)
     ]
 

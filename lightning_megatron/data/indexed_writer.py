@@ -37,7 +37,12 @@ PIECE_TOKENS = 1 << 22
 class IndexedDatasetWriter:
     """Writes one dataset; made by ``dataset_writers``, which also completes it."""
 
-    def __init__(self, tokens: BinaryIO, index: BinaryIO, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        tokens: BinaryIO,
+        index: BinaryIO,
+        dtype: np.dtype[Any],
+    ) -> None:
         self._bin = tokens
         self._idx = index
         self._dtype = dtype
@@ -72,16 +77,20 @@ class IndexedDatasetWriter:
         code = next(code for code, dtype in TOKEN_TYPES.items() if dtype == self._dtype)
         lengths = np.asarray(self._lengths)
         positions = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
-        bounds = np.cumsum(np.asarray(self.counts), dtype=np.int64)
-        header = struct.pack("<QBQQ", 1, code, len(lengths), len(bounds) + 1)
-        self._idx.write(MAGIC + header)
-        for part in (lengths, positions, np.zeros(1, np.int64), bounds):
-            self._idx.write(part.data)
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        self._idx.write(MAGIC)
+        self._idx.write(struct.pack("<QBQQ", 1, code, len(lengths), len(ends) + 1))
+        self._idx.write(lengths.data)
+        self._idx.write(positions.data)
+        self._idx.write(np.zeros(1, np.int64).data)
+        self._idx.write(ends.data)
 
 
 @contextlib.contextmanager
 def dataset_writers(
-    output_prefix: str | Path, dtype: np.dtype[Any], endings: Sequence[str] = ("",)
+    output_prefix: str | Path,
+    dtype: np.dtype[Any],
+    endings: Sequence[str] = ("",),
 ) -> Iterator[list[IndexedDatasetWriter]]:
     """Writers of datasets whose files appear together, when all of them are complete, however the process ends.
 

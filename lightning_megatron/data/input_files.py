@@ -100,7 +100,10 @@ def format_of(path: str | Path) -> tuple[Literal["json lines", "text", "parquet"
     return "text", compression
 
 
-def find_files(inputs: Sequence[str | Path], keys: Sequence[str] = (PLAIN_TEXT_KEY,)) -> list[Path]:
+def find_files(
+    inputs: Sequence[str | Path],
+    keys: Sequence[str] = (PLAIN_TEXT_KEY,),
+) -> list[Path]:
     """Files named by ``inputs``, in document order, without duplicates.
 
     Args:
@@ -140,7 +143,11 @@ def require_library(name: str, purpose: str) -> None:
         )
 
 
-def input_progress(files: Sequence[Path], activity: str, delay: float = 0) -> Any:
+def input_progress(
+    files: Sequence[Path],
+    activity: str,
+    delay: float = 0,
+) -> Any:
     """A tqdm progress bar over the stored bytes of ``files``; 1 MB/s is 10**6 bytes per second."""
     from tqdm import tqdm
 

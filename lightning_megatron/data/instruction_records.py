@@ -146,7 +146,11 @@ class RecordTokenizer:
             return [self._render_chat(messages, turns, tools, location)]
         if self._options.answers == "last":
             turns = turns[-1:]
-        return [self._render_chat(messages[: turn + 1], [turn], tools, location) for turn in turns]
+        rendered = []
+        for turn in turns:
+            conversation = messages[: turn + 1]
+            rendered.append(self._render_chat(conversation, [turn], tools, location))
+        return rendered
 
     def _render_text(self, prompt: str, completion: str, location: str) -> _Rendered:
         if not completion.strip():
@@ -162,7 +166,11 @@ class RecordTokenizer:
         return text, [(begin, len(text))], False
 
     def _render_chat(
-        self, messages: list[Message], turns: list[int], tools: Any, location: str
+        self,
+        messages: list[Message],
+        turns: list[int],
+        tools: Any,
+        location: str,
     ) -> _Rendered:
         """Render a conversation; its answers are what the template marks, or else what follows a generation prompt."""
         text, marks = self._apply_template(messages, tools, location)
@@ -170,7 +178,11 @@ class RecordTokenizer:
         if marks is not None:
             before = None
             if turns[0]:
-                _, before = self._apply_template(messages[: turns[0]], tools, location)
+                _, before = self._apply_template(
+                    messages[: turns[0]],
+                    tools,
+                    location,
+                )
             return text, marks[len(before or ()) :], True
         answers = []
         for turn in turns:
@@ -193,7 +205,11 @@ class RecordTokenizer:
         return text, answers, True
 
     def _apply_template(
-        self, messages: list[Message], tools: Any, location: str, generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: Any,
+        location: str,
+        generation_prompt: bool = False,
     ) -> tuple[str, list[Span] | None]:
         """Rendered text, and the spans that the template's ``generation`` blocks wrote; None if it has no such blocks.
 
@@ -263,7 +279,12 @@ class RecordTokenizer:
                 yield tokens, is_answer
 
 
-def _check_nothing_left_out(text: str, messages: list[Message], tools: Any, location: str) -> None:
+def _check_nothing_left_out(
+    text: str,
+    messages: list[Message],
+    tools: Any,
+    location: str,
+) -> None:
     """Raise if a template has left something out: many ignore tools, and roles that they do not know."""
     expected = []
     calls = [call for message in messages for call in message.get("tool_calls") or ()]

@@ -37,7 +37,8 @@ def pack(
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permutation(len(lengths))
-    by_length = shuffled[np.argsort(-lengths[shuffled].astype(np.int64), kind="stable")]
+    negative = -lengths[shuffled].astype(np.int64)
+    by_length = shuffled[np.argsort(negative, kind="stable")]
     rows: list[int] = []  # row of each sample, longest samples first
     with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # rows by remaining room
     rooms: list[int] = []  # distinct values of remaining room, ascending
@@ -93,7 +94,11 @@ class InstructionSamples:
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=8)
         begin = source.starts[0]
         end = source.starts[-1]
-        for part in (source.starts - begin, source.tokens[begin:end], source.is_answer[begin:end]):
+        for part in (
+            source.starts - begin,
+            source.tokens[begin:end],
+            source.is_answer[begin:end],
+        ):
             digest.update(np.ascontiguousarray(part).data)
         if self.packing_seed is None:
             return f"{digest.hexdigest()}-alone"

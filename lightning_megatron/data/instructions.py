@@ -58,7 +58,10 @@ class Instructions(SavedArrays):
 
     def part(self, samples: range) -> Instructions:
         """Consecutive samples, e.g. a range of ``split_ranges(split, len(instructions))``; shares memory."""
-        return replace(self, starts=self.starts[samples.start : samples.stop + 1])
+        return replace(
+            self,
+            starts=self.starts[samples.start : samples.stop + 1],
+        )
 
 
 def check_instructions(options: InstructionOptions) -> None:
@@ -142,7 +145,13 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
     files = []
     for file in record_files(options.path):
         stat = os.stat(file)
-        files.append((os.path.realpath(file), stat.st_size, stat.st_mtime_ns))
+        files.append(
+            (
+                os.path.realpath(file),
+                stat.st_size,
+                stat.st_mtime_ns,
+            )
+        )
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
     special = tokenizer.special_tokens_map
     identity = (

@@ -12,7 +12,12 @@ from lightning_megatron.data.decompression import read_parts
 from lightning_megatron.data.pieces import Piece, read_failure, too_long
 
 
-def cut_lines(path: str, size: int, piece_bytes: int, max_document_bytes: int) -> Iterator[Piece]:
+def cut_lines(
+    path: str,
+    size: int,
+    piece_bytes: int,
+    max_document_bytes: int,
+) -> Iterator[Piece]:
     """Yield the lines of a file of ``size`` bytes in pieces; only the last line may lack its newline."""
     buffer = bytearray()
     first = 1

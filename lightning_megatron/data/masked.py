@@ -89,7 +89,10 @@ class MaskingOptions:
 
 
 def masked_ngrams(
-    bounds: list[int], budget: float, draw_size: Callable[[], int], state: np.random.RandomState
+    bounds: list[int],
+    budget: float,
+    draw_size: Callable[[], int],
+    state: np.random.RandomState,
 ) -> Iterator[tuple[int, int]]:
     """Yield the bounds of each n-gram to mask, as indices of maskable tokens, in the order in which they are drawn.
 
@@ -309,10 +312,21 @@ class MaskedObjective(Objective):
         for row, sample in enumerate(indices):
             state.seed((seed + int(sample)) % 2**32)
             first, end, target = index.sentences[int(sample)].tolist()
-            self.fill_row(rows, row, self._text(dataset, first, end, target), state)
+            self.fill_row(
+                rows,
+                row,
+                self._text(dataset, first, end, target),
+                state,
+            )
         return {name: torch.from_numpy(array) for name, array in rows.items()}
 
-    def _text(self, dataset: IndexedDataset, first: int, end: int, target: int) -> Sentences:
+    def _text(
+        self,
+        dataset: IndexedDataset,
+        first: int,
+        end: int,
+        target: int,
+    ) -> Sentences:
         stored, lengths = dataset.sequences(first, end)
         tokens = stored.astype(np.int64)
         tokenizer = self.tokenizer
@@ -335,7 +349,11 @@ class MaskedObjective(Objective):
 
     @abstractmethod
     def fill_row(
-        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+        self,
+        rows: Arrays,
+        row: int,
+        sample: Sentences,
+        state: np.random.RandomState,
     ) -> None:
         """Write a sample into row ``row``; all random numbers come from ``state``."""
 

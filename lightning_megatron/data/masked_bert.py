@@ -41,7 +41,11 @@ class BertObjective(MaskedObjective):
         """Padding; ``labels`` is -100 for no target, ``next_sentence_label`` 1 where segments are swapped."""
         shape = (num_rows, self.seq_length)
         rows: Arrays = {
-            "input_ids": np.full(shape, self.tokenizer.padding_token, dtype=np.int64),
+            "input_ids": np.full(
+                shape,
+                self.tokenizer.padding_token,
+                dtype=np.int64,
+            ),
             "token_type_ids": np.zeros(shape, dtype=np.int64),
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(shape, IGNORED, dtype=np.int64),
@@ -52,7 +56,11 @@ class BertObjective(MaskedObjective):
 
     @override
     def fill_row(
-        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+        self,
+        rows: Arrays,
+        row: int,
+        sample: Sentences,
+        state: np.random.RandomState,
     ) -> None:
         text, begins, lengths, target = sample
         tokens = rows["input_ids"][row]
@@ -77,10 +85,21 @@ class BertObjective(MaskedObjective):
                 end += 1
                 rows["token_type_ids"][row, begin:end] = kind
         rows["attention_mask"][row, :end] = 1
-        self._mask_words(tokens[:end], starts[:end], rows["labels"][row], target, state)
+        self._mask_words(
+            tokens[:end],
+            starts[:end],
+            rows["labels"][row],
+            target,
+            state,
+        )
 
     def _mask_words(
-        self, tokens: Ids, begins: Flags, labels: Ids, target: int, state: np.random.RandomState
+        self,
+        tokens: Ids,
+        begins: Flags,
+        labels: Ids,
+        target: int,
+        state: np.random.RandomState,
     ) -> None:
         """Choose tokens to predict: 80 % become the mask token, 10 % a random token, and 10 % stay unchanged.
 
@@ -122,7 +141,11 @@ class BertObjective(MaskedObjective):
         return (cumulative / cumulative[-1]).tolist()  # type: ignore[no-any-return]
 
 
-def _trim(segments: list[slice], target: int, state: np.random.RandomState) -> list[slice]:
+def _trim(
+    segments: list[slice],
+    target: int,
+    state: np.random.RandomState,
+) -> list[slice]:
     """Trim two segments to at most ``target`` tokens in total: the longer one repeatedly loses a token at a random end.
 
     One draw per token, as in the engine's loop; of two equally long segments the second is trimmed.

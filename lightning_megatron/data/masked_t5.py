@@ -82,14 +82,22 @@ class T5Objective(MaskedObjective):
         shape = (num_rows, self.seq_length)
         decoder_shape = (num_rows, self.seq_length_decoder)
         return {
-            "input_ids": np.full(shape, self.tokenizer.padding_token, dtype=np.int64),
+            "input_ids": np.full(
+                shape,
+                self.tokenizer.padding_token,
+                dtype=np.int64,
+            ),
             "attention_mask": np.zeros(shape, dtype=np.int64),
             "labels": np.full(decoder_shape, IGNORED, dtype=np.int64),
         }
 
     @override
     def fill_row(
-        self, rows: Arrays, row: int, sample: Sentences, state: np.random.RandomState
+        self,
+        rows: Arrays,
+        row: int,
+        sample: Sentences,
+        state: np.random.RandomState,
     ) -> None:
         text, begins, _, target = sample
         text = text[:target]
@@ -115,7 +123,11 @@ class T5Objective(MaskedObjective):
         rows["labels"][row, : len(labels)] = labels
 
     def _spans(
-        self, text: Ids, begins: Flags, target: int, state: np.random.RandomState
+        self,
+        text: Ids,
+        begins: Flags,
+        target: int,
+        state: np.random.RandomState,
     ) -> list[tuple[int, int]]:
         """Beginning and end of each masked span, in text order."""
         positions, bounds = self._words(text, begins)

@@ -35,7 +35,11 @@ class Page(NamedTuple):
     """Size of its content in the file."""
 
 
-def read_pages(stream: BinaryIO, metadata: Any, columns: list[str]) -> Iterator[Page]:
+def read_pages(
+    stream: BinaryIO,
+    metadata: Any,
+    columns: list[str],
+) -> Iterator[Page]:
     """Yield the header of each page of some columns.
 
     Args:
@@ -54,7 +58,11 @@ def read_pages(stream: BinaryIO, metadata: Any, columns: list[str]) -> Iterator[
                 yield from _pages_of_chunk(stream, begin, begin + column.total_compressed_size)
 
 
-def _pages_of_chunk(stream: BinaryIO, begin: int, end: int) -> Iterator[Page]:
+def _pages_of_chunk(
+    stream: BinaryIO,
+    begin: int,
+    end: int,
+) -> Iterator[Page]:
     while begin < end:
         try:
             stream.seek(begin)

@@ -251,11 +251,19 @@ class DocumentEncoder:
             counts.append(len(kept))
         lengths = [len(ids) for ids in sequences]
         # Raises OverflowError for an id that the dtype cannot hold.
-        flat = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=sum(lengths))
+        flat = np.fromiter(
+            chain.from_iterable(sequences),
+            dtype=self.dtype,
+            count=sum(lengths),
+        )
         return flat.tobytes(), lengths, counts
 
 
-def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
+def split_sentences(
+    text: str,
+    language: str,
+    keep_newlines: bool,
+) -> list[str]:
     """Split ``text`` into sentences that are not blank.
 
     Args:
@@ -287,7 +295,9 @@ def split_sentences(text: str, language: str, keep_newlines: bool) -> list[str]:
 
 
 def _encode_all(
-    pieces: Iterator[Piece], encode: Callable[[Piece], EncodedPiece], workers: int
+    pieces: Iterator[Piece],
+    encode: Callable[[Piece], EncodedPiece],
+    workers: int,
 ) -> Generator[EncodedPiece, None, None]:
     """Tokenize all pieces in input order, here or in ``workers`` processes, which end with the iterator.
 

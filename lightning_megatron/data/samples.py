@@ -83,14 +83,25 @@ class Objective(ABC):
 
     def open(self, part: Part, folder: str) -> IndexedSamples:
         """Samples of ``part`` by the index saved in ``folder``."""
-        return IndexedSamples(self, part, open_dataset(part.prefix), self.index_type.load(folder))
+        return IndexedSamples(
+            self,
+            part,
+            open_dataset(part.prefix),
+            self.index_type.load(folder),
+        )
 
     @abstractmethod
     def order_key(self, part: Part) -> str:
         """What determines the samples besides their index, for the fingerprint of an order."""
 
     @abstractmethod
-    def read(self, dataset: IndexedDataset, index: Any, indices: Sequence[int], seed: int) -> Rows:
+    def read(
+        self,
+        dataset: IndexedDataset,
+        index: Any,
+        indices: Sequence[int],
+        seed: int,
+    ) -> Rows:
         """Samples at ``indices`` of ``index``, which has the type ``index_type``."""
 
 
@@ -175,7 +186,12 @@ class IndexedSamples:
         """
         self._check_unchanged()
         try:
-            return self.objective.read(self.dataset, self.index, indices, self.part.seed)
+            return self.objective.read(
+                self.dataset,
+                self.index,
+                indices,
+                self.part.seed,
+            )
         except IndexError as error:
             raise DataError(
                 f"{self.part.prefix}: its cached index names samples that it does not have ({error}): it was changed"

@@ -52,6 +52,7 @@ def split_ranges(split: str, num_sequences: int) -> dict[SplitName, range]:
     convert_split_vector_to_split_matrix and blended_megatron_dataset_builder.py:_build_megatron_dataset_splits).
     """
     weights = np.array(parse_split(split), dtype=np.float64)
-    bounds = accumulate((weights / weights.sum()).tolist(), initial=0.0)
+    shares = (weights / weights.sum()).tolist()
+    bounds = accumulate(shares, initial=0.0)
     pairs = pairwise(int(round(bound * num_sequences)) for bound in bounds)
     return {name: range(*pair) for name, pair in zip(SPLIT_NAMES, pairs, strict=True)}

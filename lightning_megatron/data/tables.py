@@ -22,7 +22,11 @@ _MAX_REPEATED_BYTES = 1 << 26
 
 
 def cut_rows(
-    path: str, size: int, keys: Sequence[str], piece_bytes: int, max_document_bytes: int
+    path: str,
+    size: int,
+    keys: Sequence[str],
+    piece_bytes: int,
+    max_document_bytes: int,
 ) -> Iterator[Piece]:
     """The columns ``keys`` of a table, with row groups of any size: pages are read as they are needed.
 
@@ -49,7 +53,8 @@ def cut_rows(
                 return
             num_rows = table.metadata.num_rows
             rows = _rows_at_a_time(stream, table.metadata, list(keys), size, piece_bytes)
-            for batch in table.iter_batches(rows, columns=list(keys), use_threads=False):
+            batches = table.iter_batches(rows, columns=list(keys), use_threads=False)
+            for batch in batches:
                 total += batch.nbytes
                 if total > MIN_LARGEST_FILE + MAX_EXPANSION * size:
                     raise OSError(
@@ -102,7 +107,11 @@ class NoText:
 
 
 def _rows_at_a_time(
-    stream: BinaryIO, metadata: Any, columns: list[str], size: int, piece_bytes: int
+    stream: BinaryIO,
+    metadata: Any,
+    columns: list[str],
+    size: int,
+    piece_bytes: int,
 ) -> int:
     """Rows to read at a time, so that they take about ``piece_bytes``, and far from all memory if they repeat a text.
 

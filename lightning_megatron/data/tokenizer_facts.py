@@ -67,15 +67,23 @@ class TokenizerFacts:
         """
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         largest_id(tokenizer)  # checks it
-        ids = np.unique(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)))
-        begins = np.ones(int(ids[-1]) + 1, dtype=np.bool_)
-        begins[list(vocabulary.values())] = _begins_word(list(vocabulary))
+        entries = list(vocabulary.values())
+        ids = np.unique(np.array(entries, dtype=np.int64))
+        size = int(ids[-1]) + 1
+        begins = np.ones(size, dtype=np.bool_)
+        begins[entries] = _begins_word(list(vocabulary))
         begins[[*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]] = True
         sentinels = _sentinels(vocabulary)
         begins[list(sentinels)] = True
         roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _KNOWN_ROLES}
         special = {role: token for role, token in roles.items() if token is not None}
-        return cls(source=source, special=special, sentinels=sentinels, begins_word=begins, ids=ids)
+        return cls(
+            source=source,
+            special=special,
+            sentinels=sentinels,
+            begins_word=begins,
+            ids=ids,
+        )
 
     @property
     def size(self) -> int:
@@ -94,7 +102,11 @@ class TokenizerFacts:
         maskable[[*self.special.values(), *self.sentinels]] = False
         return maskable
 
-    def require(self, roles: Sequence[str], user: str) -> tuple[int, ...]:
+    def require(
+        self,
+        roles: Sequence[str],
+        user: str,
+    ) -> tuple[int, ...]:
         """Ids of the special tokens ``roles``.
 
         Args:

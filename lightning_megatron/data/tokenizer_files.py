@@ -22,7 +22,14 @@ from lightning_megatron.errors import DataError
 
 _MAX_GROWTH = 1000
 """How many times as long a text may become; ALBERT's normalizers have about 600, of which texts need at most 18."""
-_WIDEST = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "ByteLevel": 4, "BertNormalizer": 12}
+_WIDEST = {
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "ByteLevel": 4,
+    "BertNormalizer": 12,
+}
 """Characters that normalizers make of one."""
 _MAY_MATCH_NOTHING = re.compile(r"\(\?|\\[bBAGzZKyY]|[*?|^$]|\{0|\{,")
 """Parts of regular expressions with which a match may be empty, between any two characters."""
