@@ -11,7 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.planning.devices import DEVICES
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.timeline import timeline
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -104,7 +104,7 @@ def draw_pipelines() -> Figure:
     )
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     for axes, parallel in zip(figure.subplots(2, 1, sharex=True), layouts, strict=True):
-        run = Run(
+        run = PlannedRun(
             model=model_config(LLAMA),
             parallel=parallel,
             micro_batch_size=1,

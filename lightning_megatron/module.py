@@ -41,7 +41,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError, as_options, 
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.special_tokens import SpecialTokens, special_tokens
+from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
 from lightning_megatron.models.checks import check_model, size_warning
 from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
 from lightning_megatron.planning.startup import check_host_memory
@@ -659,7 +659,7 @@ class MegatronModule(pl.LightningModule):
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:
-        return special_tokens(self._model)
+        return special_token_ids(self._model)
 
     def _live_model(self, *, generates: bool = False) -> LiveModel:
         """The model on this rank; with ``generates`` it must be a GPT or T5.

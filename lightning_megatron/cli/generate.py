@@ -231,9 +231,9 @@ def _with_special_tokens(
 ) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
     from lightning_megatron.convert.companions import generation_config
-    from lightning_megatron.generate.special_tokens import special_tokens
+    from lightning_megatron.generate.special_tokens import special_token_ids
 
-    tokens = special_tokens(
+    tokens = special_token_ids(
         stored.companions if generation_config(stored.companions) else stored.hf_config
     )
     eos = tuple(token for token in tokens.eos if token < stored.model.vocab_size)

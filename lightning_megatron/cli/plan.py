@@ -21,7 +21,7 @@ from lightning_megatron.storage.paths import open_new, save_figure
 
 if TYPE_CHECKING:
     from lightning_megatron.planning.devices import Device
-    from lightning_megatron.planning.run import Run
+    from lightning_megatron.planning.run import PlannedRun
     from lightning_megatron.planning.search import Plan
 
 _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
@@ -73,7 +73,7 @@ def plan(options: PlanOptions) -> None:
     """
     from lightning_megatron.engine.parallel import ParallelConfig
     from lightning_megatron.planning.devices import DEVICES
-    from lightning_megatron.planning.run import Run
+    from lightning_megatron.planning.run import PlannedRun
     from lightning_megatron.planning.search import plans
 
     require_number("gpus", options.gpus, at_least=1, at_most=LARGEST_WORLD)
@@ -96,7 +96,7 @@ def plan(options: PlanOptions) -> None:
     is_t5 = model.architecture == "t5"
     if model.has_position_table:
         ParallelConfig().check_sequence(options.seq_length, model.max_position_embeddings)
-    run = Run(
+    run = PlannedRun(
         model=model,
         lengths=(options.seq_length, options.decoder_seq_length)
         if is_t5
@@ -184,7 +184,7 @@ def _cells(plan: Plan, device: Device) -> dict[str, str]:
     }
 
 
-def _pp(run: Run) -> str:
+def _pp(run: PlannedRun) -> str:
     """Number of stages, with the layers of each if uneven."""
     chunks = run.chunks[: run.parallel.pp]
     return (

@@ -21,7 +21,7 @@ class SpecialTokens:
     """First token of a T5's decoder; None for that of the model's config."""
 
 
-def special_tokens(model: HFConfigLike) -> SpecialTokens:
+def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     """Special tokens that Hugging Face's ``generate`` uses by default.
 
     They are those of ``generation_config.json``, or without that file those of the config.

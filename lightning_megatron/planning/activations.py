@@ -7,13 +7,13 @@ package's layers (no attention matrix is stored).
 from __future__ import annotations
 
 from lightning_megatron.models.layout import comm_type_of
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 
 _LOSS_BYTES = 4.5
 """Bytes allocated per logit of the cross-entropy, gradient included."""
 
 
-def num_logits(run: Run, pp_rank: int) -> float:
+def num_logits(run: PlannedRun, pp_rank: int) -> float:
     """Number of logits of a microbatch on one rank; 0 except on the last stage."""
     parallel, model = run.parallel, run.model
     if pp_rank < parallel.pp - 1 or not model.has_output_layer:
@@ -22,18 +22,18 @@ def num_logits(run: Run, pp_rank: int) -> float:
     return run.micro_batch_size * run.lengths[-1] * padded / (parallel.tp * parallel.cp)
 
 
-def logits_bytes(run: Run, pp_rank: int) -> float:
+def logits_bytes(run: PlannedRun, pp_rank: int) -> float:
     """Bytes of the logits and their gradients."""
     return _LOSS_BYTES * run.bytes_per_element / 2 * num_logits(run, pp_rank)
 
 
-def ranks_per_token(run: Run) -> float:
+def ranks_per_token(run: PlannedRun) -> float:
     """Expected number of ranks of its ep group to which a token is dispatched, with balanced experts."""
     assert run.model.experts is not None
     return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
 
 
-def layer_bytes(run: Run, layer: int, *, recompute: bool = False) -> float:
+def layer_bytes(run: PlannedRun, layer: int, *, recompute: bool = False) -> float:
     """Bytes of activations that a layer stores for one microbatch; norms and activations excluded with ``recompute``.
 
     Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated

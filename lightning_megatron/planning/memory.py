@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_megatron.planning.activations import layer_bytes, logits_bytes
 from lightning_megatron.planning.pipeline import warm_up_passes
-from lightning_megatron.planning.run import Breakdown, Run
+from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class Memory(Breakdown):
     logits: float
 
 
-def memory(run: Run) -> Memory:
+def memory(run: PlannedRun) -> Memory:
     """Peak memory of the fullest rank, without that of CUDA and NCCL themselves."""
     return max(
         (_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total
     )
 
 
-def _stage_memory(run: Run, pp_rank: int) -> Memory:
+def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
     parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
     return Memory(
         weights=run.bytes_per_element * parameters,
@@ -39,7 +39,7 @@ def _stage_memory(run: Run, pp_rank: int) -> Memory:
     )
 
 
-def _activation_bytes(run: Run, pp_rank: int) -> float:
+def _activation_bytes(run: PlannedRun, pp_rank: int) -> float:
     """Bytes of activations on a stage when most microbatches are in flight."""
     parallel, layers = run.parallel, run.layers(pp_rank)
     chunks = parallel.num_model_chunks

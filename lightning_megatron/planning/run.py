@@ -24,7 +24,7 @@ from lightning_megatron.planning.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlannedRun:
     """Model, batch and layout of a training run."""
 
     model: ModelConfig
@@ -124,8 +124,8 @@ def make_run(
     rows: int,
     lengths: tuple[int, ...],
     world_size: int,
-) -> Run:
-    """Build a ``Run`` from the settings of a strategy.
+) -> PlannedRun:
+    """Build a ``PlannedRun`` from the settings of a strategy.
 
     Args:
         model: Model config.
@@ -135,7 +135,7 @@ def make_run(
         world_size: Number of GPUs.
     """
     granularity, method = settings.recompute.granularity, settings.recompute.method
-    return Run(
+    return PlannedRun(
         model=model,
         parallel=settings.parallel,
         micro_batch_size=rows,

@@ -13,7 +13,7 @@ from lightning_megatron.errors import ConfigError, divisors
 from lightning_megatron.models.layout import check_function, check_layout
 from lightning_megatron.planning.devices import GIB, RANKS_PER_HOST, Device
 from lightning_megatron.planning.memory import Memory, memory
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.step_time import StepTime, step_time
 
 _RESERVED = 0.04
@@ -35,7 +35,7 @@ _MAX_UNEVENNESS = 4
 class Plan:
     """A layout with its estimated memory and step time."""
 
-    run: Run
+    run: PlannedRun
     memory: Memory
     time: StepTime
 
@@ -45,7 +45,7 @@ class Plan:
         return self.run.tokens / self.time.total / self.run.world_size
 
 
-def plan(run: Run, device: Device) -> Plan:
+def plan(run: PlannedRun, device: Device) -> Plan:
     """Estimate memory and step time of a run."""
     return Plan(run=run, memory=memory(run), time=step_time(run, device))
 
@@ -54,7 +54,7 @@ def _seconds(plan: Plan) -> float:
     return plan.time.total
 
 
-def plans(run: Run, global_batch_size: int, device: Device) -> list[Plan]:
+def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]:
     """Layouts that fit, fastest first: the best one for each tp, pp and cp, with and without vpp.
 
     Tensor and context parallelism stay within a host of eight GPUs. Sequence parallelism is used wherever possible with
@@ -116,7 +116,7 @@ def _balance(even: Plan, device: Device) -> Plan:
     return best
 
 
-def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
+def _candidates(run: PlannedRun, global_batch_size: int) -> Iterator[PlannedRun]:
     """All layouts and microbatch sizes that are valid for the model and the batch."""
     model, lengths = run.model, run.lengths
     max_cp, layers = (
@@ -152,7 +152,7 @@ def _candidates(run: Run, global_batch_size: int) -> Iterator[Run]:
                     )
 
 
-def _is_valid(run: Run) -> bool:
+def _is_valid(run: PlannedRun) -> bool:
     try:
         check_layout(run.model, run.parallel)
         for length in run.lengths:

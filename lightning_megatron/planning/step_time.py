@@ -22,7 +22,7 @@ from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.planning.activations import layer_bytes, num_logits, ranks_per_token
 from lightning_megatron.planning.devices import RANKS_PER_HOST, Device
 from lightning_megatron.planning.flops import head_flops, layer_flops
-from lightning_megatron.planning.run import Breakdown, Run
+from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 _PRODUCTS_SHARE = 0.692
 """Share of the datasheet's peak that matrix products reach under the power limit, before ``_PRODUCTS_LOSS``."""
@@ -131,7 +131,7 @@ class StepTime(Breakdown):
     """Waiting for the host: data, the Trainer, and launches from Python that take longer than their kernels."""
 
 
-def step_time(run: Run, device: Device) -> StepTime:
+def step_time(run: PlannedRun, device: Device) -> StepTime:
     """Seconds of one optimizer step on the slowest rank.
 
     The bubble is the time of one microbatch on all other stages (1F1B), divided by the number of model chunks per stage
@@ -166,7 +166,7 @@ def step_time(run: Run, device: Device) -> StepTime:
     )
 
 
-def microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
+def microbatch_time(run: PlannedRun, pp_rank: int, device: Device) -> StepTime:
     """Seconds of one microbatch on one stage, forward and backward."""
     parallel = run.parallel
     peak = run.peak_flops_per_s(device)
@@ -192,7 +192,7 @@ def microbatch_time(run: Run, pp_rank: int, device: Device) -> StepTime:
     return replace(busy, idle=max(0.0, host - busy.total))
 
 
-def _flops_of_a_row(run: Run, pp_rank: int, layers: Sequence[int]) -> tuple[float, float]:
+def _flops_of_a_row(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> tuple[float, float]:
     """FLOPs of matrix products and of attention scores that one row takes in a stage, forward and backward."""
     model = run.model
     flops = [layer_flops(model, run.lengths, layer) for layer in layers]
@@ -210,7 +210,7 @@ def _flops_of_a_row(run: Run, pp_rank: int, layers: Sequence[int]) -> tuple[floa
     return products, scores
 
 
-def _attention_share(run: Run) -> float:
+def _attention_share(run: PlannedRun) -> float:
     """Share of the device's peak that attention reaches."""
     model = run.model
     if model.architecture == "t5":
@@ -220,12 +220,12 @@ def _attention_share(run: Run) -> float:
     return _ATTENTION_SHARE
 
 
-def _repeated_share(run: Run) -> float:
+def _repeated_share(run: PlannedRun) -> float:
     """Share of the time outside of matrix products that recomputation repeats."""
     return {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]
 
 
-def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
+def _other_traffic(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> float:
     """Bytes that a stage moves in device memory outside of matrix products and attention."""
     model = run.model
     traffic = (
@@ -241,7 +241,7 @@ def _other_traffic(run: Run, pp_rank: int, layers: Sequence[int]) -> float:
     return traffic
 
 
-def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> float:
+def _exposed_communication(run: PlannedRun, layers: Sequence[int], device: Device) -> float:
     """Seconds of communication that no computation hides."""
     parallel = run.parallel
     hidden_bytes = (
@@ -261,7 +261,7 @@ def _exposed_communication(run: Run, layers: Sequence[int], device: Device) -> f
 
 
 def _dispatch_seconds(
-    run: Run, layers: Sequence[int], hidden_bytes: float, device: Device
+    run: PlannedRun, layers: Sequence[int], hidden_bytes: float, device: Device
 ) -> float:
     """Seconds in which experts get their rows and return them, in both passes."""
     model = run.model
@@ -274,14 +274,14 @@ def _dispatch_seconds(
     return dispatch * sum(model.has_experts(layer) for layer in layers)
 
 
-def _host_seconds(run: Run, layers: Sequence[int]) -> float:
+def _host_seconds(run: PlannedRun, layers: Sequence[int]) -> float:
     """Seconds that Python takes to launch the kernels of a microbatch."""
     launches = sum(_HOST_DECODER if layer >= run.model.num_layers else 1.0 for layer in layers)
     slowdown = _HOST_TP if run.parallel.tp > 1 else 1.0
     return _HOST * launches * slowdown * (1 + _repeated_share(run))
 
 
-def _exchanged_bytes(run: Run, layer: int) -> float:
+def _exchanged_bytes(run: PlannedRun, layer: int) -> float:
     """Bytes that a rank receives over the cp group in the attentions of a layer, forward and backward; all exposed.
 
     With all-to-all: queries, keys, values, outputs and their gradients. With all-gather: keys and values of all tokens,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_megatron.planning.devices import Device
 from lightning_megatron.planning.pipeline import order_of_passes
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.step_time import microbatch_time
 
 
@@ -22,7 +22,7 @@ class Slot(NamedTuple):
     seconds: float
 
 
-def timeline(run: Run, device: Device) -> list[list[Slot]]:
+def timeline(run: PlannedRun, device: Device) -> list[list[Slot]]:
     """Schedule of each pipeline stage: megatron-core's 1F1B or interleaved schedule.
 
     A backward pass takes twice as long as a forward pass; the chunks of a stage share its time evenly.

@@ -8,7 +8,7 @@ from lightning_megatron.cli import plan as command
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.planning.devices import DEVICES
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.search import plan
 from tests.cli.command import instantiate, run_cli
 from tests.pages import commands
@@ -51,7 +51,9 @@ def test_uneven_stages_are_shown_and_become_options() -> None:
     uneven = {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 6}
     parallel, device = ParallelConfig(pp=4, num_microbatches=8, **uneven), DEVICES["h200"]
     model = model_config(dict(LLAMA_8B))
-    run = Run(model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4)
+    run = PlannedRun(
+        model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4
+    )
     best = plan(run, device)
     assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
     config = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))

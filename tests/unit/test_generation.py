@@ -13,7 +13,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.request import build_request
-from lightning_megatron.generate.special_tokens import SpecialTokens, special_tokens
+from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
 from lightning_megatron.generate.stop_strings import stop_strings
 from tests.generate.models import model_of
 from tests.tokenizers import byte_level_tokenizer
@@ -199,9 +199,9 @@ def test_generation_config_takes_precedence_over_config(
         (tmp_path / "generation_config.json").write_text(generation)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            special_tokens(tmp_path)
+            special_token_ids(tmp_path)
     else:
-        assert special_tokens(tmp_path) == expected
+        assert special_token_ids(tmp_path) == expected
 
 
 def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> None:

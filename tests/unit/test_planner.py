@@ -16,7 +16,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.devices import DEVICES, GIB
-from lightning_megatron.planning.run import Run
+from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.search import plan, plans
 from lightning_megatron.planning.timeline import timeline
 
@@ -201,13 +201,13 @@ def _run(
     num_microbatches: int,
     gpus: int,
     layout: dict[str, Any],
-) -> Run:
+) -> PlannedRun:
     case = case_named(case_name)
     sizes = {**layout}
     cuda_graphs = sizes.pop("cuda_graphs", False)
     recompute = sizes.pop("recompute", None)
     length = sizes.pop("length", case.seq_length)
-    return Run(
+    return PlannedRun(
         model=model_config(dict(case.model)),
         parallel=ParallelConfig(**sizes, sequence_parallel=True, num_microbatches=num_microbatches),
         micro_batch_size=micro_batch_size,
@@ -229,7 +229,7 @@ def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
 
 def test_plans_fit_and_are_sorted_by_time() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    run = Run(model=model, world_size=8, lengths=(4096,))
+    run = PlannedRun(model=model, world_size=8, lengths=(4096,))
     small = replace(H200, memory=60 * GIB)
     candidates = plans(run, 64, small)
     seconds = [candidate.time.total for candidate in candidates]
@@ -253,7 +253,7 @@ def test_first_and_last_stage_may_have_fewer_layers() -> None:
         H200,
     )
     candidates = plans(
-        Run(
+        PlannedRun(
             model=even.run.model,
             world_size=4,
             lengths=(4096,),
@@ -272,7 +272,7 @@ def test_first_and_last_stage_may_have_fewer_layers() -> None:
 
 def test_long_rows_use_context_parallelism() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    long = Run(model=model, world_size=8, lengths=(65536,))
+    long = PlannedRun(model=model, world_size=8, lengths=(65536,))
     layouts = [each.run.parallel for each in plans(long, 2, H200)]
     assert max(each.cp for each in layouts) == 8
     assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
@@ -292,7 +292,7 @@ def test_long_rows_use_context_parallelism() -> None:
 
 def test_impossible_plan_is_refused_with_the_required_size() -> None:
     model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    run = Run(model=model, world_size=2, lengths=(4096,))
+    run = PlannedRun(model=model, world_size=2, lengths=(4096,))
     message = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
     with pytest.raises(ConfigError, match=message):
         plans(run, 4, replace(H200, memory=40 * GIB))
@@ -340,7 +340,7 @@ def test_recomputing_trades_memory_for_time() -> None:
     assert none > selective > full
     assert estimates[0].time.total < estimates[1].time.total < estimates[2].time.total
     # Where host overhead dominates a step, nothing is recomputed.
-    small = Run(
+    small = PlannedRun(
         model=model_config({"model_type": "gpt2"}),
         world_size=2,
         lengths=(256,),
