@@ -82,18 +82,24 @@ def save_pickled(
 
 
 _GPTS = (
-    *(
-        "gpt2",
-        "llama",
-        "llama tied, biased",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gpt_bigcode",
-        "bloom",
-        "falcon",
-    ),
-    *("falcon 40b", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_neox", "opt", "cohere", "glm4"),
+    "gpt2",
+    "llama",
+    "llama tied, biased",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt_bigcode",
+    "bloom",
+    "falcon",
+    "falcon 40b",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "opt",
+    "cohere",
+    "glm4",
 )
 _BERT_HEADS = (
     "PreTraining",

@@ -174,7 +174,8 @@ def test_headless_model_stays_headless(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     save_as(tiny_llama(), source, "safetensors")
     save_word_tokenizer(source, 83)
     (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
@@ -248,10 +249,8 @@ def test_four_processes_convert_like_one(tmp_path: Path) -> None:
         assert "expected the 4 processes of torchrun, got 1" in error
     assert_same(tensors_in(tmp_path / "back"), expected)
     for file in (tmp_path / "alone").rglob("*.pt"):
-        alone, sharded = (
-            load(file),
-            load(tmp_path / "legacy" / file.relative_to(tmp_path / "alone")),
-        )
+        alone = load(file)
+        sharded = load(tmp_path / "legacy" / file.relative_to(tmp_path / "alone"))
         assert vars(alone["args"]) == vars(sharded["args"])
         for name in alone.keys() - {"args", "checkpoint_version", "iteration", "optimizer"}:
             assert list(flat(sharded[name])) == list(flat(alone[name]))

@@ -125,7 +125,8 @@ def test_megatron_lm_arguments_describe_the_model(tmp_path: Path) -> None:
         untie_embeddings_and_output_weights=False,
     )
     common = {"args": arguments, "iteration": 12, "checkpoint_version": 3.0}
-    path, tensors = tmp_path / "core", stacked(tmp_path / "source")
+    path = tmp_path / "core"
+    tensors = stacked(tmp_path / "source")
     for write in (write_distributed, _without_common_file):
         weights = weights_of(write(path, tensors, common))
         assert (weights.source.model.family, weights.source.iteration) == ("qwen2", 12)
@@ -178,7 +179,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_or_hostile_checkpoint_is_refused(
     tmp_path: Path, source: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, (damage, message) = write_distributed(tmp_path / "core", stacked(source)), DAMAGE[kind]
+    path = write_distributed(tmp_path / "core", stacked(source))
+    damage, message = DAMAGE[kind]
     damage(path)
     with pytest.raises(CheckpointError, match=message):
         convert(

@@ -252,7 +252,8 @@ def load_and_save(
     handler = logging.Handler()
     handler.emit = lambda record: result["messages"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_megatron.convert.hugging_face").addHandler(handler)
-    module, rows = pretrained_module(source, task=task, lr=0.0), [Sentences(4)[i] for i in range(4)]
+    module = pretrained_module(source, task=task, lr=0.0)
+    rows = [Sentences(4)[i] for i in range(4)]
     if module.model_config.architecture == "bert":
         rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(0)} for row in rows]
     case: Any = Case(layout=layout, precision=precision, steps=1, accelerator=accelerator)  # type: ignore[arg-type]
@@ -299,10 +300,8 @@ def test_saved_files_have_the_run_dtype_and_shard_size(
         '{"temperature": 0.7, "do_sample": true}'
     )
     _save_on_ranks(tmp_path, layout, precision, None, "20KB")
-    rounded, target = (
-        torch.float32 if precision == "32-true" else torch.bfloat16,
-        tmp_path / "target",
-    )
+    rounded = torch.float32 if precision == "32-true" else torch.bfloat16
+    target = tmp_path / "target"
     assert_same(tensors_in(target), {name: tensor.to(rounded) for name, tensor in expected.items()})
     assert json.loads((target / "config.json").read_text())["dtype"] == str(rounded)[6:]
     sizes = [
@@ -333,7 +332,8 @@ def test_classifier_of_a_pretrained_bert_is_newly_initialised(tmp_path: Path) ->
     assert "cls.predictions.transform.dense.weight" in ignored
     assert "cls.seq_relationship.weight" in ignored
     saved = tensors_in(tmp_path / "target")
-    weight, bias = saved.pop("classifier.weight"), saved.pop("classifier.bias")
+    weight = saved.pop("classifier.weight")
+    bias = saved.pop("classifier.bias")
     assert weight.std() > 0
     assert (bias == 0).all()
     assert_same(

@@ -14,7 +14,10 @@ from tests.ranks import run_ranks
 _SLACK_BYTES = 32 << 20
 """Allowance for what Python, torch and gloo allocate and keep: 10 to 20 MB, depending on what is already imported,
 whatever the model's size."""
-_LAYERS, _HIDDEN, _FFN, _VOCAB = 24, 512, 4096, 4096
+_LAYERS = 24
+_HIDDEN = 512
+_FFN = 4096
+_VOCAB = 4096
 
 
 def _write_model(directory: Path) -> tuple[int, int]:
@@ -58,7 +61,8 @@ def _measure_loading(directory: str, layout: Layout) -> tuple[int, int]:
     from lightning_megatron import module as module_file
     from tests.parity.training import Sentences
 
-    real, measured = module_file.load_hugging_face, {}
+    real = module_file.load_hugging_face
+    measured = {}
 
     def measure(chunks: Any, *args: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to current resident memory

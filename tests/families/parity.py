@@ -143,7 +143,8 @@ def check_family(
         The largest errors.
     """
     with tempfile.TemporaryDirectory(prefix="family_") as path:
-        directory, lora = Path(path), None
+        directory = Path(path)
+        lora = None
         hf_model.save_pretrained(directory / "source")
         if adapters:
             hf_model = _with_adapters(
@@ -152,11 +153,13 @@ def check_family(
             lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
         results: list[RankResult] = run_ranks(run_family, layout.world_size, path, case, rows, lora)
-        reference, real = reference_of(hf_model, rows), real_positions(hf_model, rows)
+        reference = reference_of(hf_model, rows)
+        real = real_positions(hf_model, rows)
         logits_error = _compare_outputs(results, reference, real, layout)
         for result in results:
             torch.testing.assert_close(result.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
-        actual, expected = results[0].gradients, reference.gradients
+        actual = results[0].gradients
+        expected = reference.gradients
         if adapters:
             expected = {
                 f"base_model.model.{name.replace('.default', '')}": gradient
@@ -260,7 +263,8 @@ def _compare_outputs(
         actual = torch.stack(outputs, dim=1).flatten(0, 1)
         assert actual.shape == expected.shape
         if real is not None and actual.dim() == 3:
-            actual, expected = actual[real], expected[real]
+            actual = actual[real]
+            expected = expected[real]
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=_LOGITS_ATOL)
         errors.append((actual - expected).abs().max().item())
     return max(errors)
@@ -298,7 +302,8 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
     assert not any(
         report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     ), report
-    expected, actual = hf_model.state_dict(), loaded.state_dict()
+    expected = hf_model.state_dict()
+    actual = loaded.state_dict()
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, f"weights differ: {', '.join(different)}"

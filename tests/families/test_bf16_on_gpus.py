@@ -92,10 +92,8 @@ def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None
     (exact,), (theirs,) = (
         run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16")
     )
-    model, case = (
-        wide_model(name),
-        Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed"),
-    )
+    model = wide_model(name)
+    case = Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed")
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory) / "source")
         results: list[RankResult] = run_ranks(run_family, layout.world_size, directory, case, _ROWS)

@@ -10,7 +10,8 @@ from tests.parity.comparison import assert_same_within_rounding
 from tests.parity.training import Case, Layout, Outcome, join_outcomes, module_of, train_module
 from tests.ranks import run_ranks
 
-_LONG, _EOD = 2048, 3
+_LONG = 2048
+_EOD = 3
 _WIDE = (
     ("hidden_size", 256),
     ("head_dim", 64),

@@ -93,8 +93,10 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
     count = sum(
         parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters()
     )
-    pp_rank, model = trainer.strategy.topology.pp_rank, module.model_config
-    parallel, is_t5 = trainer.strategy.parallel, name == "t5"
+    pp_rank = trainer.strategy.topology.pp_rank
+    model = module.model_config
+    parallel = trainer.strategy.parallel
+    is_t5 = name == "t5"
     cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
     expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
     problems = (

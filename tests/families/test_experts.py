@@ -117,10 +117,8 @@ def test_mixture_of_experts_equals_hugging_face(
 
 def _loss_with_a_bias(directory: str) -> float:
     bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
-    case, loader = (
-        Case(layout=Layout(transformer_config_overrides=bias)),
-        DataLoader(padded_sentences(), batch_size=4),
-    )  # type: ignore[arg-type]
+    case = Case(layout=Layout(transformer_config_overrides=bias))
+    loader = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
     (logged,) = trainer_of(case).validate(pretrained_module(directory), loader, verbose=False)
     return float(logged["val_loss"])
 

@@ -97,7 +97,8 @@ def test_every_combination_equals_one_process_and_differs_from_others(model: str
 
 
 def _combination_losses(model: str, layout: Layout) -> dict[tuple[str, str], list[float]]:
-    case, losses = Case(layout=layout, model=model, steps=2), {}
+    case = Case(layout=layout, model=model, steps=2)
+    losses = {}
     for positions, heads in itertools.product(POSITIONS, HEADS):
         module = module_of(case, position_embedding_type=positions, attention_head_type=heads)
         losses[positions, heads] = train_module(module, case, loader_of(case)).losses

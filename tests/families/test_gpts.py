@@ -117,7 +117,8 @@ _WITH_BIASES = {"bias": True, "ffn_hidden_size": 72, "tie_word_embeddings": Fals
 _UNTIED = {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "gelu"}
 _FOUR_TP = Layout(tp=4, sequence_parallel=True)
 _RECOMPUTING = Layout(tp=2, sequence_parallel=True, recompute="selective")
-_A2A, _GATHER = Layout(cp=2, cp_comm_type="a2a"), Layout(cp=2, cp_comm_type="all_gather")
+_A2A = Layout(cp=2, cp_comm_type="a2a")
+_GATHER = Layout(cp=2, cp_comm_type="all_gather")
 _CP_TP = replace(_GATHER, tp=2, sequence_parallel=True)
 _CP_PP = replace(_A2A, pp=2, num_microbatches=2)
 _CP4 = Layout(cp=4)
@@ -125,22 +126,20 @@ _CP4 = Layout(cp=4)
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 _NEWER = {
-    **{
-        "gemma": "right",
-        "gemma2": "left",
-        "gemma3_text": "right",
-        "phi3": "left",
-        "olmo2": "right",
-        "granite": "left",
-    },
-    **{
-        "starcoder2": "right",
-        "gpt_neox": "left",
-        "smollm3": "right",
-        "stablelm": "left",
-        "opt": "left",
-    },
-    **{"cohere": "right", "glm": "left", "glm4": "right"},
+    "gemma": "right",
+    "gemma2": "left",
+    "gemma3_text": "right",
+    "phi3": "left",
+    "olmo2": "right",
+    "granite": "left",
+    "starcoder2": "right",
+    "gpt_neox": "left",
+    "smollm3": "right",
+    "stablelm": "left",
+    "opt": "left",
+    "cohere": "right",
+    "glm": "left",
+    "glm4": "right",
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
 _SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt")
@@ -233,29 +232,27 @@ def changes_of(family: str, variant: str) -> dict[str, Any]:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     f"{family} {variant}".strip(): {
-        **{"model_type": family, "vocab_size": VOCAB_SIZE},
-        **{**FAMILIES[family][1], **(changes_of(family, variant) if variant else {})},
+        "model_type": family,
+        "vocab_size": VOCAB_SIZE,
+        **FAMILIES[family][1],
+        **(changes_of(family, variant) if variant else {}),
     }
     for family, variant in (
         *((family, "") for family in FAMILIES),
-        *(("gpt2", "untied"), ("gpt_bigcode", "a key for each head"), ("llama", "tied, biased")),
-        *(
-            ("qwen2", "windows in later layers"),
-            ("qwen3", "biased, tied, windows"),
-            ("falcon", "7b with biases"),
-        ),
-        *(
-            ("falcon", "40b"),
-            ("falcon", "11b"),
-            ("falcon", "rw"),
-            ("gpt_neox", "one after the other"),
-        ),
-        *(
-            ("smollm3", "windows"),
-            ("stablelm", "one norm"),
-            ("granite", "tied, biased"),
-            ("opt", "without biases"),
-        ),
+        ("gpt2", "untied"),
+        ("gpt_bigcode", "a key for each head"),
+        ("llama", "tied, biased"),
+        ("qwen2", "windows in later layers"),
+        ("qwen3", "biased, tied, windows"),
+        ("falcon", "7b with biases"),
+        ("falcon", "40b"),
+        ("falcon", "11b"),
+        ("falcon", "rw"),
+        ("gpt_neox", "one after the other"),
+        ("smollm3", "windows"),
+        ("stablelm", "one norm"),
+        ("granite", "tied, biased"),
+        ("opt", "without biases"),
     )
 }
 """Configs of each family, and of variants with different weights."""
@@ -313,7 +310,8 @@ class _RecordingConfig:
     """A config object that records which fields are read."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.read = config, set[str]()
+        self.config = config
+        self.read = set[str]()
 
     def __getattr__(self, name: str) -> Any:
         self.read.add(name)
@@ -327,7 +325,8 @@ def test_every_config_field_is_read_checked_or_ignored_on_purpose(model_type: st
     # New fields of a new transformers version fail here until they are handled.
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
-    family, read = family_of(model_type), set[str]()
+    family = family_of(model_type)
+    read = set[str]()
     for fields in CONFIGS.values():
         if fields["model_type"] == model_type:
             recording = _RecordingConfig(config_object(fields))

@@ -88,11 +88,9 @@ class Model:
 
 def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path:
     """Write the tracker file, and the iteration's directory with a directory and file per rank; returns the latter."""
-    folder, pp, num_chunks = (
-        root / f"iter_{iteration:07d}",
-        len(layout.stages),
-        len(layout.stages[0]),
-    )
+    folder = root / f"iter_{iteration:07d}"
+    pp = len(layout.stages)
+    num_chunks = len(layout.stages[0])
     for stage, chunks in enumerate(layout.stages):
         for rank in range(layout.tp):
             state: dict[str, Any] = {"iteration": iteration}
@@ -106,10 +104,8 @@ def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path
                 more = {**sizes, "consumed_train_samples": 640, **layout.arguments}
                 state["args"] = Namespace(**{**model.arguments, **more})
             for number, layers in enumerate(chunks):
-                is_first, is_last = (
-                    stage + number == 0,
-                    stage == pp - 1 and number == num_chunks - 1,
-                )
+                is_first = stage + number == 0
+                is_last = stage == pp - 1 and number == num_chunks - 1
                 entries = _entries(model, layers, is_first, is_last)
                 state["model" if num_chunks == 1 else f"model{number}"] = _nested(
                     entries, layout, rank, model.width
@@ -190,7 +186,8 @@ def _shard(
     how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int
 ) -> torch.Tensor:
     """A rank's shard of a tensor."""
-    first, tp = tensors[0], layout.tp
+    first = tensors[0]
+    tp = layout.tp
     if how == "whole":
         return first
     if how == "columns":
@@ -257,7 +254,8 @@ def _layer(
 
 def gpt2(model: Any) -> Model:
     """Describe a GPT-2 as Megatron-LM's GPT."""
-    weights, config = model.state_dict(), model.config
+    weights = model.state_dict()
+    config = model.config
     names = "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
     positions = weights["transformer.wpe.weight"]
     return Model(
@@ -270,21 +268,16 @@ def gpt2(model: Any) -> Model:
         is_tied=True,
         width=config.n_embd // config.n_head,
         arguments={
-            **{
-                "num_layers": config.n_layer,
-                "hidden_size": config.n_embd,
-                "num_attention_heads": config.n_head,
-            },
-            **{"max_position_embeddings": config.n_positions, "orig_vocab_size": config.vocab_size},
-            **{
-                "layernorm_epsilon": config.layer_norm_epsilon,
-                "hidden_dropout": config.resid_pdrop,
-            },
-            **{
-                "attention_dropout": config.attn_pdrop,
-                "bias_gelu_fusion": False,
-                "openai_gelu": True,
-            },
+            "num_layers": config.n_layer,
+            "hidden_size": config.n_embd,
+            "num_attention_heads": config.n_head,
+            "max_position_embeddings": config.n_positions,
+            "orig_vocab_size": config.vocab_size,
+            "layernorm_epsilon": config.layer_norm_epsilon,
+            "hidden_dropout": config.resid_pdrop,
+            "attention_dropout": config.attn_pdrop,
+            "bias_gelu_fusion": False,
+            "openai_gelu": True,
             "tokenizer_type": "SentencePieceTokenizer",
         },
     )
@@ -292,7 +285,8 @@ def gpt2(model: Any) -> Model:
 
 def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -> Model:
     """Describe a Megatron-BERT for pre-training as Megatron-LM's BERT."""
-    weights, config = model.state_dict(), model.config
+    weights = model.state_dict()
+    config = model.config
     qkv = ",".join(f"attention.self.{name}" for name in ("query", "key", "value"))
     names = f"attention.ln ln {qkv} attention.output.dense intermediate.dense output.dense"
     tables = [
@@ -325,28 +319,24 @@ def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -
         is_tied=True,
         width=config.hidden_size // config.num_attention_heads,
         arguments={
-            **{
-                "num_layers": config.num_hidden_layers,
-                "num_attention_heads": config.num_attention_heads,
-            },
-            **{
-                "hidden_size": config.hidden_size,
-                "max_position_embeddings": config.max_position_embeddings,
-            },
-            **{"orig_vocab_size": config.vocab_size, "layernorm_epsilon": config.layer_norm_eps},
-            **{
-                "hidden_dropout": 0.1,
-                "attention_dropout": 0.1,
-                "bias_gelu_fusion": False,
-                "openai_gelu": False,
-            },
+            "num_layers": config.num_hidden_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "hidden_size": config.hidden_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "orig_vocab_size": config.vocab_size,
+            "layernorm_epsilon": config.layer_norm_eps,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "bias_gelu_fusion": False,
+            "openai_gelu": False,
         },
     )
 
 
 def llama(model: Any) -> Model:
     """Describe a Llama as Megatron-LM's decoder."""
-    weights, config = model.state_dict(), model.config
+    weights = model.state_dict()
+    config = model.config
     qkv = ",".join(f"self_attn.{name}_proj" for name in "qkv")
     names = f"input_layernorm post_attention_layernorm {qkv} self_attn.o_proj mlp.gate_proj,mlp.up_proj mlp.down_proj"
 
@@ -379,17 +369,19 @@ def llama(model: Any) -> Model:
         is_tied=is_tied,
         width=len(weights["model.layers.0.self_attn.k_proj.weight"]) // config.num_key_value_heads,
         arguments={
-            **{
-                "num_layers": config.num_hidden_layers,
-                "num_attention_heads": config.num_attention_heads,
-            },
-            **{"group_query_attention": True, "num_query_groups": config.num_key_value_heads},
-            **{
-                "max_position_embeddings": config.max_position_embeddings,
-                "orig_vocab_size": config.vocab_size,
-            },
-            **{"norm_epsilon": config.rms_norm_eps, "normalization": "RMSNorm", "swiglu": True},
-            **{"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000},
-            **{"untie_embeddings_and_output_weights": not is_tied, "attention_dropout": 0.0},
+            "num_layers": config.num_hidden_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "group_query_attention": True,
+            "num_query_groups": config.num_key_value_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+            "orig_vocab_size": config.vocab_size,
+            "norm_epsilon": config.rms_norm_eps,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "rotary_base": 10000,
+            "untie_embeddings_and_output_weights": not is_tied,
+            "attention_dropout": 0.0,
         },
     )

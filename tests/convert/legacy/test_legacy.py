@@ -76,13 +76,12 @@ def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Lay
 
 
 LAYOUTS = (
-    *(
-        _layout(None, 2, "pp2 vpp2"),
-        _layout(0, 4, "pp3 uneven"),
-        _layout(1.0, 1, "pp2"),
-        _layout(1.0, 4, "pp1"),
-    ),
-    *(_layout(2.0, 2, "pp3 uneven"), _layout(3.0, 4, "pp2 vpp2")),
+    _layout(None, 2, "pp2 vpp2"),
+    _layout(0, 4, "pp3 uneven"),
+    _layout(1.0, 1, "pp2"),
+    _layout(1.0, 4, "pp1"),
+    _layout(2.0, 2, "pp3 uneven"),
+    _layout(3.0, 4, "pp2 vpp2"),
     _layout(None, 2, "pp2", names=FIRST_RELEASES, is_zip=False),
     _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
     _layout(3.0, 2, "pp2", names=TRANSFORMER_ENGINE, dtype=torch.bfloat16, is_zip=False),
@@ -176,7 +175,8 @@ def test_arguments_identify_families_with_rotary_positions(
             llama(model),
         )
 
-    read, reference = weights_of(tmp_path / "legacy"), weights_of(tmp_path / "hf")
+    read = weights_of(tmp_path / "legacy")
+    reference = weights_of(tmp_path / "hf")
 
     assert_same_weights(read, reference)
     assert read.source.model == reference.source.model
@@ -434,8 +434,10 @@ def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("rotary_percent", 0.25), ("position_embedding_type", "alibi")),
-        *(("window_attn_skip_freq", 2), ("softmax_type", "off-by-one")),
+        ("rotary_percent", 0.25),
+        ("position_embedding_type", "alibi"),
+        ("window_attn_skip_freq", 2),
+        ("softmax_type", "off-by-one"),
     ],
 )
 def test_decoder_of_no_known_family_is_refused(tmp_path: Path, name: str, value: Any) -> None:
@@ -490,12 +492,11 @@ def test_written_shards_equal_shards_made_by_hand(tmp_path: Path, case: str) -> 
     files = sorted((tmp_path / "by_hand").rglob("model_optim_rng.pt"))
     assert len(files) == layout.tp * len(layout.stages)
     for file in files:
-        by_hand, ours = (
-            load(file),
-            load(tmp_path / "legacy" / "release" / file.parent.name / file.name),
-        )
+        by_hand = load(file)
+        ours = load(tmp_path / "legacy" / "release" / file.parent.name / file.name)
         for chunk in (key for key in by_hand.keys() | ours.keys() if key.startswith("model")):
-            expected, actual = flat(by_hand[chunk]), flat(ours[chunk])
+            expected = flat(by_hand[chunk])
+            actual = flat(ours[chunk])
             assert_same(actual, expected)
             assert all(tensor.is_contiguous() for tensor in actual.values())
             # Readers rely on the order: layers first and ascending, each weight before its bias.

@@ -65,7 +65,10 @@ def write_legacy(
         kind: Type code, element size, struct letter of a token, elements per token, dtype name in Megatron-Core.
     """
     code, element_size, letter, elements, _ = kind
-    data, ends, sizes, bounds = b"", [0], [], [0]
+    data = b""
+    ends = [0]
+    sizes = []
+    bounds = [0]
     for document in documents:
         for tokens in document:
             data += struct.pack(f"<{len(tokens)}{letter}", *tokens)
@@ -103,7 +106,8 @@ def opened(objective: Objective, part: Part) -> Any:
 class _NoTokenizer:
     """Tokenizer attributes that Megatron-Core reads; no token of a dataset is padding."""
 
-    vocab_size, eod = None, -2
+    vocab_size = None
+    eod = -2
     unique_identifiers: ClassVar = {"class": "none"}
 
 

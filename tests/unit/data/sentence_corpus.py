@@ -39,14 +39,12 @@ class WordPieceTokenizer:
 
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
     all_special_ids = tuple(range(len(SPECIAL)))
-    pad_token_id, cls_token_id, sep_token_id, mask_token_id, bos_token_id, eos_token_id = (
-        pad,
-        cls,
-        sep,
-        mask,
-        bos,
-        eos,
-    )
+    pad_token_id = pad
+    cls_token_id = cls
+    sep_token_id = sep
+    mask_token_id = mask
+    bos_token_id = bos
+    eos_token_id = eos
 
     def __len__(self) -> int:
         return len(self.inv_vocab)

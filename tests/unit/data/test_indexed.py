@@ -264,9 +264,15 @@ def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]
     counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
     assert description == {
-        **{"kind": "dataset", "prefix": prefix, "format": "mmap", "dtype": "uint16"},
-        **{"documents": 4, "sequences": 5, "tokens": 306},
-        **{"bin_bytes": 2 * 306, "idx_bytes": (tmp_path / "x.idx").stat().st_size},
+        "kind": "dataset",
+        "prefix": prefix,
+        "format": "mmap",
+        "dtype": "uint16",
+        "documents": 4,
+        "sequences": 5,
+        "tokens": 306,
+        "bin_bytes": 2 * 306,
+        "idx_bytes": (tmp_path / "x.idx").stat().st_size,
         "lengths": {"min": 0, "mean": 61.2, "max": 300},
         "histogram": [
             {"first": a, "last": b, "count": n} for (a, b), n in zip(bounds, counts, strict=True)

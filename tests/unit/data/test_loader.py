@@ -34,7 +34,8 @@ LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_resume_at_any_layout_continues_with_the_next_sample(
     before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
 ) -> None:
-    first, one_row = _loader(_shape(*before)), _loader(_shape(1, 1))
+    first = _loader(_shape(*before))
+    one_row = _loader(_shape(1, 1))
     for loader in (first, one_row):
         loader.set_epoch(epoch)
     order = [index for batch in one_row.batches() for index in batch]

@@ -116,7 +116,8 @@ def test_every_field_of_every_sample_equals_megatrons(
 
 def test_whole_words_are_masked_with_other_word_marks(tmp_path: Path) -> None:
     """Every third piece starts a word, as with SentencePiece or byte-level BPE."""
-    begin, begins_word = first_text_id(), word_pieces().begins_word.copy()
+    begin = first_text_id()
+    begins_word = word_pieces().begins_word.copy()
     begins_word[begin:] = np.arange(NUM_PIECES) % 3 == 1
     tokenizer = replace(word_pieces(), begins_word=begins_word)
     # A word-continuing piece starts every sentence and occurs nowhere else.

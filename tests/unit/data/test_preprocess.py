@@ -76,10 +76,8 @@ def test_documents_are_complete_and_without_special_tokens(
     """With a tokenizer that was saved with truncation and padding, and with a slow (Python) tokenizer."""
     from transformers import ByT5Tokenizer
 
-    texts, saved = (
-        _write_inputs(tmp_path),
-        load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer(),
-    )
+    texts = _write_inputs(tmp_path)
+    saved = load_tokenizer(tokenizer) if kind == "limited" else ByT5Tokenizer()
     if kind == "limited":
         saved.backend_tokenizer.enable_truncation(max_length=3)
         saved.backend_tokenizer.enable_padding(length=10)

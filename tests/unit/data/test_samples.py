@@ -122,7 +122,8 @@ def test_truncation_during_training_is_an_error(
     for replace in (True, False):
         _write(tmp_path / "a", [20, 30])
         samples = opened(GPTObjective(seq_length=4), _parts(tmp_path, split="1")[0])
-        before, size = _rows(samples), file.stat().st_size
+        before = _rows(samples)
+        size = file.stat().st_size
         if replace:  # renaming another file over it leaves the open file unchanged
             (tmp_path / "copy").write_bytes(file.read_bytes()[:50])
             (tmp_path / "copy").rename(file)
@@ -250,7 +251,8 @@ def test_concurrent_processes_build_an_index_once(
 
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, 50, seed=seed)
-    trace, build_index = tmp_path / "trace", GPTObjective.build_index
+    trace = tmp_path / "trace"
+    build_index = GPTObjective.build_index
 
     def slow(objective: GPTObjective, part: Part) -> GPTIndex:
         with trace.open("a") as stream:
