@@ -33,7 +33,11 @@ def _convert(source: Path, target: Path, **options: Any) -> Path:
     return target
 
 
-def _average(sources: Sequence[Path], target: Path, **options: Any) -> dict[str, torch.Tensor]:
+def _average(
+    sources: Sequence[Path],
+    target: Path,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
     """Average ``sources``; the result as a Hugging Face directory."""
     options = {"load_path": sources[0], "save_path": target, "to": "hf", **options}
     convert(ConvertOptions(**options), sources[1:])
@@ -42,7 +46,11 @@ def _average(sources: Sequence[Path], target: Path, **options: Any) -> dict[str,
     return tensors_in(target)
 
 
-def _write_models(folder: Path, dtype: torch.dtype, family: str = "qwen2") -> list[Path]:
+def _write_models(
+    folder: Path,
+    dtype: torch.dtype,
+    family: str = "qwen2",
+) -> list[Path]:
     """Three models of one family with different weights in ``dtype``, as Hugging Face directories."""
     generator = torch.Generator().manual_seed(1)
     model = tiny(family).to(dtype)
@@ -60,7 +68,9 @@ def _arrays(path: Path) -> Arrays:
 
 
 def _assert_mean(
-    actual: dict[str, torch.Tensor], checkpoints: Sequence[Arrays], dtype: torch.dtype
+    actual: dict[str, torch.Tensor],
+    checkpoints: Sequence[Arrays],
+    dtype: torch.dtype,
 ) -> None:
     """Assert that each tensor is the fp64 mean, rounded to ``dtype``, up to the rounding of fp32 sums."""
     assert actual.keys() == checkpoints[0].keys()
@@ -118,7 +128,11 @@ READ: tuple[Callable[[Path, Path], Path], ...] = (
 WRITTEN = ("hf", "megatron", "megatron-legacy")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16],
+    ids=str,
+)
 def test_mean_of_every_format_and_dtype_equals_the_mean_by_hand(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -139,8 +153,17 @@ def test_weights_of_64_bits_are_summed_in_64_bits(tmp_path: Path) -> None:
     models = _write_models(tmp_path, torch.float64)
     arrays = [_arrays(path) for path in models]
     for name, tensor in _average(models, tmp_path / "mean").items():
-        expected = np.mean([each[name] for each in arrays], axis=0)
-        np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-14, atol=1e-14, err_msg=name)
+        expected = np.mean(
+            [each[name] for each in arrays],
+            axis=0,
+        )
+        np.testing.assert_allclose(
+            tensor.numpy(),
+            expected,
+            rtol=1e-14,
+            atol=1e-14,
+            err_msg=name,
+        )
 
 
 def test_equal_checkpoints_have_themselves_as_mean(tmp_path: Path) -> None:
@@ -154,16 +177,30 @@ def test_dtype_option_and_mixed_dtypes(tmp_path: Path) -> None:
     low = _write_models(tmp_path / "bf16", torch.bfloat16)[0]
     high = _write_models(tmp_path, torch.float32)[1]
     arrays = [_arrays(low), _arrays(high)]
-    _assert_mean(_average([low, high], tmp_path / "as the first"), arrays, torch.bfloat16)
-    _assert_mean(_average([high, low], tmp_path / "as the other"), arrays[::-1], torch.float32)
-    _assert_mean(_average([low, high], tmp_path / "as told", dtype="fp32"), arrays, torch.float32)
+    _assert_mean(
+        _average([low, high], tmp_path / "as the first"),
+        arrays,
+        torch.bfloat16,
+    )
+    _assert_mean(
+        _average([high, low], tmp_path / "as the other"),
+        arrays[::-1],
+        torch.float32,
+    )
+    _assert_mean(
+        _average([low, high], tmp_path / "as told", dtype="fp32"),
+        arrays,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bloom", "megatron-bert-PreTraining"])
 def test_families_with_tied_and_repeated_weights(tmp_path: Path, family: str) -> None:
     models = _write_models(tmp_path, torch.float32, family)
     _assert_mean(
-        _average(models, tmp_path / "mean"), [_arrays(path) for path in models], torch.float32
+        _average(models, tmp_path / "mean"),
+        [_arrays(path) for path in models],
+        torch.float32,
     )
 
 
@@ -172,7 +209,12 @@ def _average_on_ranks(sources: list[str], target: str) -> None:
 
     dist.init_process_group("gloo")
     options = ConvertOptions(
-        load_path=Path(sources[0]), save_path=Path(target), to="hf", tp=2, pp=2, vpp=2
+        load_path=Path(sources[0]),
+        save_path=Path(target),
+        to="hf",
+        tp=2,
+        pp=2,
+        vpp=2,
     )
     try:
         convert(options, [Path(source) for source in sources[1:]])
@@ -182,8 +224,17 @@ def _average_on_ranks(sources: list[str], target: str) -> None:
 
 def test_processes_of_torchrun_average_their_shards(tmp_path: Path) -> None:
     models = _write_models(tmp_path, torch.float32)
-    run_ranks(_average_on_ranks, 4, [str(path) for path in models], str(tmp_path / "mean"))
-    _assert_mean(tensors_in(tmp_path / "mean"), [_arrays(path) for path in models], torch.float32)
+    run_ranks(
+        _average_on_ranks,
+        4,
+        [str(path) for path in models],
+        str(tmp_path / "mean"),
+    )
+    _assert_mean(
+        tensors_in(tmp_path / "mean"),
+        [_arrays(path) for path in models],
+        torch.float32,
+    )
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -223,7 +274,8 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
     arrays = [{name: tensor.double().numpy() for name, tensor in each.items()} for each in matrices]
 
     convert(
-        ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"), adapters[1:]
+        ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"),
+        adapters[1:],
     )
     _assert_mean(load_file(tmp_path / "mean" / "adapter_model.safetensors"), arrays, torch.float32)
 
@@ -239,7 +291,11 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
     for to in WRITTEN:
         for name, tensor in _average(adapters, tmp_path / to, to=to).items():
             np.testing.assert_allclose(
-                tensor.numpy(), expected[name], rtol=1e-5, atol=1e-5, err_msg=name
+                tensor.numpy(),
+                expected[name],
+                rtol=1e-5,
+                atol=1e-5,
+                err_msg=name,
             )
 
 

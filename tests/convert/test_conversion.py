@@ -64,13 +64,20 @@ _IN_EVERY_RUN = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive,
+        )
         for name in MODELS
     ],
 )
 def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> None:
     model = tiny(name)
-    save_as(model, tmp_path / "hf", FORMATS[MODELS.index(name) % len(FORMATS)])
+    save_as(
+        model,
+        tmp_path / "hf",
+        FORMATS[MODELS.index(name) % len(FORMATS)],
+    )
     expected = save_as(model, tmp_path / "expected", "safetensors")
     layers = 5 if "t5" in name else 3  # does not divide the number of layers
     steps: list[dict[str, Any]] = [
@@ -227,7 +234,13 @@ def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
         _convert(path / "legacy", path / "a.ckpt", to="megatron", **layout)
         _convert(path / "a.ckpt", path / "back", max_shard_size="20KB", **layout)
         try:
-            _convert(path / "hf", path / "other", to="megatron", tp=1, pp=1)
+            _convert(
+                path / "hf",
+                path / "other",
+                to="megatron",
+                tp=1,
+                pp=1,
+            )
         except ConfigError as error:
             return str(error)
     finally:
@@ -265,7 +278,13 @@ def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(number * torch.rand_like(weight))
-        models.append(save_as(model.to(torch.bfloat16), tmp_path / str(number), FORMATS[0]))
+        models.append(
+            save_as(
+                model.to(torch.bfloat16),
+                tmp_path / str(number),
+                FORMATS[0],
+            )
+        )
     _convert(tmp_path / "1", tmp_path / "one.ckpt", to="megatron")
     _convert(tmp_path / "2", tmp_path / "two", to="megatron-legacy")
     options = ConvertOptions(load_path=tmp_path / "0", save_path=tmp_path / "mean", to="hf")
@@ -353,7 +372,11 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
     tmp_path: Path, model: dict[str, Any], precision: str
 ) -> None:
     strategy = {"tp": 2, "pp": 2, "sequence_parallel": True}
-    run = Run(model=model, strategy=strategy, trainer={"max_steps": 2, "precision": precision})
+    run = Run(
+        model=model,
+        strategy=strategy,
+        trainer={"max_steps": 2, "precision": precision},
+    )
     run_ranks(_train_and_save, 4, run, str(tmp_path))
 
     _convert(tmp_path / "run.ckpt", tmp_path / "back")
@@ -385,7 +408,13 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
                 "load_from": str(tmp_path / name),
             }
         )
-        losses.append(run_ranks(train, 1, start.but(trainer={"max_steps": 1}))[0].steps[1]["loss"])
+        losses.append(
+            run_ranks(
+                train,
+                1,
+                start.but(trainer={"max_steps": 1}),
+            )[0].steps[1]["loss"]
+        )
     assert losses[0] == losses[1]
 
 

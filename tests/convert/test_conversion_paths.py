@@ -59,7 +59,11 @@ def _only_source_exists(source: Path) -> bool:
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(source: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused(
+    source: Path,
+    options: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(ConfigError, match=message):
         convert(_options(source, **options))
     assert _only_source_exists(source)

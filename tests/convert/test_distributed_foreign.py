@@ -31,12 +31,17 @@ _LOCAL = {
 
 
 def write_distributed(
-    folder: Path, tensors: Mapping[str, Any], common: Mapping[str, Any] | None = None
+    folder: Path,
+    tensors: Mapping[str, Any],
+    common: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint with torch's own writer; each tensor is one chunk."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(
-        dict(tensors), storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True
+        dict(tensors),
+        storage_writer=dcp.FileSystemWriter(folder),
+        planner=planner,
+        no_dist=True,
     )
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps(backends))
@@ -75,7 +80,10 @@ def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _padded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """With 13 rows of vocabulary padding."""
     name = "embedding.word_embeddings.weight"
-    return {**tensors, name: torch.cat([tensors[name], torch.full((13, 32), 7.0)])}
+    return {
+        **tensors,
+        name: torch.cat([tensors[name], torch.full((13, 32), 7.0)]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +108,11 @@ def test_layer_and_padding_conventions_are_read(
     assert weights.source.iteration == 0
 
 
-def _without_common_file(path: Path, tensors: Mapping[str, Any], common: Mapping[str, Any]) -> Path:
+def _without_common_file(
+    path: Path,
+    tensors: Mapping[str, Any],
+    common: Mapping[str, Any],
+) -> Path:
     """As megatron-core 0.17 to 0.19 write it: the unsharded state is one more object among the shards."""
     shutil.rmtree(path)
     write_distributed(path, {**tensors, "common_state/shard_0_1": [dict(common)]})

@@ -170,7 +170,13 @@ def test_all_problems_are_listed_on_every_rank(tmp_path: Path) -> None:
     save_as(tiny_llama(), tmp_path / "model", "safetensors")
     _rewrite(tmp_path / "model", _damage_six_tensors)
     with pytest.raises(RankError) as caught:
-        run_ranks(load_and_save, 4, str(tmp_path / "model"), str(tmp_path / "saved"), FOUR_RANKS)
+        run_ranks(
+            load_and_save,
+            4,
+            str(tmp_path / "model"),
+            str(tmp_path / "saved"),
+            FOUR_RANKS,
+        )
     assert caught.value.error_type == "CheckpointError"
     lines = [line for line in str(caught.value).splitlines() if "Error: " in line]
     assert all("CheckpointError: " in line for line in lines), "a rank raised another error"
@@ -267,7 +273,11 @@ def load_and_save(
 
 
 def _save_on_ranks(
-    folder: Path, layout: Layout, *options: Any, source: str = "source", target: str = "target"
+    folder: Path,
+    layout: Layout,
+    *options: Any,
+    source: str = "source",
+    target: str = "target",
 ) -> Any:
     """Run ``load_and_save``; rank 0's result. Other ranks must log nothing and raise if rank 0 does."""
     first, *others = run_ranks(
@@ -292,7 +302,11 @@ def _save_on_ranks(
     ],
 )
 def test_saved_files_have_the_run_dtype_and_shard_size(
-    tmp_path: Path, kind: Format, dtype: torch.dtype, precision: str, layout: Layout
+    tmp_path: Path,
+    kind: Format,
+    dtype: torch.dtype,
+    precision: str,
+    layout: Layout,
 ) -> None:
     """Master weights have the same values: the optimizer step has copied them into the weights."""
     expected = save_as(tiny_llama().to(dtype), tmp_path / "source", kind)
@@ -383,10 +397,20 @@ def test_killed_save_changes_no_final_file(tmp_path: Path) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2), Layout(pp=2, num_microbatches=2), Layout(dp=2)], ids=str
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(pp=2, num_microbatches=2),
+        Layout(dp=2),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 def test_weights_round_trip_through_gpus(tmp_path: Path, make: Any, layout: Layout) -> None:
-    expected = save_as(make().to(torch.bfloat16), tmp_path / "source", "safetensors")
+    expected = save_as(
+        make().to(torch.bfloat16),
+        tmp_path / "source",
+        "safetensors",
+    )
     assert _save_on_ranks(tmp_path, layout, "bf16-mixed", None, "20KB", "", "gpu")["is_on_gpu"]
     assert_same(tensors_in(tmp_path / "target"), expected)

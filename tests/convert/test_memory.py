@@ -97,7 +97,12 @@ def _status(field: str) -> int:
 
 def test_loading_needs_little_more_than_the_shard(tmp_path: Path) -> None:
     total, largest = _write_model(tmp_path)
-    for own, rise in run_ranks(_measure_loading, 2, str(tmp_path), Layout(tp=2)):
+    for own, rise in run_ranks(
+        _measure_loading,
+        2,
+        str(tmp_path),
+        Layout(tp=2),
+    ):
         # New parameters become resident when first written, so the rise includes the shard.
         assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * total
         assert rise > 0.9 * own, "the parameters were resident before: this measures nothing"
@@ -109,14 +114,25 @@ def _measure_converting(directory: str, target: str) -> int:
 
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    convert(ConvertOptions(load_path=Path(directory), save_path=Path(target), to="megatron"))
+    convert(
+        ConvertOptions(
+            load_path=Path(directory),
+            save_path=Path(target),
+            to="megatron",
+        )
+    )
     return _status("VmHWM") - before
 
 
 @pytest.mark.exhaustive
 def test_conversion_holds_one_copy_of_the_model(tmp_path: Path) -> None:
     total, largest = _write_model(tmp_path / "source")
-    (rise,) = run_ranks(_measure_converting, 1, str(tmp_path / "source"), str(tmp_path / "a.ckpt"))
+    (rise,) = run_ranks(
+        _measure_converting,
+        1,
+        str(tmp_path / "source"),
+        str(tmp_path / "a.ckpt"),
+    )
     # Files are in bf16. The two stored tensors of a gated layer's matrix are both copied for writing.
     gates = _LAYERS * 2 * _FFN * _HIDDEN * 2
     # Imports and the arenas of writer threads take 30 to 75 MB; a second copy of the model would take 360.

@@ -33,7 +33,10 @@ def weights_of(path: Path, config: Path | None = None) -> Weights:
         for shard in shards_of(chunks, source.model):
             if shard.region.key not in loading.missing:
                 parts.setdefault(shard.region.key, []).append(shard.data[: shard.region.shape[0]])
-    return Weights(source=source, tensors={key: torch.cat(shards) for key, shards in parts.items()})
+    return Weights(
+        source=source,
+        tensors={key: torch.cat(shards) for key, shards in parts.items()},
+    )
 
 
 def assert_same_weights(actual: Weights, expected: Weights) -> None:

@@ -114,7 +114,10 @@ def _texts(family: str) -> str:
     names = [name for name, (model_type, _) in MODELS.items() if model_type == family]
     names += [name for name in ENCODER_DECODERS if name == family]
     for name in names:
-        compare([make_call(name, max_new_tokens=12, **NO_END)], LAYOUTS["tp2 pp2 sp"])
+        compare(
+            [make_call(name, max_new_tokens=12, **NO_END)],
+            LAYOUTS["tp2 pp2 sp"],
+        )
     return "equal" if names else "none"
 
 

@@ -111,11 +111,16 @@ def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
 
 
 def padded_sentences(
-    lengths: tuple[int, ...] = (16, 9, 5, 12), seq_length: int = 16, side: str = "right"
+    lengths: tuple[int, ...] = (16, 9, 5, 12),
+    seq_length: int = 16,
+    side: str = "right",
 ) -> Rows:
     """Rows of ``input_ids``, ``attention_mask`` and ``labels`` (-100 on and right after padding) for causal models."""
     tokens = torch.randint(
-        1, VOCAB_SIZE, (len(lengths), seq_length), generator=torch.Generator().manual_seed(5)
+        1,
+        VOCAB_SIZE,
+        (len(lengths), seq_length),
+        generator=torch.Generator().manual_seed(5),
     )
     rows = []
     for row, length in zip(tokens, lengths, strict=True):
@@ -152,12 +157,24 @@ def check_family(
             )  # peft modifies it, and other tests share it
             lora = str(directory / "adapter")
         case = Case(layout=layout, steps=1)
-        results: list[RankResult] = run_ranks(run_family, layout.world_size, path, case, rows, lora)
+        results: list[RankResult] = run_ranks(
+            run_family,
+            layout.world_size,
+            path,
+            case,
+            rows,
+            lora,
+        )
         reference = reference_of(hf_model, rows)
         real = real_positions(hf_model, rows)
         logits_error = _compare_outputs(results, reference, real, layout)
         for result in results:
-            torch.testing.assert_close(result.loss, reference.loss, rtol=_LOSS_RTOL, atol=0.0)
+            torch.testing.assert_close(
+                result.loss,
+                reference.loss,
+                rtol=_LOSS_RTOL,
+                atol=0.0,
+            )
         actual = results[0].gradients
         expected = reference.gradients
         if adapters:
@@ -187,7 +204,12 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
         for r in linears.values()
         for name in r.hugging_face
     }
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=sorted(ends), init_lora_weights=False)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=sorted(ends),
+        init_lora_weights=False,
+    )
     get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
     return hf_model
 
@@ -227,9 +249,19 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
     ]
     if "start_logits" in output:
         outputs.append(
-            torch.stack([output.start_logits, output.end_logits], dim=-1).detach().float().cpu()
+            torch.stack(
+                [output.start_logits, output.end_logits],
+                dim=-1,
+            )
+            .detach()
+            .float()
+            .cpu()
         )
-    return Reference(outputs=outputs, loss=output.loss.item(), gradients=gradients)
+    return Reference(
+        outputs=outputs,
+        loss=output.loss.item(),
+        gradients=gradients,
+    )
 
 
 def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
@@ -241,7 +273,10 @@ def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 
 
 def _compare_outputs(
-    results: list[RankResult], reference: Reference, real: torch.Tensor | None, layout: Layout
+    results: list[RankResult],
+    reference: Reference,
+    real: torch.Tensor | None,
+    layout: Layout,
 ) -> float:
     errors = [0.0]
     last = sorted(
@@ -313,7 +348,12 @@ def _compare_saved(directory: Path, hf_model: Any) -> None:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def run_family(directory: str, case: Case, rows: Rows, lora: str | None = None) -> RankResult:
+def run_family(
+    directory: str,
+    case: Case,
+    rows: Rows,
+    lora: str | None = None,
+) -> RankResult:
     """Load ``directory/source``, compute outputs of the rows, save to ``directory/saved``, and train one step."""
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     module = pretrained_module(directory + "/source", lora=lora)
@@ -354,7 +394,11 @@ def record_outputs(train_step: Any) -> Any:
             self.__dict__.update(train_step.__dict__)
             self.outputs: list[list[torch.Tensor]] = []
 
-        def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, LossFunc]:
+        def forward_step(
+            self,
+            data_iterator: Iterator[Batch],
+            model: Any,
+        ) -> tuple[Any, LossFunc]:
             def without_labels(*args: Any, **kwargs: Any) -> Any:
                 return model(*args, **{k: None if k == "labels" else v for k, v in kwargs.items()})
 

@@ -75,7 +75,11 @@ def _hugging_face(name: str, dtype: str) -> Reference:
     return reference_of(wide_model(name).to(getattr(torch, dtype)).cuda(), _ROWS)
 
 
-def _flat(model: Any, logits: torch.Tensor, gradients: Tensors) -> dict[str, torch.Tensor]:
+def _flat(
+    model: Any,
+    logits: torch.Tensor,
+    gradients: Tensors,
+) -> dict[str, torch.Tensor]:
     """Return logits at real positions and all gradients, flattened."""
     real = logits[..., : model.config.vocab_size][real_positions(model, _ROWS)]
     return {
@@ -85,7 +89,15 @@ def _flat(model: Any, logits: torch.Tensor, gradients: Tensors) -> dict[str, tor
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.gpu(x.world_size), id=str(x)) for x in LAYOUTS]
+    "layout",
+    [
+        pytest.param(
+            x,
+            marks=pytest.mark.gpu(x.world_size),
+            id=str(x),
+        )
+        for x in LAYOUTS
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None:
@@ -96,13 +108,29 @@ def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None
     case = Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed")
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory) / "source")
-        results: list[RankResult] = run_ranks(run_family, layout.world_size, directory, case, _ROWS)
+        results: list[RankResult] = run_ranks(
+            run_family,
+            layout.world_size,
+            directory,
+            case,
+            _ROWS,
+        )
     last = sorted((x for x in results if x.outputs and x.cp_rank == 0), key=lambda x: x.tp_rank)
     ours = _flat(
-        model, torch.cat([result.outputs[0] for result in last], dim=-1), results[0].gradients
+        model,
+        torch.cat(
+            [result.outputs[0] for result in last],
+            dim=-1,
+        ),
+        results[0].gradients,
     )
     right, other = (
-        _flat(model, reference.outputs[0], reference.gradients) for reference in (exact, theirs)
+        _flat(
+            model,
+            reference.outputs[0],
+            reference.gradients,
+        )
+        for reference in (exact, theirs)
     )
     errors = {
         key: (relative_error(ours[key], right[key]), relative_error(other[key], right[key]))

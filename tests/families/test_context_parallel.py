@@ -27,7 +27,10 @@ def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
     from lightning_megatron import GPTTrainStep
 
     tokens = torch.randint(
-        4, 83, (2 * case.steps, _LONG), generator=torch.Generator().manual_seed(5)
+        4,
+        83,
+        (2 * case.steps, _LONG),
+        generator=torch.Generator().manual_seed(5),
     )
     tokens[:, [100, 700, 701, 1300, 1900]] = _EOD
     documents = {
@@ -42,11 +45,20 @@ def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("sliding", [False, True], ids=["documents", "window"])
+@pytest.mark.parametrize(
+    "sliding",
+    [False, True],
+    ids=["documents", "window"],
+)
 @pytest.mark.parametrize("how", ["a2a", "all_gather"])
 def test_long_rows_on_two_gpus_equal_one_gpu(how: Any, sliding: bool) -> None:
     window = (("model_type", "mistral"), ("sliding_window", 300)) if sliding else ()
-    exact = Case(model="llama", model_fields=_WIDE + window, steps=2, accelerator="gpu")
+    exact = Case(
+        model="llama",
+        model_fields=_WIDE + window,
+        steps=2,
+        accelerator="gpu",
+    )
     one_gpu = replace(exact, precision="bf16-mixed")
 
     def outcome(case: Case) -> Outcome:

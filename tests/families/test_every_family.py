@@ -51,7 +51,10 @@ _IN_EVERY_RUN = ("phi3", "t5")
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive,
+        )
         for name in models()
     ],
 )
@@ -66,7 +69,11 @@ _SPECIAL_SHARDING = ("gpt2", "bloom", "falcon 40b", "gemma2", "olmo2", "opt", "t
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
-@pytest.mark.parametrize("layout", [Layout(), FOUR_RANKS], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), FOUR_RANKS],
+    ids=str,
+)
 def test_new_models_have_expected_parameter_counts_and_initial_weights(layout: Layout) -> None:
     families = (*CONFIGS, "t5") if layout.world_size == 1 else _SPECIAL_SHARDING
     for problems in run_ranks(_check_new_models, layout.world_size, families, layout):
@@ -98,7 +105,13 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
     parallel = trainer.strategy.parallel
     is_t5 = name == "t5"
     cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
-    expected = rank_parameters(model, cut, tp=layout.tp, pp=layout.pp, pp_rank=pp_rank)
+    expected = rank_parameters(
+        model,
+        cut,
+        tp=layout.tp,
+        pp=layout.pp,
+        pp_rank=pp_rank,
+    )
     problems = (
         []
         if count == expected

@@ -39,7 +39,10 @@ def mixture(family: str, **changes: Any) -> Any:
     import transformers
 
     name, fields = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB_SIZE, **{**fields, **changes})
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB_SIZE,
+        **{**fields, **changes},
+    )
     return tiny_model(transformers.AutoModelForCausalLM, config)
 
 
@@ -70,19 +73,61 @@ def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
 CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("mixtral", {}, Layout()),
     ("mixtral", {"sliding_window": 5}, FOUR_RANKS),
-    ("mixtral", {}, Layout(ep=2, dp=2, recompute="selective")),
-    ("qwen2_moe", {}, Layout(tp=2, sequence_parallel=True, recompute="full")),
+    (
+        "mixtral",
+        {},
+        Layout(
+            ep=2,
+            dp=2,
+            recompute="selective",
+        ),
+    ),
+    (
+        "qwen2_moe",
+        {},
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute="full",
+        ),
+    ),
     (
         "qwen2_moe",
         {"norm_topk_prob": True, "decoder_sparse_step": 2},
         Layout(ep=2, dp=2, pp=2, num_microbatches=2),
     ),
-    ("qwen3_moe", {"tie_word_embeddings": True}, Layout(ep=2, tp=2, dp=2, sequence_parallel=True)),
+    (
+        "qwen3_moe",
+        {"tie_word_embeddings": True},
+        Layout(
+            ep=2,
+            tp=2,
+            dp=2,
+            sequence_parallel=True,
+        ),
+    ),
     ("qwen3_moe", {}, Layout(ep=2, cp=2)),
-    ("olmoe", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
+    (
+        "olmoe",
+        {},
+        Layout(
+            ep=2,
+            tp=2,
+            sequence_parallel=True,
+        ),
+    ),
 )
 RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
-    ("qwen3_moe", {}, Layout(ep=2, tp=2, sequence_parallel=True, recompute="selective")),
+    (
+        "qwen3_moe",
+        {},
+        Layout(
+            ep=2,
+            tp=2,
+            sequence_parallel=True,
+            recompute="selective",
+        ),
+    ),
     (
         "qwen3_moe",
         {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1},
@@ -105,7 +150,10 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ],
 )
 def test_mixture_of_experts_equals_hugging_face(
-    family: str, changes: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     original = modeling.load_balancing_loss_func

@@ -57,7 +57,10 @@ _FALCON = {"model_type": "falcon", **_LIKE_GPT2}
     ],
 )  # fmt: skip
 def test_gpt2_variant_equals_config_of_compared_family(
-    positions: str, heads: str | None, fields: dict[str, Any], changes: dict[str, Any]
+    positions: str,
+    heads: str | None,
+    fields: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
     ours = with_variant(model_config({**_GPT2, **NO_DROPOUT}), positions, heads)
     assert _computed_fields(ours) == _computed_fields(replace(model_config(fields), **changes))
@@ -86,7 +89,10 @@ def test_unknown_variant_is_refused(
         with_variant(model_config(fields), positions, heads)
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"],
+)
 def test_every_combination_equals_one_process_and_differs_from_others(model: str) -> None:
     # First losses compare the forward pass from equal random weights, later ones the gradients.
     (expected,) = run_ranks(_combination_losses, 1, model, Layout())

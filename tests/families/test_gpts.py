@@ -104,7 +104,26 @@ def rows_of(kind: str) -> Rows:
         return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
     # Not a shift of 0, 1, 2, ..., to which rotary positions are invariant. With a mask of ones: without a mask Hugging
     # Face takes jumps of positions for document boundaries.
-    positions = torch.tensor([0, 0, 3, 4, 4, 1, 2, 9, 8, 7, 15, 15, 14, 2, 1, 0])
+    positions = torch.tensor(
+        [
+            0,
+            0,
+            3,
+            4,
+            4,
+            1,
+            2,
+            9,
+            8,
+            7,
+            15,
+            15,
+            14,
+            2,
+            1,
+            0,
+        ]
+    )
     return [{**row, "position_ids": positions.roll(i)} for i, row in enumerate(rows)]
 
 
@@ -267,7 +286,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_gpt_equals_hugging_face(
-    family: str, variant: str, changes: dict[str, Any], layout: Layout, rows: str
+    family: str,
+    variant: str,
+    changes: dict[str, Any],
+    layout: Layout,
+    rows: str,
 ) -> None:
     check_family(gpt_model(family, changes), layout, rows_of(rows))
 

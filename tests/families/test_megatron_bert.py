@@ -28,7 +28,11 @@ TWO_REPLICAS = Layout(dp=2, num_microbatches=2)
 
 
 @functools.cache
-def bert_model(head: str, num_labels: int = 2, problem_type: str | None = None) -> Any:
+def bert_model(
+    head: str,
+    num_labels: int = 2,
+    problem_type: str | None = None,
+) -> Any:
     import transformers
 
     config = transformers.MegatronBertConfig(
@@ -63,7 +67,12 @@ def _sentences(**labels: torch.Tensor) -> Rows:
 def _labels_of_tokens(limit: int) -> torch.Tensor:
     """Labels for about half of the real tokens; their number differs between rows, the second has none."""
     generator = torch.Generator().manual_seed(6)
-    labels = torch.randint(0, limit, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    labels = torch.randint(
+        0,
+        limit,
+        (len(LENGTHS), max(LENGTHS)),
+        generator=generator,
+    )
     real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     labelled = real & (torch.rand(labels.shape, generator=generator) < 0.5)
     labelled[1] = False
@@ -72,7 +81,8 @@ def _labels_of_tokens(limit: int) -> torch.Tensor:
 
 def _pretraining_rows() -> Rows:
     return _sentences(
-        labels=_labels_of_tokens(VOCAB_SIZE), next_sentence_label=torch.tensor([1, 0, -100, 1])
+        labels=_labels_of_tokens(VOCAB_SIZE),
+        next_sentence_label=torch.tensor([1, 0, -100, 1]),
     )
 
 
@@ -105,7 +115,9 @@ _CP_PP = Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2)
 IN_EVERY_RUN = (("classes", _CP_TP), ("classes of tokens", _CP_PP))
 SPLIT_ROWS = [
     pytest.param(
-        name, layout, marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive
+        name,
+        layout,
+        marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive,
     )
     for name in (
         "given positions",
@@ -120,12 +132,20 @@ SPLIT_ROWS = [
 
 _EXHAUSTIVE = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels"}
 FULL_ROWS = [
-    pytest.param(name, each[1], marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE))
+    pytest.param(
+        name,
+        each[1],
+        marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE),
+    )
     for name, each in CASES.items()
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), [*FULL_ROWS, *SPLIT_ROWS], ids=str)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [*FULL_ROWS, *SPLIT_ROWS],
+    ids=str,
+)
 def test_bert_equals_hugging_face(case: str, layout: Layout) -> None:
     head, _, rows = CASES[case]
     check_family(bert_model(*head), layout, rows)
@@ -150,7 +170,10 @@ def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str
 
     seed_everything(1, verbose=False)
     module = MegatronModule(
-        model=_fields(), task="pretraining", train_step=BertTrainStep(binary_head), lr=case.lr
+        model=_fields(),
+        task="pretraining",
+        train_step=BertTrainStep(binary_head),
+        lr=case.lr,
     )
     loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     outcome = train_module(module, case, loader)
@@ -161,7 +184,13 @@ def test_pretraining_without_binary_head_trains_tokens_only() -> None:
     # With overlapped communication the engine waits for every weight's gradient, also the unused head's.
     layout = Layout(dp=2, pp=2, num_microbatches=2, overlap_communication=True)
     with_head, without_head = (
-        run_ranks(_train, 4, Case(layout=layout, steps=1), _pretraining_rows(), has_head)
+        run_ranks(
+            _train,
+            4,
+            Case(layout=layout, steps=1),
+            _pretraining_rows(),
+            has_head,
+        )
         for has_head in (True, False)
     )
     for (_, terms), (outcome, metrics) in zip(with_head, without_head, strict=True):
@@ -180,7 +209,12 @@ def test_pretraining_without_binary_head_trains_tokens_only() -> None:
     ]
 
 
-def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str, float]:
+def _validate(
+    layout: Layout,
+    rows: Rows,
+    task: str,
+    precision: str,
+) -> dict[str, float]:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import MegatronModule
@@ -197,7 +231,14 @@ def _validate(layout: Layout, rows: Rows, task: str, precision: str) -> dict[str
 @pytest.mark.parametrize("task", ["pretraining", "sequence_classification"])
 def test_indivisible_rows_have_metrics_of_one_process(task: str) -> None:
     rows = ((_pretraining_rows() if task == "pretraining" else _sentences(labels=CLASSES)) * 2)[:7]
-    (expected,) = run_ranks(_validate, 1, Layout(), rows, task, "32-true")
+    (expected,) = run_ranks(
+        _validate,
+        1,
+        Layout(),
+        rows,
+        task,
+        "32-true",
+    )
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")
     assert ranks == [{name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}] * 4

@@ -22,13 +22,24 @@ from tests.parity.training import MODELS, Case, Layout, module_of, trainer_of
 from tests.ranks import RankError, run_ranks
 
 
-def _pairs(*, with_decoder_mask: bool = True, side: str = "right", num_targets: int = 10) -> Rows:
+def _pairs(
+    *,
+    with_decoder_mask: bool = True,
+    side: str = "right",
+    num_targets: int = 10,
+) -> Rows:
     """Rows with padding in both sequences and different numbers of targets."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
         tokens, labels = (
-            torch.randint(2, VOCAB_SIZE, (size,), generator=generator) for size in (16, num_targets)
+            torch.randint(
+                2,
+                VOCAB_SIZE,
+                (size,),
+                generator=generator,
+            )
+            for size in (16, num_targets)
         )
         mask = torch.zeros(16, dtype=torch.long)
         mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
@@ -66,18 +77,54 @@ RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
     f"{model.__name__}-{layout}": (model, layout, _pairs(num_targets=8))
     for model, layout in (
         (t5, Layout(pp=4, num_microbatches=2)),
-        (t5, Layout(pp=2, vpp=2, num_microbatches=2, recompute="full", recompute_method="block")),
-        (t5, Layout(cp=2, cp_comm_type="all_gather", tp=2, sequence_parallel=True)),
+        (
+            t5,
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+                recompute="full",
+                recompute_method="block",
+            ),
+        ),
+        (
+            t5,
+            Layout(
+                cp=2,
+                cp_comm_type="all_gather",
+                tp=2,
+                sequence_parallel=True,
+            ),
+        ),
         (t5, Layout(cp=4)),
         (t5, Layout(cp=4, cp_comm_type="all_gather")),
-        (mt5, Layout(cp=2, cp_comm_type="a2a", tp=2, sequence_parallel=True)),
-        (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, vpp=2, num_microbatches=2, recompute="full")),
+        (
+            mt5,
+            Layout(
+                cp=2,
+                cp_comm_type="a2a",
+                tp=2,
+                sequence_parallel=True,
+            ),
+        ),
+        (
+            t5,
+            Layout(
+                cp=2,
+                cp_comm_type="a2a",
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+                recompute="full",
+            ),
+        ),
     )
 }
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)]
+    "case",
+    [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)],
 )
 def test_t5_equals_hugging_face(case: str) -> None:
     model, layout, rows = {**CASES, **RARER_CASES}[case]
@@ -140,7 +187,8 @@ def test_initial_weights_are_as_large_as_in_transformers() -> None:
         # 32 values in a table, thousands elsewhere: four times the standard error of two standard deviations.
         rtol = 4 / expected.numel() ** 0.5
         assert weight.square().mean().sqrt().item() == pytest.approx(
-            expected.square().mean().sqrt().item(), rel=rtol
+            expected.square().mean().sqrt().item(),
+            rel=rtol,
         )
 
 
@@ -166,7 +214,15 @@ def _override(name: str, value: Any) -> Layout:
             8,
             "'core_attn' cannot train T5's attention bias",
         ),
-        (Layout(pp=4, vpp=2, num_microbatches=4), 8, "8 chunks are more than the 7 layers"),
+        (
+            Layout(
+                pp=4,
+                vpp=2,
+                num_microbatches=4,
+            ),
+            8,
+            "8 chunks are more than the 7 layers",
+        ),
         (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
     ],
     ids=str,

@@ -86,7 +86,12 @@ class Model:
     arguments: dict[str, Any]
 
 
-def write(root: Path, layout: Layout, model: Model, iteration: int = 40) -> Path:
+def write(
+    root: Path,
+    layout: Layout,
+    model: Model,
+    iteration: int = 40,
+) -> Path:
     """Write the tracker file, and the iteration's directory with a directory and file per rank; returns the latter."""
     folder = root / f"iter_{iteration:07d}"
     pp = len(layout.stages)
@@ -138,7 +143,12 @@ def _entries(
             yield "word_embeddings_for_head.weight", "vocabulary", [model.words]
 
 
-def _nested(entries: Iterator[Entry], layout: Layout, rank: int, width: int) -> dict[str, Any]:
+def _nested(
+    entries: Iterator[Entry],
+    layout: Layout,
+    rank: int,
+    width: int,
+) -> dict[str, Any]:
     """One rank's shards, nested as in Megatron-LM: ["language_model"]["encoder"]["layers.0.input_layernorm.weight"]."""
     model: dict[str, Any] = {}
     for name, how, tensors in entries:
@@ -161,7 +171,10 @@ def load(file: Path) -> dict[str, Any]:
     return state
 
 
-def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]:
+def flat(
+    nested: Mapping[str, Any],
+    before: str = "",
+) -> dict[str, torch.Tensor]:
     """Flatten nested dictionaries of tensors; names are joined with dots."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in nested.items():
@@ -176,14 +189,23 @@ def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, torch.Tensor]
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 
-def _block(tensor: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
+def _block(
+    tensor: torch.Tensor,
+    axis: int,
+    rank: int,
+    tp: int,
+) -> torch.Tensor:
     """The rank's equal part along an axis."""
     size = tensor.shape[axis] // tp
     return tensor.narrow(axis, rank * size, size)
 
 
 def _shard(
-    how: str, tensors: list[torch.Tensor], layout: Layout, rank: int, width: int
+    how: str,
+    tensors: list[torch.Tensor],
+    layout: Layout,
+    rank: int,
+    width: int,
 ) -> torch.Tensor:
     """A rank's shard of a tensor."""
     first = tensors[0]
@@ -199,7 +221,10 @@ def _shard(
         rows += -rows % tp
         padding = first[-1:].expand(rows - len(first), *first.shape[1:])
         return _block(
-            torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]), 0, rank, tp
+            torch.cat([first, padding * (0 if layout.padding_is_zero else 1)]),
+            0,
+            rank,
+            tp,
         )
     if how == "groups":  # per query group: its queries, its key, its value
         num_groups = len(tensors[1]) // width
@@ -208,23 +233,43 @@ def _shard(
             [_block(tensor, 0, group, num_groups) for group in groups for tensor in tensors]
         )
     # Queries, keys and values of the rank's heads.
-    parts = [_block(each.reshape(-1, width, *each.shape[1:]), 0, rank, tp) for each in tensors]
+    parts = [
+        _block(
+            each.reshape(-1, width, *each.shape[1:]),
+            0,
+            rank,
+            tp,
+        )
+        for each in tensors
+    ]
     # Order by version: [kind, head, width] (0), [head, width, kind] (1), [head, kind, width] (2 and later).
-    ordered = torch.stack(parts, dim=0 if not layout.version else 2 if layout.version == 1.0 else 1)
+    ordered = torch.stack(
+        parts,
+        dim=0 if not layout.version else 2 if layout.version == 1.0 else 1,
+    )
     return ordered.reshape(-1, *first.shape[1:])
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def _both(weights: Mapping[str, torch.Tensor], ours: str, theirs: str) -> list[Entry]:
+def _both(
+    weights: Mapping[str, torch.Tensor],
+    ours: str,
+    theirs: str,
+) -> list[Entry]:
     """Entries of a weight and its bias, as far as they exist, which are not sharded."""
     names = ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
     return [(our, "whole", [weights[their]]) for our, their in names if their in weights]
 
 
 def _layer(
-    weights: Mapping[str, torch.Tensor], h: str, names: str, *, qkv: str, transposed: bool = False
+    weights: Mapping[str, torch.Tensor],
+    h: str,
+    names: str,
+    *,
+    qkv: str,
+    transposed: bool = False,
 ) -> list[Entry]:
     """Entries of a layer; ``names``: both norms, query-key-value, attention output, and the MLP's two matrices."""
     norm, mlp_norm, queries, proj, fc1, fc2 = names.split()
@@ -283,7 +328,12 @@ def gpt2(model: Any) -> Model:
     )
 
 
-def bert(model: Any, *, has_pooler: bool = True, has_binary_head: bool = True) -> Model:
+def bert(
+    model: Any,
+    *,
+    has_pooler: bool = True,
+    has_binary_head: bool = True,
+) -> Model:
     """Describe a Megatron-BERT for pre-training as Megatron-LM's BERT."""
     weights = model.state_dict()
     config = model.config
@@ -346,7 +396,11 @@ def llama(model: Any) -> Model:
             _both(weights, f"self_attention.{each}_layernorm", f"{h}self_attn.{each}_norm")
             for each in "qk"
         ]
-        return [*norms[0], *norms[1], *_layer(weights, h, names, qkv="groups")]
+        return [
+            *norms[0],
+            *norms[1],
+            *_layer(weights, h, names, qkv="groups"),
+        ]
 
     is_tied = config.tie_word_embeddings
     head = (

@@ -71,8 +71,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     return {path.name: weights_of(path) for path in folder.iterdir()}
 
 
-def _layout(version: float | None, tp: int, pipeline: str, **fields: Any) -> Layout:
-    return Layout(stages=PIPELINES[pipeline], version=version, tp=tp, **fields)
+def _layout(
+    version: float | None,
+    tp: int,
+    pipeline: str,
+    **fields: Any,
+) -> Layout:
+    return Layout(
+        stages=PIPELINES[pipeline],
+        version=version,
+        tp=tp,
+        **fields,
+    )
 
 
 LAYOUTS = (
@@ -84,12 +94,23 @@ LAYOUTS = (
     _layout(3.0, 4, "pp2 vpp2"),
     _layout(None, 2, "pp2", names=FIRST_RELEASES, is_zip=False),
     _layout(3.0, 2, "pp2", names=LAST_RELEASES, dtype=torch.float16),
-    _layout(3.0, 2, "pp2", names=TRANSFORMER_ENGINE, dtype=torch.bfloat16, is_zip=False),
+    _layout(
+        3.0,
+        2,
+        "pp2",
+        names=TRANSFORMER_ENGINE,
+        dtype=torch.bfloat16,
+        is_zip=False,
+    ),
 )
 """Checkpoint versions and layouts; tensor names, dtypes and file formats of all releases."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=range(len(LAYOUTS)))
+@pytest.mark.parametrize(
+    "layout",
+    LAYOUTS,
+    ids=range(len(LAYOUTS)),
+)
 def test_gpt_of_every_version_and_layout(
     references: dict[str, Weights], tmp_path: Path, layout: Layout
 ) -> None:
@@ -102,15 +123,28 @@ def test_gpt_of_every_version_and_layout(
 
 @pytest.mark.parametrize(
     ("tp", "pipeline", "is_core"),
-    [(4, "pp3 uneven", False), (2, "pp2 vpp2", False), (1, "pp2", True), (4, "pp3 uneven", True)],
+    [
+        (4, "pp3 uneven", False),
+        (2, "pp2 vpp2", False),
+        (1, "pp2", True),
+        (4, "pp3 uneven", True),
+    ],
 )
 def test_llama_of_every_layout(
-    references: dict[str, Weights], tmp_path: Path, tp: int, pipeline: str, is_core: bool
+    references: dict[str, Weights],
+    tmp_path: Path,
+    tp: int,
+    pipeline: str,
+    is_core: bool,
 ) -> None:
     fields: dict[str, Any] = (
         {"version": None, "names": MEGATRON_CORE} if is_core else {"version": 3.0}
     )
-    write(tmp_path, _layout(tp=tp, pipeline=pipeline, **fields), llama(_llama()))
+    write(
+        tmp_path,
+        _layout(tp=tp, pipeline=pipeline, **fields),
+        llama(_llama()),
+    )
     read = weights_of(tmp_path)
     assert_same_weights(read, references["llama"])
     assert read.source.model == references["llama"].source.model
@@ -171,7 +205,12 @@ def test_arguments_identify_families_with_rotary_positions(
         names, pp = (MEGATRON_CORE, 2) if writer == "core" else ({}, 1)
         write(
             tmp_path / "legacy",
-            Layout(stages=even(2, pp), tp=2, arguments=arguments, names=names),
+            Layout(
+                stages=even(2, pp),
+                tp=2,
+                arguments=arguments,
+                names=names,
+            ),
             llama(model),
         )
 
@@ -210,8 +249,20 @@ def test_bert_with_and_without_pooler_and_binary_head(
     version: float,
     heads: tuple[bool, bool],
 ) -> None:
-    layout = Layout(stages=even(LAYERS, pp), tp=tp, version=version)
-    write(tmp_path, layout, bert(_bert(), has_binary_head=heads[0], has_pooler=heads[1]))
+    layout = Layout(
+        stages=even(LAYERS, pp),
+        tp=tp,
+        version=version,
+    )
+    write(
+        tmp_path,
+        layout,
+        bert(
+            _bert(),
+            has_binary_head=heads[0],
+            has_pooler=heads[1],
+        ),
+    )
     read = weights_of(tmp_path)
     assert read.source.model.task == ("pretraining" if all(heads) else "masked_lm")
     if all(heads):
@@ -228,7 +279,11 @@ def test_bert_with_and_without_pooler_and_binary_head(
 
 
 def _write_one_rank(folder: Path, **fields: Any) -> Path:
-    return write(folder, Layout(**{"stages": even(LAYERS), **fields}), gpt2(_gpt2()))
+    return write(
+        folder,
+        Layout(**{"stages": even(LAYERS), **fields}),
+        gpt2(_gpt2()),
+    )
 
 
 def test_every_path_to_a_checkpoint_is_accepted(
@@ -246,7 +301,12 @@ def test_every_path_to_a_checkpoint_is_accepted(
     shutil.copyfile(paths[3], tmp_path / "gpt2_345m.pt")
     assert_same_weights(weights_of(tmp_path / "gpt2_345m.pt"), references["gpt2"])
 
-    write(tmp_path, Layout(stages=even(LAYERS)), gpt2(_gpt2()), iteration=80)
+    write(
+        tmp_path,
+        Layout(stages=even(LAYERS)),
+        gpt2(_gpt2()),
+        iteration=80,
+    )
     assert open_source(tmp_path).iteration == 80
     assert open_source(tmp_path, None, 40).iteration == 40
     iteration.rename(tmp_path / "release")
@@ -273,7 +333,11 @@ def test_every_path_to_a_checkpoint_is_accepted(
     ],
 )
 def test_zip_files_of_nvidia_are_read(
-    references: dict[str, Weights], tmp_path: Path, member: str, is_zip: bool, compression: int
+    references: dict[str, Weights],
+    tmp_path: Path,
+    member: str,
+    is_zip: bool,
+    compression: int,
 ) -> None:
     file = _write_one_rank(tmp_path / "in", is_zip=is_zip, version=None, names=FIRST_RELEASES)
     archive = tmp_path / "megatron_gpt2_345m_v0_0.zip"
@@ -292,13 +356,21 @@ def test_without_arguments_only_nvidia_345m_models_are_recognized(
     published = inferred_model._PUBLISHED
     assert published["gpt"][:2] == ((24, 1024, 4096, 1024), (50257,))
     assert published["bert"][:2] == ((24, 1024, 4096, 512), (28996, 30522))
-    of_tests = {"gpt": ((LAYERS, 32, 128, 24), (45,)), "bert": ((LAYERS, 32, 48, 24), (80,))}
+    of_tests = {
+        "gpt": ((LAYERS, 32, 128, 24), (45,)),
+        "bert": ((LAYERS, 32, 48, 24), (80,)),
+    }
     small = {
         name: (*sizes, {**published[name][2], "num_attention_heads": 4})
         for name, sizes in of_tests.items()
     }
     for name, model in (("gpt2", gpt2(_gpt2())), ("bert", bert(_bert()))):
-        layout = Layout(stages=even(LAYERS), version=None, arguments=None, padding=0)
+        layout = Layout(
+            stages=even(LAYERS),
+            version=None,
+            arguments=None,
+            padding=0,
+        )
         path, config = write(tmp_path / name, layout, model), references[name].source.path
         with pytest.raises(
             CheckpointError,
@@ -345,7 +417,11 @@ FILE = "model_optim_rng.pt"
 
 
 def _write_small(folder: Path, **fields: Any) -> Path:
-    return write(folder, Layout(**{"stages": even(2, 2), "tp": 2, **fields}), gpt2(tiny_gpt2()))
+    return write(
+        folder,
+        Layout(**{"stages": even(2, 2), "tp": 2, **fields}),
+        gpt2(tiny_gpt2()),
+    )
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -441,13 +517,25 @@ def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_decoder_of_no_known_family_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    write(tmp_path, Layout(stages=even(4), arguments={name: value}), llama(tiny_llama()))
+    write(
+        tmp_path,
+        Layout(stages=even(4), arguments={name: value}),
+        llama(tiny_llama()),
+    )
     with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
         weights_of(tmp_path)
 
 
 def test_damaged_zip_file_is_refused(tmp_path: Path) -> None:
-    file = _write_small(tmp_path / "in", tp=1, stages=even(2)) / "mp_rank_00" / FILE
+    file = (
+        _write_small(
+            tmp_path / "in",
+            tp=1,
+            stages=even(2),
+        )
+        / "mp_rank_00"
+        / FILE
+    )
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
         opened.write(file, f"release/mp_rank_00/{FILE}")
@@ -461,7 +549,11 @@ def test_damaged_zip_file_is_refused(tmp_path: Path) -> None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
+def _write(
+    model: Any,
+    folder: Path,
+    **fields: Any,
+) -> dict[str, torch.Tensor]:
     """Write ``model`` as ``folder / "legacy"``; returns its weights under Hugging Face's names."""
     model.save_pretrained(folder / "hf")
     # With this small multiple every layout has vocabulary padding.
@@ -472,9 +564,30 @@ def _write(model: Any, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
 
 
 WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
-    "gpt2 at tp2 pp2": (tiny_gpt2, gpt2, Layout(stages=even(2, 2), tp=2)),
-    "bert at tp2 pp2": (_bert, bert, Layout(stages=even(4, 2), tp=2)),
-    "llama at tp2 pp2 vpp2": (tiny_llama, llama, Layout(stages=(((0,), (2,)), ((1,), (3,))), tp=2)),
+    "gpt2 at tp2 pp2": (
+        tiny_gpt2,
+        gpt2,
+        Layout(
+            stages=even(2, 2),
+            tp=2,
+        ),
+    ),
+    "bert at tp2 pp2": (
+        _bert,
+        bert,
+        Layout(
+            stages=even(4, 2),
+            tp=2,
+        ),
+    ),
+    "llama at tp2 pp2 vpp2": (
+        tiny_llama,
+        llama,
+        Layout(
+            stages=(((0,), (2,)), ((1,), (3,))),
+            tp=2,
+        ),
+    ),
     "llama at pp3": (tiny_llama, llama, Layout(stages=(((0, 1),), ((2,),), ((3,),)))),
 }
 
@@ -483,7 +596,11 @@ WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
 def test_written_shards_equal_shards_made_by_hand(tmp_path: Path, case: str) -> None:
     make_model, to_megatron, layout = WRITTEN[case]
     # Pads 83 tokens to a multiple of 8 x tp.
-    layout = replace(layout, padding=13 if layout.tp == 2 else 5, padding_is_zero=True)
+    layout = replace(
+        layout,
+        padding=13 if layout.tp == 2 else 5,
+        padding_is_zero=True,
+    )
     write(tmp_path / "by_hand", layout, to_megatron(make_model()))
     num_chunks = len(layout.stages[0])
     pipeline = {"pp": len(layout.stages), "vpp": num_chunks if num_chunks > 1 else None}
@@ -515,12 +632,24 @@ def test_written_shards_equal_shards_made_by_hand(tmp_path: Path, case: str) -> 
 
 
 def test_llama_round_trips_through_files_of_a_distributed_optimizer(tmp_path: Path) -> None:
-    expected = _write(tiny_llama(), tmp_path, pp=2, vpp=2, tp=2)
+    expected = _write(
+        tiny_llama(),
+        tmp_path,
+        pp=2,
+        vpp=2,
+        tp=2,
+    )
     for file in list(
         (tmp_path / "legacy").rglob("model_optim_rng.pt")
     ):  # file names of Megatron-LM in 2022
         (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
         (own / "optim.pt").touch()
         file.rename(file.with_name("model_rng.pt"))
-    convert(ConvertOptions(load_path=tmp_path / "legacy", save_path=tmp_path / "back", to="hf"))
+    convert(
+        ConvertOptions(
+            load_path=tmp_path / "legacy",
+            save_path=tmp_path / "back",
+            to="hf",
+        )
+    )
     assert_same(tensors_in(tmp_path / "back"), expected)

@@ -55,7 +55,9 @@ def longs(*values: int) -> bytes:
 
 
 def write_legacy(
-    prefix: Path, documents: Documents, kind: tuple[int, int, str, int, str] = INT32
+    prefix: Path,
+    documents: Documents,
+    kind: tuple[int, int, str, int, str] = INT32,
 ) -> str:
     """Write a dataset in the format of Megatron 1.x and 2.x (``cached``, ``lazy``), byte by byte.
 
@@ -76,8 +78,18 @@ def write_legacy(
             sizes.append(len(tokens))
         bounds.append(len(sizes))
     index = b"TNTIDX\0\0" + struct.pack("<QQQ", 1, code, element_size)
-    index += struct.pack("<QQQ", len(sizes), len(sizes), len(bounds))
-    index += longs(*range(len(sizes) + 1), *ends, *sizes, *bounds)
+    index += struct.pack(
+        "<QQQ",
+        len(sizes),
+        len(sizes),
+        len(bounds),
+    )
+    index += longs(
+        *range(len(sizes) + 1),
+        *ends,
+        *sizes,
+        *bounds,
+    )
     Path(f"{prefix}.idx").write_bytes(index)
     Path(f"{prefix}.bin").write_bytes(data)
     return str(prefix)
@@ -89,7 +101,11 @@ def write_corpus(
     """Write documents of random lengths and ids, and return them."""
     random = np.random.default_rng(seed)
     documents = [
-        random.integers(0, 60000, size=int(random.integers(1, longest))).astype(np.uint16)
+        random.integers(
+            0,
+            60000,
+            size=int(random.integers(1, longest)),
+        ).astype(np.uint16)
         for _ in range(num_documents)
     ]
     build(prefix, [[document.tolist()] for document in documents])
@@ -99,7 +115,12 @@ def write_corpus(
 def opened(objective: Objective, part: Part) -> Any:
     """Open the samples of a part, with the index in a new directory next to the dataset."""
     return open_samples(
-        objective, [part], tempfile.mkdtemp(prefix="index-", dir=os.path.dirname(part.prefix))
+        objective,
+        [part],
+        tempfile.mkdtemp(
+            prefix="index-",
+            dir=os.path.dirname(part.prefix),
+        ),
     )
 
 

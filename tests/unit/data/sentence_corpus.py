@@ -61,7 +61,11 @@ def first_text_id() -> int:
     return len(SPECIAL) + NUM_SENTINELS
 
 
-def random_documents(num_documents: int, seed: int = 0, sentences: int = 12) -> Documents:
+def random_documents(
+    num_documents: int,
+    seed: int = 0,
+    sentences: int = 12,
+) -> Documents:
     """Documents of sentences, each starting with a word-initial piece. Some documents and sentences are tiny."""
     random = np.random.default_rng(seed)
     low = first_text_id()
@@ -76,8 +80,18 @@ def random_documents(num_documents: int, seed: int = 0, sentences: int = 12) -> 
     ]
 
 
-def part_of(prefix: Path, num_samples: int | None = None, seed: int = 1234) -> Part:
-    return Part(prefix=str(prefix), split=SPLIT, name="train", seed=seed, num_samples=num_samples)
+def part_of(
+    prefix: Path,
+    num_samples: int | None = None,
+    seed: int = 1234,
+) -> Part:
+    return Part(
+        prefix=str(prefix),
+        split=SPLIT,
+        name="train",
+        seed=seed,
+        num_samples=num_samples,
+    )
 
 
 def engine_samples(

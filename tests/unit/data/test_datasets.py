@@ -13,7 +13,12 @@ from lightning_megatron.errors import DataError
 
 datasets = pytest.importorskip("datasets")
 
-TOKENS = torch.randint(0, 1000, (5, 6), generator=torch.Generator().manual_seed(3))
+TOKENS = torch.randint(
+    0,
+    1000,
+    (5, 6),
+    generator=torch.Generator().manual_seed(3),
+)
 
 
 def _items(kind: Any) -> list[dict[str, Any]]:

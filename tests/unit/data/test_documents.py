@@ -110,7 +110,13 @@ def test_text_file_or_json_line_is_one_document(tmp_path: Path) -> None:
 def test_parquet_is_read_in_batches_smaller_than_row_groups(tmp_path: Path) -> None:
     texts = [f"text {i} " * (i % 9) for i in range(500)]
     _write_table(tmp_path / "x.parquet", {"title": texts[::-1], "other": texts, "text": texts})
-    pieces = list(cut_into_pieces([tmp_path / "x.parquet"], ("text", "title"), piece_bytes=4096))
+    pieces = list(
+        cut_into_pieces(
+            [tmp_path / "x.parquet"],
+            ("text", "title"),
+            piece_bytes=4096,
+        )
+    )
     rows = [row for piece in pieces for row in piece.rows]
     assert rows == [
         {"text": text, "title": title} for text, title in zip(texts, texts[::-1], strict=True)
@@ -150,7 +156,11 @@ def test_invalid_document_is_reported_with_its_line_or_row(
     with pytest.raises(DataError, match=rf"x\.\w+,? {message}"):
         _read(tmp_path, keys=(key,))
     reported: list[str] = []
-    assert _read(tmp_path, keys=(key,), skip=reported) == [("good",), ("good",)] * (key == "text")
+    assert _read(
+        tmp_path,
+        keys=(key,),
+        skip=reported,
+    ) == [("good",), ("good",)] * (key == "text")
     assert re.search(rf"skipped: .*x\.\w+,? {message}", reported[0])
     assert len(reported) == (1 if key == "text" else 3)
 
@@ -186,7 +196,10 @@ def test_damaged_file_is_one_error_and_later_files_are_read(
 @settings(max_examples=50, deadline=None)
 @given(
     files=st.lists(
-        st.one_of(st.text(max_size=40), st.lists(st.text(max_size=30), max_size=8)),
+        st.one_of(
+            st.text(max_size=40),
+            st.lists(st.text(max_size=30), max_size=8),
+        ),
         min_size=1,
         max_size=8,
     ),

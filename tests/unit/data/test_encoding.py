@@ -28,7 +28,12 @@ TEXT = "Ein Café, 12 °C — »ja«"
 LATIN = "Ein Café, 12 °C"
 
 
-def _write(folder: Path, name: str, text: str, encoding: str) -> Path:
+def _write(
+    folder: Path,
+    name: str,
+    text: str,
+    encoding: str,
+) -> Path:
     """A file of one text: JSON lines, or the text itself, compressed if its name says so."""
     is_json = ".jsonl" in name
     content = json.dumps({"text": text}, ensure_ascii=False) if is_json else text
@@ -74,12 +79,18 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_offset(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf-8-sig", "cp1252"])
 def test_each_encoding_gives_the_text(tmp_path: Path, name: str, encoding: str) -> None:
-    assert _read(_write(tmp_path, name, TEXT, encoding), name=encoding) == ([TEXT], [], 0)
+    assert _read(
+        _write(tmp_path, name, TEXT, encoding),
+        name=encoding,
+    ) == ([TEXT], [], 0)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le"])
 def test_wide_encodings_are_for_text_files(tmp_path: Path, encoding: str) -> None:
-    assert _read(_write(tmp_path, "a.txt", TEXT, encoding), name=encoding) == ([TEXT], [], 0)
+    assert _read(
+        _write(tmp_path, "a.txt", TEXT, encoding),
+        name=encoding,
+    ) == ([TEXT], [], 0)
     lines = _write(tmp_path, "a.jsonl", TEXT, encoding)
     with pytest.raises(
         ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"
@@ -163,7 +174,12 @@ def test_json_lines_need_an_encoding_with_the_bytes_of_ascii(tmp_path: Path) -> 
         with pytest.raises(
             ConfigError, match=f"encoding={encoding}: expected one with the bytes of ASCII"
         ):
-            list(read_texts(str(tmp_path), decoder=Decoder(TextEncoding(name=encoding))))
+            list(
+                read_texts(
+                    str(tmp_path),
+                    decoder=Decoder(TextEncoding(name=encoding)),
+                )
+            )
     for encoding in ("latin-1", "cp1252", "shift_jis", "gb18030", "euc_kr", "big5", "koi8-r"):
         assert TextEncoding(name=encoding).extends_ascii
 

@@ -11,7 +11,11 @@ from lightning_megatron.errors import DataError
 from tests.tokenizers import make_tokenizer
 
 
-def _read(folder: Path, *lines: str, strict: bool = True) -> EvaluationTexts:
+def _read(
+    folder: Path,
+    *lines: str,
+    strict: bool = True,
+) -> EvaluationTexts:
     """Tokenize JSON lines with a tokenizer that prepends ``<s>``."""
     (folder / "texts.jsonl").write_text("\n".join(lines))
     tokenizer = make_tokenizer(folder / "tok", bos=True)
@@ -23,7 +27,11 @@ def test_only_the_last_word_of_a_truncated_text_counts(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     text = "the question was: is it? \n is it yes?\n"
-    texts = _read(tmp_path, json.dumps({"text": text}), strict=False)
+    texts = _read(
+        tmp_path,
+        json.dumps({"text": text}),
+        strict=False,
+    )
     tokens = AutoTokenizer.from_pretrained(tmp_path / "tok").encode(text.strip())
     assert (texts.tokens.tolist(), texts.num_truncated) == (tokens, 1)
     assert texts.bounds.tolist() == [[len(tokens) - 9, len(tokens) - 1, len(tokens)]]

@@ -22,11 +22,29 @@ check_any = functools.partial(check_dataset, for_training=False)
 
 # Documents of sequences, some of them empty.
 FIRST: Documents = [[[5], [1, 2]], [], [[3]]]
-SECOND: Documents = [[], [[], [4, 5, 6]], [[7], []]]
+SECOND: Documents = [
+    [],
+    [[], [4, 5, 6]],
+    [[7], []],
+]
 THIRD: Documents = [[[8, 9, 10, 11]]]
 
 # Three sequences in three documents, assembled by hand from the format descriptions.
-NEW_IDX = MAGIC + struct.pack("<QBQQ3i", 1, 8, 3, 4, 3, 1, 2) + longs(0, 6, 8) + longs(0, 1, 2, 3)
+NEW_IDX = (
+    MAGIC
+    + struct.pack(
+        "<QBQQ3i",
+        1,
+        8,
+        3,
+        4,
+        3,
+        1,
+        2,
+    )
+    + longs(0, 6, 8)
+    + longs(0, 1, 2, 3)
+)
 NEW_BIN = struct.pack("<6H", 5, 6, 7, 65535, 1, 2)
 OLD_IDX = (
     OLD_MAGIC
@@ -44,7 +62,11 @@ SOUND: dict[str, tuple[bytes, bytes, Callable[[str], IndexedDataset]]] = {
 }
 
 
-def _files(folder: Path, idx: bytes = NEW_IDX, data: bytes = NEW_BIN) -> str:
+def _files(
+    folder: Path,
+    idx: bytes = NEW_IDX,
+    data: bytes = NEW_BIN,
+) -> str:
     (folder / "x.idx").write_bytes(idx)
     (folder / "x.bin").write_bytes(data)
     return str(folder / "x")
@@ -59,7 +81,11 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def _write_zeros(prefix: Path) -> None:
     """Write two datasets with 200,000 bytes of .bin, and 20 bytes per sequence in .idx."""
-    with dataset_writers(prefix, np.dtype("<u2"), ["_a", "_b"]) as writers:
+    with dataset_writers(
+        prefix,
+        np.dtype("<u2"),
+        ["_a", "_b"],
+    ) as writers:
         for _ in range(10_000):
             for writer in writers:
                 writer.add_documents(bytes(20), [10])
@@ -80,7 +106,12 @@ def test_full_disk_leaves_no_files(tmp_path: Path, room: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _changed(idx: bytes, offset: int, letters: str, *values: int) -> bytes:
+def _changed(
+    idx: bytes,
+    offset: int,
+    letters: str,
+    *values: int,
+) -> bytes:
     data = struct.pack(f"<{letters}", *values)
     return idx[:offset] + data + idx[offset + len(data) :]
 
@@ -100,7 +131,15 @@ def test_index_without_documents_is_read_as_by_megatron(
     assert dataset.document_bounds.tolist() == bounds
 
 
-EMPTY_IDX = NEW_IDX[:18] + struct.pack("<QQiqqq", 1, 2, 0, 0, 0, 1)
+EMPTY_IDX = NEW_IDX[:18] + struct.pack(
+    "<QQiqqq",
+    1,
+    2,
+    0,
+    0,
+    0,
+    1,
+)
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda d: check_dataset(_files(d, NEW_IDX[:20])),
@@ -119,7 +158,13 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
         r"x\.idx accounts for 10 bytes, and \.bin has",
     ),
     (
-        lambda d: check_any(_files(d, _changed(OLD_IDX, 24, "q", 8), OLD_BIN)),
+        lambda d: check_any(
+            _files(
+                d,
+                _changed(OLD_IDX, 24, "q", 8),
+                OLD_BIN,
+            )
+        ),
         "token type 4 of 8 bytes, expected 1 of",
     ),
     (
@@ -169,7 +214,8 @@ def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*has no document index")
 @pytest.mark.parametrize(
-    "name", ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)]
+    "name",
+    ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)],
 )
 def test_truncated_files_and_flipped_bits_are_detected(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +264,10 @@ def test_merged_files_equal_megatrons(
         build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))
     ]
     inputs.append(inputs[0])  # the same dataset twice
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "theirs.bin"),
+        dtype=np.dtype(dtype).type,
+    )
     # The builder collects garbage after each input: half a second with torch loaded.
     with patch("gc.collect"):
         for each in inputs:
@@ -258,7 +307,15 @@ class _Letters(str):
 
 def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_report, "CHUNK", 2)
-    prefix = build(tmp_path / "x", [[[5, 6, 7], [1]], [], [[], [2, 3]], [list(range(300))]])
+    prefix = build(
+        tmp_path / "x",
+        [
+            [[5, 6, 7], [1]],
+            [],
+            [[], [2, 3]],
+            [list(range(300))],
+        ],
+    )
     description = describe_dataset(prefix)
 
     bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]

@@ -66,7 +66,11 @@ def _read(
     return read_instructions(InstructionOptions(**fields)), load_tokenizer(tokenizer)
 
 
-def _parts(instructions: Instructions, tokenizer: Any, index: int = 0) -> list[tuple[bool, str]]:
+def _parts(
+    instructions: Instructions,
+    tokenizer: Any,
+    index: int = 0,
+) -> list[tuple[bool, str]]:
     """Runs of tokens with the same loss mask: whether they are targets, and their text."""
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
@@ -107,7 +111,11 @@ def test_token_across_prompt_and_completion_is_a_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", ["all", "each", "last"])
-@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize(
+    "template",
+    [MARKED, UNMARKED],
+    ids=["marked", "unmarked"],
+)
 def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str) -> None:
     samples, tokenizer = _read(
         tmp_path, {"messages": [*CHAT, USER]}, template=template, answers=answers
@@ -115,7 +123,10 @@ def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str
     # Without generation marks in the template, the newline that ends a turn belongs to it.
     line = "" if template == MARKED else "\n"
     turns = [f"yes, it is{END}{line}", f"the answer was: no ünïcödé 🙂{END}{line}"]
-    expected = {"all": [([*CHAT, USER], turns)], "each": [(CHAT[:3], turns[:1]), (CHAT, turns[1:])]}
+    expected = {
+        "all": [([*CHAT, USER], turns)],
+        "each": [(CHAT[:3], turns[:1]), (CHAT, turns[1:])],
+    }
     expected["last"] = expected["each"][1:]
     assert len(samples) == len(expected[answers])
     for index, (messages, targets) in enumerate(expected[answers]):
@@ -127,7 +138,11 @@ def test_assistant_turns_are_targets(tmp_path: Path, template: str, answers: str
             assert samples.sample(index)[1].tolist() == encoded["assistant_masks"]
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize(
+    "template",
+    [MARKED, UNMARKED],
+    ids=["marked", "unmarked"],
+)
 @pytest.mark.parametrize("end", [END, " "])
 def test_answers_with_outer_spaces_are_targets_with_any_tokenizer(
     tmp_path: Path, template: str, end: str
@@ -162,7 +177,13 @@ def test_long_samples_are_truncated_and_samples_without_targets_counted(
     long_answer = {"prompt": "is it?", "completion": "zqzqzqzqzqzq"}
     long_question = {"prompt": "zqzqzqzqzqzq", "completion": "yes"}
     with caplog.at_level(logging.WARNING):
-        samples, tokenizer = _read(tmp_path, QUESTIONS[0], long_answer, long_question, seq_length=8)
+        samples, tokenizer = _read(
+            tmp_path,
+            QUESTIONS[0],
+            long_answer,
+            long_question,
+            seq_length=8,
+        )
     assert _targets(samples, tokenizer, 1) == ["zqzqzqzq"[: sum(samples.sample(1)[1])]]
     assert samples.lengths.tolist()[1:] == [8]
     assert "2 of 3 samples" in caplog.text
@@ -180,14 +201,25 @@ def _instructions(*lengths: int) -> Instructions:
     """Tokens 1, 2, 3, ... through all samples; all but the first two of each are targets."""
     starts = np.cumsum([0, *lengths])
     positions = np.concatenate([np.arange(length) for length in lengths])
-    tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
+    tokens = np.arange(
+        1,
+        starts[-1] + 1,
+        dtype=np.int32,
+    )
     return Instructions(
-        tokens=tokens, is_answer=positions > 1, starts=starts, padding_token=np.array(99)
+        tokens=tokens,
+        is_answer=positions > 1,
+        starts=starts,
+        padding_token=np.array(99),
     )
 
 
 def test_unpacked_rows_hold_one_padded_sample() -> None:
-    rows = InstructionSamples(_instructions(3, 5), 8, pad_to_multiple_of=2).rows([1, 0])
+    rows = InstructionSamples(
+        _instructions(3, 5),
+        8,
+        pad_to_multiple_of=2,
+    ).rows([1, 0])
     assert {name: tensor.tolist() for name, tensor in rows.items()} == {
         "input_ids": [[4, 5, 6, 7, 8, 99], [1, 2, 3, 99, 99, 99]],
         "labels": [[-100, -100, 6, 7, 8, -100], [-100, -100, 3, -100, -100, -100]],
@@ -260,7 +292,10 @@ def test_unpacked_rows_hold_one_padded_sample() -> None:
     ],
 )
 def test_malformed_or_hidden_record_is_refused_with_its_line(
-    tmp_path: Path, record: dict[str, Any], template: str | None, message: str
+    tmp_path: Path,
+    record: dict[str, Any],
+    template: str | None,
+    message: str,
 ) -> None:
     with pytest.raises(DataError, match=rf"data\.jsonl, line 2:? .*{message}"):
         _read(tmp_path, QUESTIONS[0], record, template=template)
@@ -283,10 +318,17 @@ def _best_fit_decreasing(lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-@given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60), seed=st.integers(0, 99))
+@given(
+    lengths=st.lists(st.integers(1, CAPACITY), max_size=60),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=150, deadline=None)
 def test_packing_is_best_fit_decreasing(lengths: list[int], seed: int) -> None:
-    members, starts = pack(np.array(lengths, dtype=np.int64), CAPACITY, seed)
+    members, starts = pack(
+        np.array(lengths, dtype=np.int64),
+        CAPACITY,
+        seed,
+    )
     rows = [part.tolist() for part in np.split(members, starts[1:-1])][: len(starts) - 1]
 
     assert sorted(member for row in rows for member in row) == list(range(len(lengths)))

@@ -16,7 +16,12 @@ from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
 
 
-def _shape(mbs: int, num: int, dp: int = 1, rank: int = 0) -> BatchShape:
+def _shape(
+    mbs: int,
+    num: int,
+    dp: int = 1,
+    rank: int = 0,
+) -> BatchShape:
     return BatchShape(
         micro_batch_size=mbs, num_microbatches=num, data_parallel_size=dp, data_parallel_rank=rank
     )
@@ -26,13 +31,25 @@ def _loader(shape: BatchShape) -> TrainLoader:
     return TrainLoader(None, PassOrder(200, 5, "later passes"), shape, None, 0)
 
 
-LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+LAYOUTS = st.tuples(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 
 
 @settings(deadline=None)
-@given(before=LAYOUTS, after=LAYOUTS, done=st.integers(0, 3), epoch=st.integers(0, 2))
+@given(
+    before=LAYOUTS,
+    after=LAYOUTS,
+    done=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+)
 def test_resume_at_any_layout_continues_with_the_next_sample(
-    before: tuple[int, int, int], after: tuple[int, int, int], done: int, epoch: int
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+    done: int,
+    epoch: int,
 ) -> None:
     first = _loader(_shape(*before))
     one_row = _loader(_shape(1, 1))
@@ -69,7 +86,13 @@ class RandomSamples:
 
 def _random_loader(rank: int, epoch: int, steps: int = 0) -> TrainLoader:
     shape = _shape(1, 1, 2, rank)
-    loader = TrainLoader(RandomSamples(), PassOrder(10, 1, "every pass"), shape, None, 1)
+    loader = TrainLoader(
+        RandomSamples(),
+        PassOrder(10, 1, "every pass"),
+        shape,
+        None,
+        1,
+    )
     loader.set_epoch(epoch)
     for _ in range(steps):
         loader.advance()

@@ -42,7 +42,11 @@ def _t5(**options: Any) -> T5Objective:
     )
 
 
-def _open(objective: MaskedObjective, prefix: Path, num_samples: int | None = None) -> Samples:
+def _open(
+    objective: MaskedObjective,
+    prefix: Path,
+    num_samples: int | None = None,
+) -> Samples:
     return opened(objective, part_of(prefix, num_samples))  # type: ignore[no-any-return]
 
 
@@ -50,7 +54,13 @@ def _open(objective: MaskedObjective, prefix: Path, num_samples: int | None = No
 
 MUCH_MASKED = {"probability": 0.6, "short_sequence_probability": 0.5}
 ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
-    "bert": (_bert(seq_length=128, masking=MaskingOptions(max_ngram=3)), 1234),
+    "bert": (
+        _bert(
+            seq_length=128,
+            masking=MaskingOptions(max_ngram=3),
+        ),
+        1234,
+    ),
     "bert, one segment": (
         _bert(seq_length=128, sentence_order=False, masking=MaskingOptions(max_ngram=3)),
         1234,
@@ -60,7 +70,14 @@ ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
         5,
     ),
     "bert, much masked": (_bert(masking=MaskingOptions(max_ngram=5, **MUCH_MASKED)), 2**31 - 2),  # type: ignore[arg-type]
-    "t5": (_t5(seq_length=128, masking=MaskingOptions(max_ngram=10), format="megatron"), 1234),
+    "t5": (
+        _t5(
+            seq_length=128,
+            masking=MaskingOptions(max_ngram=10),
+            format="megatron",
+        ),
+        1234,
+    ),
     "t5, much masked": (
         _t5(
             seq_length_decoder=128,
@@ -80,7 +97,12 @@ def test_every_field_of_every_sample_equals_megatrons(
     # Megatron skips documents with a long sentence, except documents of a single sentence.
     build(
         tmp_path / "corpus",
-        [*random_documents(30), [LONG, [WORD]], [LONG], *random_documents(10, seed=1)],
+        [
+            *random_documents(30),
+            [LONG, [WORD]],
+            [LONG],
+            *random_documents(10, seed=1),
+        ],
     )
     part = part_of(tmp_path / "corpus", num_samples=150, seed=seed)
     config: dict[str, Any] = {"sequence_length": objective.seq_length}
@@ -107,7 +129,14 @@ def test_every_field_of_every_sample_equals_megatrons(
             assert row.get("next_sentence_label", 0) == expected["is_random"]
         for name, their_name in names.items():
             assert np.array_equal(row[name], expected[their_name]), name
-        assert np.array_equal(np.where(row["labels"] < 0, -1, row["labels"]), expected["labels"])
+        assert np.array_equal(
+            np.where(
+                row["labels"] < 0,
+                -1,
+                row["labels"],
+            ),
+            expected["labels"],
+        )
         assert np.array_equal(row["labels"] != -100, expected["loss_mask"] == 1)
 
 
@@ -129,7 +158,11 @@ def test_whole_words_are_masked_with_other_word_marks(tmp_path: Path) -> None:
     samples = _open(_bert(seq_length=512, tokenizer=tokenizer), tmp_path / "corpus")
     rows = samples.rows(range(len(samples)))
 
-    texts = torch.where(rows["labels"] < 0, rows["input_ids"], rows["labels"]).numpy()
+    texts = torch.where(
+        rows["labels"] < 0,
+        rows["input_ids"],
+        rows["labels"],
+    ).numpy()
     differences = []
     for text, masked, used in zip(
         texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True

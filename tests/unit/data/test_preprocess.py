@@ -253,7 +253,11 @@ def test_killed_worker_ends_the_run(
                 if when == "before sending":
                     os.kill(os.getpid(), signal.SIGKILL)
                 # Killed while it sends a large message.
-                threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(
+                    0.005,
+                    os.kill,
+                    (os.getpid(), signal.SIGKILL),
+                ).start()
                 encoded.keys[0] = (bytes(50_000_000), *encoded.keys[0][1:])
             return encoded
 
@@ -268,7 +272,8 @@ def test_killed_worker_ends_the_run(
 
 
 @pytest.mark.parametrize(
-    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
+    "sent",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
 )
 def test_interrupt_leaves_no_dataset_and_no_process(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals

@@ -30,7 +30,12 @@ from tests.unit.data.corpus import build, engine_rows, opened, write_corpus
 GPT = GPTObjective(seq_length=16)
 
 
-def _parts(folder: Path, names: str = "a", weights: Any = None, **changes: Any) -> list[Part]:
+def _parts(
+    folder: Path,
+    names: str = "a",
+    weights: Any = None,
+    **changes: Any,
+) -> list[Part]:
     fields = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
     weights = weights or [None] * len(names)
     return [
@@ -63,7 +68,11 @@ def _write(prefix: Path, lengths: list[int]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     # Empty documents, documents of one token, and documents of several samples.
-    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 9, 30]), min_size=1, max_size=30),
+    lengths=st.lists(
+        st.sampled_from([0, 1, 2, 3, 7, 8, 9, 30]),
+        min_size=1,
+        max_size=30,
+    ),
     seq_length=st.integers(1, 9),
     num_samples=st.one_of(st.none(), st.integers(1, 60)),
     drop=st.booleans(),
@@ -85,7 +94,11 @@ def test_rows_equal_megatrons(
     samples = opened(GPTObjective(seq_length=seq_length, **options), part)
 
     expected = engine_rows(
-        ([str(prefix)], None), num_samples, seq_length=seq_length, **split, **options
+        ([str(prefix)], None),
+        num_samples,
+        seq_length=seq_length,
+        **split,
+        **options,
     )
     assert np.array_equal(_rows(samples), expected)
 
@@ -101,13 +114,31 @@ def test_rows_equal_megatrons(
 def test_partial_sequences_of_large_corpora_are_counted_exactly(
     seq_length: int, tokens: int
 ) -> None:
-    lengths = np.array([tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)], dtype=np.int32)
+    lengths = np.array(
+        [tokens // 3, tokens // 3, tokens - 2 * (tokens // 3)],
+        dtype=np.int32,
+    )
 
-    index = build_gpt_index(lengths, np.arange(3, dtype=np.int32), seq_length, None, 1, True)
+    index = build_gpt_index(
+        lengths,
+        np.arange(3, dtype=np.int32),
+        seq_length,
+        None,
+        1,
+        True,
+    )
 
     full, rest = divmod(tokens - 1, seq_length)
     assert len(index.shuffle_index) == full + (rest > 0)
-    starts = np.concatenate(([0], np.cumsum(lengths[index.document_index], dtype=np.int64)))
+    starts = np.concatenate(
+        (
+            [0],
+            np.cumsum(
+                lengths[index.document_index],
+                dtype=np.int64,
+            ),
+        )
+    )
     positions = starts[index.sample_index[:, 0]] + index.sample_index[:, 1]
     assert np.array_equal(positions[:-1], np.arange(len(positions) - 1) * seq_length)
     assert positions[-1] == tokens - 1
@@ -121,7 +152,10 @@ def test_truncation_during_training_is_an_error(
     file = tmp_path / f"a{suffix}"
     for replace in (True, False):
         _write(tmp_path / "a", [20, 30])
-        samples = opened(GPTObjective(seq_length=4), _parts(tmp_path, split="1")[0])
+        samples = opened(
+            GPTObjective(seq_length=4),
+            _parts(tmp_path, split="1")[0],
+        )
         before = _rows(samples)
         size = file.stat().st_size
         if replace:  # renaming another file over it leaves the open file unchanged
@@ -166,7 +200,12 @@ def test_blend_is_parsed_and_ambiguous_blends_are_refused(data_path: Any, blend:
 
 @pytest.mark.parametrize(
     ("weights", "num_samples"),
-    [((0.3, 0.3, 0.4), 1000), ((5, 1, 0.001), 77), (None, 20), (None, None)],
+    [
+        ((0.3, 0.3, 0.4), 1000),
+        ((5, 1, 0.001), 77),
+        (None, 20),
+        (None, None),
+    ],
     ids=str,
 )
 def test_blend_equals_megatrons(
@@ -183,7 +222,11 @@ def test_blend_equals_megatrons(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    datasets=st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)), min_size=2, max_size=8),
+    datasets=st.lists(
+        st.tuples(st.integers(1, 300), st.floats(1e-3, 1e3)),
+        min_size=2,
+        max_size=8,
+    ),
     num_samples=st.one_of(st.none(), st.integers(1, 500)),
 )
 def test_blend_takes_no_more_samples_than_exist(
@@ -221,9 +264,11 @@ def test_dataset_too_short_for_a_sample_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1000)), min_size=1, max_size=3).filter(
-        any
-    ),
+    weights=st.lists(
+        st.one_of(st.just(0.0), st.floats(1e-6, 1000)),
+        min_size=1,
+        max_size=3,
+    ).filter(any),
     num_sequences=st.integers(1, 10**9),
 )
 def test_split_bounds_equal_megatrons(weights: list[float], num_sequences: int) -> None:
@@ -323,7 +368,10 @@ def test_killed_builder_neither_blocks_nor_leaves_files(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_index_is_rebuilt(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    damage: Callable[[Path], None],
 ) -> None:
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, 30, seed=seed)
@@ -399,7 +447,14 @@ def test_no_damage_of_a_cached_index_changes_a_batch(
     for name in names:
         size = (cache / name).stat().st_size
         offsets = random.integers(0, size, FLIPS_PER_FILE).tolist()
-        flips = [partial(_flip, offset=offset, bit=offset % 8) for offset in offsets]
+        flips = [
+            partial(
+                _flip,
+                offset=offset,
+                bit=offset % 8,
+            )
+            for offset in offsets
+        ]
         for damage in (*flips, *REPLACEMENTS):
             caplog.clear()
             damage(cache / name)
@@ -443,7 +498,13 @@ def test_header_damaged_while_a_run_goes_on_is_an_error(tmp_path: Path) -> None:
     """A worker that starts later loads arrays that its run has verified."""
     write_corpus(tmp_path / "a", 30, seed=1)
     cache = tmp_path / "cache"
-    samples = pickle.dumps(open_samples(GPT, _parts(tmp_path), str(cache)))
+    samples = pickle.dumps(
+        open_samples(
+            GPT,
+            _parts(tmp_path),
+            str(cache),
+        )
+    )
     (file,) = cache.glob("*/shuffle_index.npy")
     content = file.read_bytes()
     for header in (b"{" * 118, b"\xff" * 118, content[10:128].replace(b"(", b" "), b"[" * 118):

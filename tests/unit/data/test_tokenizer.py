@@ -19,7 +19,11 @@ from tests.unit.data.sentence_corpus import SPECIAL
 TEXT = "the cat sat on the mat; the dog sat on the log. " * 20
 
 
-def _train(folder: Path, vocab_size: int = 400, **options: Any) -> Any:
+def _train(
+    folder: Path,
+    vocab_size: int = 400,
+    **options: Any,
+) -> Any:
     (folder / "corpus.txt").write_text(TEXT)
     defaults = {
         "input": [folder / "corpus.txt"],
@@ -83,7 +87,11 @@ def test_invalid_lines_can_be_skipped_and_output_is_not_overwritten(tmp_path: Pa
     ],
 )
 def test_broken_tokenizer_is_refused_without_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: str,
+    message: str,
 ) -> None:
     if name.endswith(".json"):
         _train(tmp_path)

@@ -11,7 +11,11 @@ from lightning_megatron.data.tokenizer import batch_encoder, load_tokenizer
 from lightning_megatron.data.tokenizer_files import check_growth
 from lightning_megatron.errors import DataError
 
-_MODEL = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+_MODEL = {
+    "type": "BPE",
+    "vocab": {"a": 0, "b": 1, "ab": 2},
+    "merges": ["a b"],
+}
 
 
 def _tokenizer(folder: Path, **parts: Any) -> Path:
@@ -24,7 +28,11 @@ def _tokenizer(folder: Path, **parts: Any) -> Path:
     return folder
 
 
-def _replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+def _replace(
+    pattern: str,
+    content: str,
+    kind: str = "String",
+) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
 
