@@ -229,9 +229,8 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
     from transformers.core_model_loading import revert_weight_conversion
 
     hf_model.zero_grad(set_to_none=True)
-    output = hf_model(
-        **{name: torch.stack([row[name] for row in rows]).to(hf_model.device) for name in rows[0]}
-    )
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    output = hf_model(**{name: tensor.to(hf_model.device) for name, tensor in batch.items()})
     output.loss.float().backward()
     # A parameter that does not affect the loss has no gradient in torch, and a gradient of zeros here.
     gradients = {
@@ -239,28 +238,15 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
         for name, parameter in hf_model.named_parameters()
     }
     # transformers holds all experts of a layer in one tensor, but saves one tensor per expert.
-    gradients = {
-        name: grad.float().cpu()
-        for name, grad in revert_weight_conversion(hf_model, gradients).items()
-    }
+    gradients = revert_weight_conversion(hf_model, gradients)
     named = ("logits", "prediction_logits", "seq_relationship_logits")
-    outputs = [
-        output[name].detach().float().cpu() for name in named if output.get(name) is not None
-    ]
+    outputs = [output[name] for name in named if output.get(name) is not None]
     if "start_logits" in output:
-        outputs.append(
-            torch.stack(
-                [output.start_logits, output.end_logits],
-                dim=-1,
-            )
-            .detach()
-            .float()
-            .cpu()
-        )
+        outputs.append(torch.stack([output.start_logits, output.end_logits], dim=-1))
     return Reference(
-        outputs=outputs,
+        outputs=[tensor.detach().float().cpu() for tensor in outputs],
         loss=output.loss.item(),
-        gradients=gradients,
+        gradients={name: gradient.float().cpu() for name, gradient in gradients.items()},
     )
 
 
@@ -279,21 +265,19 @@ def _compare_outputs(
     layout: Layout,
 ) -> float:
     errors = [0.0]
-    last = sorted(
-        (a for a in results if a.outputs), key=lambda a: (a.cp_rank, a.dp_rank, a.tp_rank)
-    )
+    last = [result for result in results if result.outputs]
+    last.sort(key=lambda result: (result.cp_rank, result.dp_rank, result.tp_rank))
     assert {len(result.outputs) for result in last} == {len(reference.outputs)}
-    last, others = last[: layout.dp * layout.tp], last[layout.dp * layout.tp :]
-    for first, other in zip(
-        last * (layout.cp - 1), others, strict=True
-    ):  # cp ranks have complete, equal rows
+    # The ranks of a context-parallel group have complete, equal rows.
+    others = last[layout.dp * layout.tp :]
+    last = last[: layout.dp * layout.tp]
+    for first, other in zip(last * (layout.cp - 1), others, strict=True):
         assert all(map(torch.equal, first.outputs, other.outputs))
     for i, expected in enumerate(reference.outputs):
-        replicas = [last[n : n + layout.tp] for n in range(0, len(last), layout.tp)]
-        outputs = [
-            _join_over_tp([a.outputs[i] for a in replica], expected.shape[-1])
-            for replica in replicas
-        ]
+        outputs = []
+        for begin in range(0, len(last), layout.tp):
+            parts = [result.outputs[i] for result in last[begin : begin + layout.tp]]
+            outputs.append(_join_over_tp(parts, expected.shape[-1]))
         # Rows are assigned to replicas round-robin.
         actual = torch.stack(outputs, dim=1).flatten(0, 1)
         assert actual.shape == expected.shape
@@ -322,11 +306,10 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
         assert actual[name].shape == gradient.shape, name
         limit = _GRADIENT_RTOL * gradient.norm() + _GRADIENT_ATOL * total
         errors[name] = float((actual[name] - gradient).norm() / limit)
-    wrong = [
-        f"{n}: {relative_error(actual[n], expected[n]):.2g}"
-        for n, error in errors.items()
-        if error > 1
-    ]
+    wrong = []
+    for name, error in errors.items():
+        if error > 1:
+            wrong.append(f"{name}: {relative_error(actual[name], expected[name]):.2g}")
     assert not wrong, f"gradients differ, relative to their norms: {', '.join(wrong)}"
     return max(errors.values()) * _GRADIENT_RTOL
 
@@ -334,9 +317,9 @@ def _compare_gradients(actual: Tensors, expected: Tensors) -> float:
 def _compare_saved(directory: Path, hf_model: Any) -> None:
     """Assert that saved weights equal the loaded ones and that transformers reports no missing or unexpected keys."""
     loaded, report = type(hf_model).from_pretrained(directory, output_loading_info=True)
-    assert not any(
-        report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    ), report
+    assert not report["missing_keys"], report
+    assert not report["unexpected_keys"], report
+    assert not report["mismatched_keys"], report
     expected = hf_model.state_dict()
     actual = loaded.state_dict()
     assert actual.keys() == expected.keys()
