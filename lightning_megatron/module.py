@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,13 +19,17 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_megatron.callbacks.memory_estimate import MemoryEstimate
+from lightning_megatron.callbacks.model_summary import whole_summaries
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.checkpoint.meta import load_meta
+from lightning_megatron.convert.companions import generation_config
 from lightning_megatron.convert.hugging_face import (
     check_num_layers,
     load_hugging_face,
     resolve_tied_output,
 )
+from lightning_megatron.convert.hugging_face_saving import save_hugging_face
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
 from lightning_megatron.convert.registry import config_fields, config_object, model_config
 from lightning_megatron.convert.weight_files import open_weights
@@ -37,26 +41,28 @@ from lightning_megatron.engine.lr_schedule import (
 )
 from lightning_megatron.engine.optimizer import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
+from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import checks_options
+from lightning_megatron.generate.decode import GenerationOutput, LiveModel
 from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
+from lightning_megatron.models.build import build_chunks, initialize_weights
 from lightning_megatron.models.checks import check_model, size_warning
-from lightning_megatron.models.config import AttentionHeads, Positions, with_variant
-from lightning_megatron.planning.startup import check_host_memory
+from lightning_megatron.models.config import AttentionHeads, ModelConfig, Positions, with_variant
+from lightning_megatron.models.lora import freeze_base, merged
+from lightning_megatron.planning.startup import check_host_memory, startup_lines
 from lightning_megatron.steps import train_step_named
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.storage.hub import Needed, first_line, local_folder, named_folder
+from lightning_megatron.strategy import MegatronStrategy
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_megatron.engine.settings import EngineSettings
     from lightning_megatron.engine.step import StepOutput
-    from lightning_megatron.generate.decode import GenerationOutput, LiveModel
-    from lightning_megatron.models.config import ModelConfig
-    from lightning_megatron.strategy import MegatronStrategy
 
 
 @checks_options
@@ -117,15 +123,19 @@ class MegatronModule(pl.LightningModule):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
         config = replace(
-            model_config(model, task), make_vocab_size_divisible_by=make_vocab_size_divisible_by
+            model_config(model, task),
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         )
-        self.pretrained_path: Path | None = _weights_directory(model) if pretrained else None
-        if self.pretrained_path is not None:
+        self.pretrained_path: Path | None = None
+        if pretrained:
+            self.pretrained_path = _weights_directory(model)
             weights = open_weights(self.pretrained_path)
             check_num_layers(config, weights)
             config = resolve_tied_output(config, weights)
         self.model_config: ModelConfig = with_variant(
-            config, position_embedding_type, attention_head_type
+            config,
+            position_embedding_type,
+            attention_head_type,
         )
         self.is_variant = self.model_config != config
         if pretrained and self.is_variant:
@@ -142,10 +152,7 @@ class MegatronModule(pl.LightningModule):
         self.optimizer_options = as_options(OptimizerOptions, optimizer, "optimizer")
         self.lr_schedule = as_options(LRSchedule, lr_schedule, "lr_schedule")
         self.generation = as_options(GenerationOptions, generation, "generation")
-        if return_logits not in (True, False, "last_stage"):
-            raise ConfigError(
-                f"return_logits={return_logits!r} is unknown; choose from True, False and 'last_stage'"
-            )
+        _check_return_logits(return_logits)
         self.return_logits = return_logits
         self.model_chunks: torch.nn.ModuleList | None = None
         self.built_for: EngineSettings | None = None
@@ -154,18 +161,20 @@ class MegatronModule(pl.LightningModule):
         self._step_lr = 0.0
         self._model = model
         fields = config_fields(model)
-        self.hugging_face_config = fields if model_provider is None else None
+        self.hugging_face_config: dict[str, Any] | None = None
         """Fields of the model's ``config.json``, with which a checkpoint can be exported to a Hugging Face directory;
         None with a ``model_provider``, which may build any model."""
         self.load_from: LoadFrom | None = None
         """The checkpoint of ``load_from_checkpoint``, which holds the initial weights; None for other modules."""
-        variant = {
+        if model_provider is None:
+            self.hugging_face_config = fields
+        given = {
+            "model": fields,
+            "train_step": train_step,
             "position_embedding_type": position_embedding_type,
             "attention_head_type": attention_head_type,
         }
-        self.save_hyperparameters(
-            self._plain_arguments({"model": fields, "train_step": train_step, **variant})
-        )
+        self.save_hyperparameters(self._plain_arguments(given))
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
@@ -192,12 +201,9 @@ class MegatronModule(pl.LightningModule):
             raise CheckpointError(
                 f"checkpoint {path} has no arguments of a MegatronModule; use load_from=PATH"
             )
-        parameters = inspect.signature(cls).parameters
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        arguments = _accepted_arguments(cls, saved)
         # The checkpoint has the weights, and the original model directory may be gone; only adapters need it.
-        arguments = {
-            k: v for k, v in saved.items() if (takes_any or k in parameters) and k != "pretrained"
-        }
+        arguments.pop("pretrained", None)
         if meta.get("part") == "adapters":
             arguments |= {"model": meta["base"], "pretrained": True}
         _check_names(arguments, hyper_parameters)
@@ -250,36 +256,40 @@ class MegatronModule(pl.LightningModule):
             check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
         check_model(self.model_config, strategy.settings, self.trainer.state.fn or "fit")
         # The steps of epochs are known once there is data: configure_optimizers checks them.
-        is_fit = self.trainer.state.fn in (None, "fit")
-        if is_fit and self.trainer.max_steps > 0:
-            scheduler_settings(
-                self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps
-            )
-        if (
-            is_fit
-            and self.adaptation
-            and not (self.pretrained_path or strategy.checkpointing.initial_weights)
-        ):
-            rank_zero_warn(
-                "lora: expected weights to adapt, got random ones; set pretrained=True, or load_from"
-            )
-        if (
-            is_fit
-            and strategy.fp8 is not None
-            and (text := size_warning(self.model_config)) is not None
-        ):
-            rank_zero_warn(text)
+        if self.trainer.state.fn not in (None, "fit"):
+            return
+        if self.trainer.max_steps > 0:
+            self._schedule_settings()
+        if self.adaptation:
+            has_weights = self.pretrained_path or strategy.checkpointing.initial_weights
+            if not has_weights:
+                rank_zero_warn(
+                    "lora: expected weights to adapt, got random ones; set pretrained=True, or load_from"
+                )
+        if strategy.fp8 is not None:
+            warning = size_warning(self.model_config)
+            if warning is not None:
+                rank_zero_warn(warning)
+
+    def _schedule_settings(self) -> Mapping[str, Any]:
+        """Arguments of ``MegatronLRScheduler``, checked."""
+        return scheduler_settings(
+            self.lr_schedule,
+            self.lr,
+            self.optimizer_options.weight_decay,
+            self._total_steps,
+        )
 
     @property
     def _total_steps(self) -> int | None:
         """The Trainer's ``max_steps``, or the steps of its epochs; None if training has no end."""
-        trainer, follows_epochs = (
-            self.trainer,
-            self.trainer.max_steps < 0 and self.lr_schedule.follows_run,
-        )
-        # estimated_stepping_batches creates the loader, and is infinite for a dataset without a length.
-        steps = trainer.estimated_stepping_batches if follows_epochs else trainer.max_steps
-        return int(steps) if math.isfinite(steps) else None
+        steps: float = self.trainer.max_steps
+        if steps < 0 and self.lr_schedule.follows_run:
+            # This creates the loader, and is infinite for a dataset without a length.
+            steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            return None
+        return int(steps)
 
     @property
     def megatron(self) -> MegatronStrategy:
@@ -288,8 +298,6 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If the Trainer has another strategy.
         """
-        from lightning_megatron.strategy import MegatronStrategy
-
         strategy = self.trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
             raise ConfigError(
@@ -302,8 +310,6 @@ class MegatronModule(pl.LightningModule):
         self._frozen_at_build = not requires_grad
         super().requires_grad_(requires_grad)
         if requires_grad and self.adaptation is not None:
-            from lightning_megatron.models.lora import freeze_base
-
             for chunk in self.model_chunks or ():
                 freeze_base(chunk)
         return self
@@ -331,24 +337,20 @@ class MegatronModule(pl.LightningModule):
 
         A later ``fit`` of the same Trainer has them already: Lightning would announce that they override themselves.
         """
-        from lightning_megatron.callbacks.memory_estimate import MemoryEstimate
-        from lightning_megatron.callbacks.model_summary import whole_summaries
-
         attached: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        has_estimate = any(isinstance(callback, MemoryEstimate) for callback in attached)
-        estimates = [] if has_estimate else [MemoryEstimate()]
-        return [*estimates, *whole_summaries(attached)]
+        own = whole_summaries(attached)
+        if not any(isinstance(callback, MemoryEstimate) for callback in attached):
+            own.insert(0, MemoryEstimate())
+        return own
 
     def configure_model(self) -> None:
         """Build this rank's model chunks, again only if the engine settings (layout, precision, ...) have changed."""
-        from lightning_megatron.models.build import build_chunks
-        from lightning_megatron.planning.startup import startup_lines
-
         settings = self.megatron.settings
         if self.model_chunks is not None and self.built_for == settings:
             return
+        build = self.model_provider or build_chunks
         with unchanged_environment():
-            self.model_chunks = (self.model_provider or build_chunks)(self.model_config, settings)
+            self.model_chunks = build(self.model_config, settings)
         self._fill_weights(self.model_chunks)
         if self._frozen_at_build:
             self.model_chunks.requires_grad_(False).train(self.training)
@@ -358,8 +360,6 @@ class MegatronModule(pl.LightningModule):
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
         """Load weights from the model directory, and initialize those that it lacks (a new head, or all) at random."""
-        from lightning_megatron.models.build import initialize_weights
-
         missing = None
         if self.pretrained_path is not None:
             missing = load_hugging_face(chunks, self.model_config, self.pretrained_path)
@@ -389,10 +389,7 @@ class MegatronModule(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
-        settings = scheduler_settings(
-            self.lr_schedule, self.lr, self.optimizer_options.weight_decay, self._total_steps
-        )
-        scheduler = MegatronLRScheduler(optimizer, **settings)
+        scheduler = MegatronLRScheduler(optimizer, **self._schedule_settings())
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
@@ -404,9 +401,8 @@ class MegatronModule(pl.LightningModule):
         if metric is None and optimizer is not None and optimizer.has_skipped:
             return
         if isinstance(scheduler, MegatronLRScheduler):
-            scheduler.max_lr = (
-                self.lr
-            )  # LearningRateFinder sets self.lr after the schedule was created
+            # LearningRateFinder sets self.lr after the schedule was created.
+            scheduler.max_lr = self.lr
         super().lr_scheduler_step(scheduler, metric)
 
     def _current_lr(self) -> float:
@@ -442,9 +438,8 @@ class MegatronModule(pl.LightningModule):
         self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int
     ) -> torch.Tensor:
         def observe(microbatch: dict[str, torch.Tensor], output: Any) -> None:
-            self.train_step.update_metrics(
-                self._metrics_of(stage, dataloader_idx), microbatch, output
-            )
+            metrics = self._metrics_of(stage, dataloader_idx)
+            self.train_step.update_metrics(metrics, microbatch, output)
 
         output = self.megatron.forward_only(batch, self.train_step, observe)
         self._log_losses(stage, output, on_step=False)
@@ -461,42 +456,50 @@ class MegatronModule(pl.LightningModule):
         return self._metrics[key]
 
     def _log_metrics_of_set(self, stage: str, metrics: dict[str, Metric], suffix: str) -> None:
+        device = self.megatron.root_device
         # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
         with torch.inference_mode(False), torch.no_grad():
-            values = compute_metrics(metrics, self.megatron.topology, self.megatron.root_device)
-            log = partial(
-                self.log, on_step=False, on_epoch=True, sync_dist=True, add_dataloader_idx=False
-            )
+            values = compute_metrics(metrics, self.megatron.topology, device)
             for name, value in values.items():
-                # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
-                exact = torch.tensor(value, dtype=torch.float64, device=self.megatron.root_device)
-                log(f"{stage}_{name}{suffix}", exact, batch_size=1)
+                self.log(
+                    f"{stage}_{name}{suffix}",
+                    # Lightning would round a plain number to fp32, and NCCL cannot reduce CPU tensors.
+                    torch.tensor(value, dtype=torch.float64, device=device),
+                    on_step=False,
+                    on_epoch=True,
+                    sync_dist=True,
+                    add_dataloader_idx=False,
+                    batch_size=1,
+                )
             for metric in metrics.values():
                 metric.reset()
 
     def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
         """Log the loss and each of its terms; epoch means weight every batch by its number of targets."""
-        # Lightning wants the weight as a plain number; in training, without means, none is read from the GPU.
-        weight: Any = 1 if on_step else output.num_targets[self.train_step.loss_terms[0]].item()
-        if weight == int(
-            weight
-        ):  # integers are summed exactly; fractions, from partially counted targets, stay
-            weight = int(weight)
+        weight: Any = 1
+        if not on_step:
+            # Lightning wants a plain number; in training, without means, none is read from the GPU.
+            weight = output.num_targets[self.train_step.loss_terms[0]].item()
+            if weight == int(weight):
+                # Integers are summed exactly; fractions, from partially counted targets, stay.
+                weight = int(weight)
         # Lightning reads values for the progress bar from the GPU at every step, even without a bar.
         has_bar = self.trainer.progress_bar_callback is not None
-        # The ranks agree already; syncing once per epoch only avoids Lightning's recommendation to do so.
-        log = partial(
-            self.log,
-            on_step=on_step,
-            on_epoch=not on_step,
-            sync_dist=not on_step,
-            batch_size=weight,
-        )
-        # Sums over an epoch of millions of targets need a higher precision than those of one batch.
         values = {"loss": output.loss, **output.terms, **output.expert_metrics}
-        values = values if on_step else {name: value.double() for name, value in values.items()}
         for name, value in values.items():
-            log(f"{stage}_{name}", value, prog_bar=has_bar and name == "loss")
+            if not on_step:
+                # Sums over an epoch of millions of targets need a higher precision than those of one batch.
+                value = value.double()
+            self.log(
+                f"{stage}_{name}",
+                value,
+                prog_bar=has_bar and name == "loss",
+                on_step=on_step,
+                on_epoch=not on_step,
+                # The ranks agree already; syncing once per epoch only avoids Lightning's recommendation to do so.
+                sync_dist=not on_step,
+                batch_size=weight,
+            )
 
     # ---- generation and logits ----------------------------------------------------------------------------------
 
@@ -558,11 +561,10 @@ class MegatronModule(pl.LightningModule):
         **options: Any,
     ) -> GenerationOutput:
         """As ``generate``, with the log-probability of each new token and the score of each sequence."""
-        model, inputs = (
-            self._live_model(generates=True),
-            {"input_ids": input_ids, "attention_mask": attention_mask},
-        )
-        inputs |= {
+        model = self._live_model(generates=True)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
             "decoder_input_ids": decoder_input_ids,
             "decoder_attention_mask": decoder_attention_mask,
         }
@@ -649,11 +651,13 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: On all ranks, before anything runs: if there is no model yet, or it cannot read a row.
         """
-        model, inputs = (
-            self._live_model(),
-            {"input_ids": input_ids, "attention_mask": attention_mask},
-        )
-        inputs |= {"decoder_input_ids": decoder_input_ids, "token_type_ids": token_type_ids}
+        model = self._live_model()
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "decoder_input_ids": decoder_input_ids,
+            "token_type_ids": token_type_ids,
+        }
         with self.megatron.engine():
             return model.logits(inputs, last_stage_only=last_stage_only)
 
@@ -667,8 +671,6 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If there is no model yet, or a BERT is to generate.
         """
-        from lightning_megatron.generate.decode import LiveModel
-
         if generates and self.model_config.architecture == "bert":
             raise ConfigError(
                 f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT"
@@ -687,28 +689,28 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If there are no chunks yet, and no weights.
         """
-        if (
-            self.model_chunks is None
-            and self._trainer is None
-            and (self.load_from or self.pretrained_path)
-        ):
-            from lightning_megatron.strategy import MegatronStrategy
-
-            pl.Trainer(
-                accelerator="gpu" if torch.cuda.is_available() else "cpu",
-                devices=1,
-                strategy=MegatronStrategy(),
-                limit_predict_batches=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            ).predict(self, [])
+        has_weights = self.load_from or self.pretrained_path
+        if self.model_chunks is None and self._trainer is None and has_weights:
+            self._build_alone()
         if self.model_chunks is None:
             raise ConfigError(
                 "there is no model before Trainer.fit (or validate) has built it; call this afterwards"
             )
         return list(self.model_chunks)
+
+    def _build_alone(self) -> None:
+        """Build the model in one process, by a Trainer that predicts nothing."""
+        trainer = pl.Trainer(
+            accelerator="gpu" if torch.cuda.is_available() else "cpu",
+            devices=1,
+            strategy=MegatronStrategy(),
+            limit_predict_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.predict(self, [])
 
     # ---- export ----------------------------------------------------------------------------------------------------
 
@@ -731,11 +733,6 @@ class MegatronModule(pl.LightningModule):
             ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
             CheckpointError: On all ranks, if the directory cannot be written.
         """
-        from lightning_megatron.convert.companions import generation_config
-        from lightning_megatron.convert.hugging_face_saving import save_hugging_face
-        from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
-        from lightning_megatron.models.lora import merged
-
         if merge and self.adaptation is None:
             raise ConfigError(
                 "merge=True: expected a module with lora, got one without; leave merge out"
@@ -760,13 +757,16 @@ class MegatronModule(pl.LightningModule):
             if self.adaptation is not None and not merge:
                 save_adapter(chunks, self.model_config, directory, self.adaptation.base)
                 return
-            model, companions = (
-                replace(self.model_config, lora=None),
-                generation_config(self.pretrained_path),
-            )
+            model = replace(self.model_config, lora=None)
+            companions = generation_config(self.pretrained_path)
             with merged(chunks):
                 save_hugging_face(
-                    chunks, model, config_object(self._model), directory, max_shard_size, companions
+                    chunks,
+                    model,
+                    config_object(self._model),
+                    directory,
+                    max_shard_size,
+                    companions,
                 )
 
     def push_to_hub(
@@ -798,7 +798,7 @@ class MegatronModule(pl.LightningModule):
                 reached or refuses it.
             CheckpointError: If the temporary directory of rank 0 cannot be written.
         """
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi  # its HTTP client costs a second
 
         def upload() -> str:
             try:
@@ -826,15 +826,17 @@ class MegatronModule(pl.LightningModule):
             ThreadPoolExecutor(1) as pool,
         ):
             self.save_pretrained(folder, max_shard_size)
-            running = pool.submit(upload) if self.megatron.global_rank == 0 else None
+            running = None
+            if self.megatron.global_rank == 0:
+                running = pool.submit(upload)
             # The other ranks synchronize with rank 0 every minute: an upload may exceed a collective's timeout.
-            while not self.megatron.broadcast(
-                running is not None and bool(wait([running], timeout=60).done)
-            ):
-                pass
-            return self.megatron.broadcast(
-                call_on_all_ranks(lambda: running.result() if running else "")
-            )
+            is_done = False
+            while not is_done:
+                if running is not None:
+                    is_done = bool(wait([running], timeout=60).done)
+                is_done = self.megatron.broadcast(is_done)
+            url = call_on_all_ranks(lambda: running.result() if running else "")
+            return self.megatron.broadcast(url)
 
 
 class LoggedValues(pl.Callback):
@@ -869,14 +871,22 @@ def _cpu_scalar(number: float) -> torch.Tensor:
     return torch.tensor(number)
 
 
+def _check_return_logits(given: object) -> None:
+    if given not in (True, False, "last_stage"):
+        raise ConfigError(
+            f"return_logits={given!r} is unknown; choose from True, False and 'last_stage'"
+        )
+
+
 def _weights_directory(model: Any) -> Path:
     """Directory of the weights for ``pretrained=True``.
 
     Raises:
         ConfigError: If ``model`` is not a directory.
     """
-    if not isinstance(model, (str, Path)) or not Path(model).is_dir():
-        given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
+    is_path = isinstance(model, (str, Path))
+    if not is_path or not Path(model).is_dir():
+        given = repr(model) if is_path else f"a {type(model).__name__}"
         raise ConfigError(
             f"pretrained=True needs a model directory with weights, and model is {given}; give its path"
         )
@@ -899,6 +909,14 @@ def _train_step(given: str | TrainStep | None, architecture: str) -> TrainStep:
     return train_step_named(architecture if given is None else given)
 
 
+def _accepted_arguments(cls: type[MegatronModule], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved arguments that a class takes: a subclass may have others than the module that was saved."""
+    parameters = inspect.signature(cls).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return dict(saved)
+    return {name: value for name, value in saved.items() if name in parameters}
+
+
 def _check_names(saved: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Check that a model and a tokenizer that a checkpoint names are on this host: for a name, no request is sent.
 
@@ -915,13 +933,15 @@ def _check_names(saved: dict[str, Any], given: Mapping[str, Any]) -> None:
     generation = saved.get("generation")
     if "generation" in given or not isinstance(generation, Mapping):
         return
-    if isinstance(name := generation.get("tokenizer"), str):
-        try:
-            named_folder(name, "tokenizer", "generation.tokenizer")
-        except ConfigError:
-            if generation.get("stop_strings"):
-                raise
-            saved["generation"] = {**generation, "tokenizer": None}
+    tokenizer = generation.get("tokenizer")
+    if not isinstance(tokenizer, str):
+        return
+    try:
+        named_folder(tokenizer, "tokenizer", "generation.tokenizer")
+    except ConfigError:
+        if generation.get("stop_strings"):
+            raise
+        saved["generation"] = {**generation, "tokenizer": None}
 
 
 def _object_name(value: Any) -> str | None:

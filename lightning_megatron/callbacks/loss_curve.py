@@ -53,16 +53,20 @@ class LossCurve(LogDirCallback):
         require_choice(
             "filename", Path(filename).suffix[1:].lower() or "png", FigureCanvasBase.filetypes
         )
-        self.filename, self.every_n_steps, self.log_scale = filename, every_n_steps, log_scale
+        self.filename = filename
+        self.every_n_steps = every_n_steps
+        self.log_scale = log_scale
         self.train_name, self.val_name = monitor
-        self.train, self.validation = Curve(max_points), Curve(max_points)
+        self.train = Curve(max_points)
+        self.validation = Curve(max_points)
         self.resumed_at: list[int] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Clear the curves of an earlier run; those of a resumed run are loaded later."""
         if stage == "fit" and trainer.global_step == 0:
-            self.train, self.validation = Curve(self.train.max_points), Curve(self.train.max_points)
+            self.train = Curve(self.train.max_points)
+            self.validation = Curve(self.train.max_points)
             self.resumed_at = []
 
     @override
@@ -91,15 +95,21 @@ class LossCurve(LogDirCallback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Both curves, and the steps at which the run was resumed, as plain numbers."""
-        curves = {"train": self.train.state_dict(), "validation": self.validation.state_dict()}
-        return {**curves, "resumed_at": list(self.resumed_at)}
+        return {
+            "train": self.train.state_dict(),
+            "validation": self.validation.state_dict(),
+            "resumed_at": list(self.resumed_at),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the saved curves."""
         self.train.load_state_dict(state_dict["train"])
         self.validation.load_state_dict(state_dict["validation"])
-        self.resumed_at = [*state_dict["resumed_at"], *(step for step, _ in self.train.points[-1:])]
+        self.resumed_at = list(state_dict["resumed_at"])
+        if self.train.points:
+            last_step, _ = self.train.points[-1]
+            self.resumed_at.append(last_step)
 
     def _draw(self) -> Any:
         """Figure of the losses over the optimizer steps."""
@@ -108,32 +118,15 @@ class LossCurve(LogDirCallback):
 
         figure = Figure(figsize=(9.0, 5.2), dpi=150, layout="constrained")
         axes = figure.add_subplot(
-            xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss"
+            xlabel="optimizer step",
+            ylabel="loss (nats per token)",
+            title="Loss",
         )
-        # The NaN of a step that on_nan="skip" skipped would spread over whole windows of the smoothed line.
-        finite = [point for point in self.train.points if math.isfinite(point[1])]
-        steps, losses = zip(*finite or self.train.points, strict=True)
-        width = len(losses) // 25 | 1  # odd: the middle of a window is a step
-        axes.plot(
-            steps,
-            losses,
-            "C0",
-            alpha=0.3 if width > 1 else 1.0,
-            label=None if width > 1 else "training",
-        )
-        if width > 1:  # a trailing window would lag behind a falling loss
-            means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
-            axes.plot(steps[width // 2 : -(width // 2)], means, "C0", label="training (smoothed)")
+        self._draw_training(axes)
         if self.validation.points:
             steps, losses = zip(*self.validation.points, strict=True)
-            axes.plot(
-                steps,
-                losses,
-                "C1",
-                marker="o",
-                markersize=4,
-                label=f"validation (last {losses[-1]:.3f})",
-            )
+            label = f"validation (last {losses[-1]:.3f})"
+            axes.plot(steps, losses, "C1", marker="o", markersize=4, label=label)
         for index, step in enumerate(self.resumed_at):
             # One legend entry for all lines: matplotlib leaves out labels that begin with an underscore.
             label = "_resumed" if index else "resumed from a checkpoint"
@@ -143,6 +136,21 @@ class LossCurve(LogDirCallback):
         axes.grid(which="both", color="#dddddd", linewidth=0.7)
         axes.legend()
         return figure
+
+    def _draw_training(self, axes: Any) -> None:
+        """Draw the training loss; that of many points pale, with its moving average."""
+        # The NaN of a step that on_nan="skip" skipped would spread over whole windows of the smoothed line.
+        finite = [point for point in self.train.points if math.isfinite(point[1])]
+        steps, losses = zip(*finite or self.train.points, strict=True)
+        width = len(losses) // 25 | 1  # odd: the middle of a window is a step
+        if width == 1:
+            axes.plot(steps, losses, "C0", alpha=1.0, label="training")
+            return
+        axes.plot(steps, losses, "C0", alpha=0.3, label=None)
+        # A trailing window would lag behind a falling loss.
+        means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
+        middle = slice(width // 2, -(width // 2))
+        axes.plot(steps[middle], means, "C0", label="training (smoothed)")
 
 
 class Curve:
@@ -156,7 +164,8 @@ class Curve:
         """
         self.max_points = max_points
         self.points: list[tuple[int, float]] = []
-        self._stride, self._seen = 1, 0
+        self._stride = 1
+        self._seen = 0
 
     def add(self, step: int, value: Any) -> None:
         """Add a point, unless ``value`` is None or the curve's current stride leaves it out."""
@@ -171,10 +180,15 @@ class Curve:
 
     def state_dict(self) -> dict[str, Any]:
         """Points and stride as plain numbers."""
-        steps, values = [step for step, _ in self.points], [value for _, value in self.points]
-        return {"steps": steps, "values": values, "stride": self._stride, "seen": self._seen}
+        return {
+            "steps": [step for step, _ in self.points],
+            "values": [value for _, value in self.points],
+            "stride": self._stride,
+            "seen": self._seen,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the saved points."""
         self.points = list(zip(state_dict["steps"], state_dict["values"], strict=True))
-        self._stride, self._seen = state_dict["stride"], state_dict["seen"]
+        self._stride = state_dict["stride"]
+        self._seen = state_dict["seen"]

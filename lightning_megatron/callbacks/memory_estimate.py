@@ -26,19 +26,26 @@ class MemoryEstimate(Callback):
             return
         model: Any = pl_module.model_config
         data: Any = getattr(trainer, "datamodule", None)
-        rows = data.micro_batch_size if hasattr(data, "seq_length") else 0
-        options = data.lengths(model) if rows else {"seq_length": 1, "seq_length_decoder": 1}
+        rows = 0
+        options = {"seq_length": 1, "seq_length_decoder": 1}
+        if hasattr(data, "seq_length"):
+            rows = data.micro_batch_size
+            options = data.lengths(model)
         lengths = tuple(length for name, length in options.items() if name.startswith("seq_length"))
         run = make_run(
-            model, strategy.settings, rows=rows, lengths=lengths, world_size=trainer.world_size
+            model,
+            strategy.settings,
+            rows=rows,
+            lengths=lengths,
+            world_size=trainer.world_size,
         )
-        expected, available = (
-            memory(run),
-            torch.cuda.get_device_properties(strategy.root_device).total_memory,
-        )
+        expected = memory(run)
+        available = torch.cuda.get_device_properties(strategy.root_device).total_memory
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
         line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {available / GIB:.1f} GiB ({parts})"
         if expected.total > available:
             rank_zero_warn(f"{line}; raise tp, pp or dp, lower micro_batch_size, or set recompute")
+        elif rows:
+            rank_zero_info(line)
         else:
-            rank_zero_info(line if rows else f"{line}, plus activations")
+            rank_zero_info(f"{line}, plus activations")

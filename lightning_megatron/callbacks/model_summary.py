@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,9 +17,6 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.flops import forward_flops
-
-if TYPE_CHECKING:
-    from lightning_megatron.module import MegatronModule
 
 
 def whole_summaries(callbacks: Sequence[Callback]) -> list[Callback]:
@@ -40,39 +37,31 @@ class WholeModelSummary(ModelSummary):
         """Gather module and parameter counts over the pipeline group, and print them on rank 0."""
         if not self._max_depth:
             return
-        module: MegatronModule = pl_module  # type: ignore[assignment]
-        topology, model = module.megatron.topology, module.model_config
-        own = [
-            _describe_chunk(unwrap(chunk), model, topology.parallel)
-            for chunk in module.megatron._chunks
-        ]
+        module: Any = pl_module
+        strategy = module.megatron
+        topology = strategy.topology
+        model = module.model_config
+        chunks = [unwrap(chunk) for chunk in strategy._chunks]
+        own = [_describe_chunk(chunk, model, topology.parallel) for chunk in chunks]
         stages: list[Any] = [None] * topology.parallel.pp
         dist.all_gather_object(stages, own, group=topology.pp_group)
         if not trainer.is_global_zero:
             return
-        chunks = list(chain(*zip(*stages, strict=True)))  # in pipeline order
-        kinds, weights, local = _merge(chunks, 0), _merge(chunks, 1), _merge(own, 1)
+        in_pipeline_order = list(chain(*zip(*stages, strict=True)))
+        kinds = _merge(in_pipeline_order, 0)
+        weights = _merge(in_pipeline_order, 1)
+        local = _merge(own, 1)
         names = [name for name in kinds if self._max_depth < 0 or name.count(".") < self._max_depth]
         modes = [is_training for _, is_training in kinds.values()]
-        # FLOPs per token of a row of maximum length (512 tokens for a T5), attention included.
-        lengths = (512, 512) if model.architecture == "t5" else (model.max_position_embeddings,)
-        count, padded = get_human_readable_count, model.padded_vocab_size(topology.parallel.tp)
+        total = _sum_within("", weights, 0)
+        bytes_per_weight = strategy.settings.params_dtype.itemsize
         self.summarize(
-            [
-                (" ", [str(index) for index in range(len(names))]),
-                ("Name", names),
-                ("Type", [kinds[name][0] for name in names]),
-                ("Params", [count(_sum_within(name, weights, 0)) for name in names]),
-                ("Params per Device", [count(_sum_within(name, local, 2)) for name in names]),
-                ("Mode", ["train" if kinds[name][1] else "eval" for name in names]),
-            ],
-            total_parameters=_sum_within("", weights, 0),
+            _columns(names, kinds, weights, local),
+            total_parameters=total,
             trainable_parameters=_sum_within("", weights, 1),
-            model_size=_sum_within("", weights, 0)
-            * module.megatron.settings.params_dtype.itemsize
-            * 1e-6,
+            model_size=total * bytes_per_weight * 1e-6,
             total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
-            total_flops=int(forward_flops(model, lengths, padded) / sum(lengths)),
+            total_flops=_flops_per_token(model, topology.parallel),
             **self._summarize_kwargs,
         )
 
@@ -82,44 +71,73 @@ class WholeRichModelSummary(WholeModelSummary, RichModelSummary):
 
 
 def _describe_chunk(
-    chunk: Any, model: ModelConfig, parallel: ParallelConfig
+    chunk: Any,
+    model: ModelConfig,
+    parallel: ParallelConfig,
 ) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int, int]]]:
     """Class and training mode of each module, and element counts of each weight, by names in the whole model.
 
     The counts are: all elements over tp or ep, without vocabulary padding and copies of a tied embedding; those of them
     that are trained; those on this rank.
     """
-
-    def global_name(name: str) -> str:
-        """The name with the layer's index in the whole model."""
-        return re.sub(
-            r"(?<=\blayers\.)\d+",
-            lambda match: str(
-                getattr(chunk.get_submodule(name[: match.end()]), "layer_number", int(match[0]) + 1)
-                - 1
-            ),
-            name,
-            count=1,
-        )
-
     kinds = {
-        global_name(name): (type(part).__name__, part.training)
+        _global_name(name, chunk): (type(part).__name__, part.training)
         for name, part in chunk.named_modules()
         if name
     }
     weights: dict[str, tuple[int, int, int]] = {}
     for name, weight in chunk.named_parameters():
-        is_split, is_expert = (
-            getattr(weight, "tensor_model_parallel", False),
-            not getattr(weight, "allreduce", True),
-        )
-        total = weight.numel() * (parallel.ep if is_expert else parallel.tp if is_split else 1)
+        is_split = getattr(weight, "tensor_model_parallel", False)
+        is_expert = not getattr(weight, "allreduce", True)
+        total = weight.numel()
+        if is_expert:
+            total *= parallel.ep
+        elif is_split:
+            total *= parallel.tp
         if is_split and re.search(r"(word_embeddings|output_layer)\.(weight|bias)$", name):
             total = total // model.padded_vocab_size(parallel.tp) * model.vocab_size
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             total = 0
-        weights[global_name(name)] = total, total * weight.requires_grad, weight.numel()
+        trained = total if weight.requires_grad else 0
+        weights[_global_name(name, chunk)] = (total, trained, weight.numel())
     return kinds, weights
+
+
+def _global_name(name: str, chunk: Any) -> str:
+    """The name with the layer's index in the whole model."""
+    match = re.search(r"(?<=\blayers\.)\d+", name)
+    if match is None:
+        return name
+    layer = chunk.get_submodule(name[: match.end()])
+    number = getattr(layer, "layer_number", int(match[0]) + 1)
+    return f"{name[: match.start()]}{number - 1}{name[match.end() :]}"
+
+
+def _columns(
+    names: Sequence[str],
+    kinds: Mapping[str, tuple[str, bool]],
+    weights: Mapping[str, Any],
+    local: Mapping[str, Any],
+) -> list[tuple[str, list[str]]]:
+    """Columns of the table, one row per module."""
+    count = get_human_readable_count
+    return [
+        (" ", [str(index) for index in range(len(names))]),
+        ("Name", list(names)),
+        ("Type", [kinds[name][0] for name in names]),
+        ("Params", [count(_sum_within(name, weights, 0)) for name in names]),
+        ("Params per Device", [count(_sum_within(name, local, 2)) for name in names]),
+        ("Mode", ["train" if kinds[name][1] else "eval" for name in names]),
+    ]
+
+
+def _flops_per_token(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Of a row of maximum length (512 tokens for a T5), attention included."""
+    lengths: tuple[int, ...] = (model.max_position_embeddings,)
+    if model.architecture == "t5":
+        lengths = (512, 512)
+    padded = model.padded_vocab_size(parallel.tp)
+    return int(forward_flops(model, lengths, padded) / sum(lengths))
 
 
 def _merge(chunks: Sequence[Any], index: int) -> dict[str, Any]:
@@ -127,8 +145,6 @@ def _merge(chunks: Sequence[Any], index: int) -> dict[str, Any]:
 
 
 def _sum_within(module: str, weights: Mapping[str, Any], index: int) -> int:
-    return sum(
-        counts[index]
-        for name, counts in weights.items()
-        if not module or name.startswith(f"{module}.")
-    )
+    """Sum of a count over the weights of a module; "" is the whole model."""
+    prefix = f"{module}." if module else ""
+    return sum(counts[index] for name, counts in weights.items() if name.startswith(prefix))

@@ -65,7 +65,8 @@ class PerplexityReport(Callback):
 
     def report(self) -> str:
         """One line, e.g. "validation perplexity: 4187.2 before, 61.3 after 300 steps"."""
-        before, after = self._state["before"], self._state["after"]
+        before = self._state["before"]
+        after = self._state["after"]
         if before is None and after is None:
             return f"validation perplexity: unknown, because no validation logged {self.monitor}"
         initial = "unknown before (num_sanity_val_steps=-1 measures it)"

@@ -34,7 +34,9 @@ class ProgressLine(ProgressBar):
         super().__init__()
         self.every_seconds = every_seconds
         self._is_enabled = True
-        self._first_step, self._start_time, self._next_time = 0, 0.0, 0.0
+        self._first_step = 0
+        self._start_time = 0.0
+        self._next_time = 0.0
 
     @override
     def disable(self) -> None:
@@ -49,15 +51,16 @@ class ProgressLine(ProgressBar):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the first step and the start time."""
-        self._first_step, self._start_time = trainer.global_step, time.monotonic()
+        self._first_step = trainer.global_step
+        self._start_time = time.monotonic()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Show the step, the first one at once, to tell that training has started."""
-        if (
-            trainer.global_step < trainer.estimated_stepping_batches
-        ):  # the last step is shown after its validation
-            self._show(lambda: self._line(trainer), now=trainer.global_step == self._first_step + 1)
+        # The last step is shown after its validation.
+        if trainer.global_step < trainer.estimated_stepping_batches:
+            is_first = trainer.global_step == self._first_step + 1
+            self._show(lambda: self._line(trainer), now=is_first)
 
     @override
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
@@ -73,14 +76,18 @@ class ProgressLine(ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def _line(self, trainer: Trainer) -> str:
-        step, seconds = trainer.global_step, time.monotonic() - self._start_time
+        step = trainer.global_step
+        seconds = time.monotonic() - self._start_time
         total: float = trainer.estimated_stepping_batches
         parts = [f"step {step}", _format_time(seconds)]
         if 0 < total < math.inf:
-            remaining = seconds / max(step - self._first_step, 1) * (total - step)
-            parts = [f"step {step}/{total:.0f}", parts[1], f"{_format_time(remaining)} left"]
+            seconds_per_step = seconds / max(step - self._first_step, 1)
+            remaining = seconds_per_step * (total - step)
+            parts[0] = f"step {step}/{total:.0f}"
+            parts.append(f"{_format_time(remaining)} left")
         for name, value in trainer.progress_bar_metrics.items():
-            parts.append(f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}")
+            number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+            parts.append(f"{name} {number}")
         return ", ".join(parts)
 
     def _show(self, line: Callable[[], str], *, now: bool = False, end: str = "\r") -> None:
@@ -89,7 +96,8 @@ class ProgressLine(ProgressBar):
             return
         if sys.stdout.isatty():
             self._next_time = current + 0.1
-            print(f"\x1b[K{line()[: shutil.get_terminal_size().columns - 1]}", end=end, flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\x1b[K{line()[:width]}", end=end, flush=True)
         else:
             self._next_time = current + self.every_seconds
             print(line(), flush=True)

@@ -6,7 +6,7 @@ It detects silent data corruption on one device, which Llama 3's authors had six
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.state import ungathered_weights
@@ -82,7 +83,8 @@ class ReplicaCheck(Callback):
         Raises:
             NumericsError: On all ranks, if copies differ or state has changed; names the tensor and the ranks.
         """
-        before, self._state_before = self._state_before, None
+        before = self._state_before
+        self._state_before = None
         if before is not None:
             self._check(trainer, before)
 
@@ -102,9 +104,7 @@ class ReplicaCheck(Callback):
         strategy: Any = trainer.strategy
         with strategy.engine():
             own = _checksums(strategy)
-        changed = [
-            name for (name, shape), checksum in before.items() if own[name, shape] != checksum
-        ]
+        changed = [tensor[0] for tensor, checksum in before.items() if own[tensor] != checksum]
         gathered: list[tuple[_Checksums, list[str]]] = [({}, [])] * trainer.world_size
         dist.all_gather_object(gathered, (own, changed), group=strategy._host_group)
         _check_copies([checksums for checksums, _ in gathered], trainer.global_step)
@@ -123,25 +123,38 @@ def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
         strategy: With the model's chunks, and the optimizer if there is one.
         is_unchanging: Whether to leave out the weights, also as their own main weights: hooks may change them.
     """
-    weights = ungathered_weights(strategy._chunks)
-    optimizer = strategy.megatron_optimizer
-    state = {} if optimizer is None else optimizer.sharded_state_dict(weights)["param_state"]
-    apply_factories(weights)
-    parts = _sharded_tensors(state)
+    state = ungathered_weights(strategy._chunks)
+    parts = []
+    if strategy.megatron_optimizer is not None:
+        optimizer_state = strategy.megatron_optimizer.sharded_state_dict(state)
+        parts = _sharded_tensors(optimizer_state["param_state"])
+    apply_factories(state)
+    weights = _sharded_tensors(state)
     if is_unchanging:
-        storages = {part.data.untyped_storage().data_ptr() for part in _sharded_tensors(weights)}
-        parts = [part for part in parts if part.data.untyped_storage().data_ptr() not in storages]
+        storages = {_storage(weight) for weight in weights}
+        parts = [part for part in parts if _storage(part) not in storages]
     else:
-        parts += _sharded_tensors(weights)
+        parts += weights
+    if not parts:
+        return {}
+    # One transfer for all sums.
+    sums = torch.stack([_sum_of_bits(part.data) for part in parts]).tolist()
+    checksums = {}
+    for part, checksum in zip(parts, sums, strict=True):
+        name = f"{part.key} at {tuple(part.global_offset)}"
+        checksums[name, tuple(part.data.shape)] = checksum
+    return checksums
+
+
+def _storage(part: Any) -> int:
+    return int(part.data.untyped_storage().data_ptr())
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's elements as integers of the same width, int64."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        p.data.contiguous().view(integers[p.data.element_size()]).sum(dtype=torch.int64)
-        for p in parts
-    ]
-    names = [
-        (f"{part.key} at {tuple(part.global_offset)}", tuple(part.data.shape)) for part in parts
-    ]
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
+    bits = tensor.contiguous().view(integers[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 def _sharded_tensors(state: dict[str, Any]) -> list[Any]:
@@ -150,35 +163,38 @@ def _sharded_tensors(state: dict[str, Any]) -> list[Any]:
 
 def _check_copies(checksums: list[_Checksums], step: int) -> None:
     """Raise if ranks hold different copies of a tensor; the rarest copy is named first."""
-    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
     for rank, sums in enumerate(checksums):
         for tensor, checksum in sums.items():
-            copies[tensor][checksum].append(rank)
-    wrong = {
-        name: sorted(ranks.values(), key=len)
-        for (name, _), ranks in copies.items()
-        if len(ranks) > 1
-    }
-    if wrong:
-        name, holders = next(iter(wrong.items()))
-        others = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-        differing = " and another on ".join(
-            f"ranks {', '.join(map(str, ranks))}" for ranks in holders
-        )
-        raise NumericsError(
-            f"ReplicaCheck, step {step}: {name}{others}: expected equal bits in all copies, got one on {differing}; "
-            "suspect memory or arithmetic of the device with the odd copy, and resume without it from before"
-        )
+            copies.setdefault(tensor, {}).setdefault(checksum, []).append(rank)
+    wrong = {}
+    for (name, _), ranks_by_checksum in copies.items():
+        if len(ranks_by_checksum) > 1:
+            wrong[name] = sorted(ranks_by_checksum.values(), key=len)
+    if not wrong:
+        return
+    name, holders = next(iter(wrong.items()))
+    ranks = [f"ranks {', '.join(map(str, holder))}" for holder in holders]
+    raise NumericsError(
+        f"ReplicaCheck, step {step}: {name}{_and_more(wrong)}: expected equal bits in all copies, got one on "
+        f"{' and another on '.join(ranks)}; suspect memory or arithmetic of the device with the odd copy, and resume "
+        "without it from before"
+    )
+
+
+def _and_more(tensors: Collection[str]) -> str:
+    """How many tensors there are besides the first."""
+    if len(tensors) == 1:
+        return ""
+    return f", and {len(tensors) - 1} more tensors"
 
 
 def _check_unchanged(changed: list[list[str]], step: int) -> None:
     """Raise if optimizer state of a rank has changed between two updates."""
     for rank, names in enumerate(changed):
         if names:
-            others = f", and {len(names) - 1} more tensors" if len(names) > 1 else ""
             raise NumericsError(
-                f"ReplicaCheck, step {step}: {names[0]}{others}: expected equal bits before and after the backward "
-                f"pass, got others on rank {rank}; suspect the memory of its device, and resume without it from before"
+                f"ReplicaCheck, step {step}: {names[0]}{_and_more(names)}: expected equal bits before and after the "
+                f"backward pass, got others on rank {rank}; suspect the memory of its device, and resume without it "
+                "from before"
             )

@@ -62,8 +62,10 @@ class SampleText(LogDirCallback):
             raise ConfigError(
                 f"prompts={prompts!r}: expected a list of texts to continue; give at least one"
             )
-        self.tokenizer, self.prompts = tokenizer, list(prompts)
-        self.every_n_steps, self.generation = every_n_steps, generation
+        self.tokenizer = tokenizer
+        self.prompts = list(prompts)
+        self.every_n_steps = every_n_steps
+        self.generation = generation
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,8 +82,9 @@ class SampleText(LogDirCallback):
             raise ConfigError(
                 f"SampleText: expected a GPT or T5, got {type(pl_module).__name__}; remove the callback"
             )
-        is_folder = isinstance(self.tokenizer, (str, Path))
-        self._tokenizer = load_tokenizer(self.tokenizer) if is_folder else self.tokenizer
+        self._tokenizer = self.tokenizer
+        if isinstance(self.tokenizer, (str, Path)):
+            self._tokenizer = load_tokenizer(self.tokenizer)
         check_vocabulary(
             self._tokenizer,
             getattr(self.tokenizer, "name_or_path", self.tokenizer),
@@ -91,9 +94,8 @@ class SampleText(LogDirCallback):
         module_options: Any = pl_module.generation
         self._options: GenerationOptions = self.generation or module_options
         ids, mask = encode_prompts(self.prompts, self._tokenizer)
-        if (
-            self._options.bos_token_id is not None
-        ):  # here, so that the columns match those of generate's output
+        if self._options.bos_token_id is not None:
+            # Here, so that the columns match those of generate's output.
             ids, mask = prepend_token(ids, mask, self._options.bos_token_id)
         self._rows = {"input_ids": ids, "attention_mask": mask}
         build_request(self._rows, vars(self._options), model)
@@ -109,12 +111,15 @@ class SampleText(LogDirCallback):
             if isinstance(callback, ThroughputMonitor):
                 callback.interrupt()
         if trainer.is_global_zero:
-            texts = decode_completions(self._tokenizer, sequences, **self._rows, is_t5=self._is_t5)
-            per_prompt = self._options.num_return_sequences
-            self._write(
-                trainer,
-                [(self.prompts[index // per_prompt], text) for index, text in enumerate(texts)],
+            texts = decode_completions(
+                self._tokenizer,
+                sequences,
+                **self._rows,
+                is_t5=self._is_t5,
             )
+            per_prompt = self._options.num_return_sequences
+            prompts = [self.prompts[index // per_prompt] for index in range(len(texts))]
+            self._write(trainer, list(zip(prompts, texts, strict=True)))
 
     def _write(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
         without_add_text: list[Logger] = []
@@ -124,15 +129,8 @@ class SampleText(LogDirCallback):
                 without_add_text.append(logger)
                 continue
             for index, (prompt, completion) in enumerate(texts):
-                # An indented code block of Markdown shows texts verbatim.
-                prompt, completion = (
-                    "    " + text.replace("\n", "\n    ") for text in (prompt, completion)
-                )
-                add_text(
-                    f"samples/{index}",
-                    f"prompt\n\n{prompt}\n\ncontinued\n\n{completion}\n",
-                    trainer.global_step,
-                )
+                text = f"prompt\n\n{_verbatim(prompt)}\n\ncontinued\n\n{_verbatim(completion)}\n"
+                add_text(f"samples/{index}", text, trainer.global_step)
         assert self._log_dir is not None
         for folder in {Path(logger.log_dir or self._log_dir) for logger in without_add_text}:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,3 +141,8 @@ class SampleText(LogDirCallback):
         if not trainer.loggers:
             for prompt, completion in texts:
                 print(f"step {trainer.global_step}: {prompt!r} -> {completion!r}", flush=True)
+
+
+def _verbatim(text: str) -> str:
+    """An indented code block of Markdown."""
+    return "    " + text.replace("\n", "\n    ")

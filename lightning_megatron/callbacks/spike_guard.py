@@ -23,8 +23,6 @@ from lightning_megatron.foreign_names import checks_options
 
 _DEVIATIONS_PER_MAD = 1.4826
 """Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution."""
-
-
 _SMALLEST_DEVIATION = 1e-3
 """Lower bound of a deviation relative to the median, for losses that are almost constant."""
 
@@ -58,7 +56,9 @@ class SpikeGuard(Callback):
         require_number("window", window, at_least=2)
         require_number("threshold", threshold, at_least=1)
         require_number("max_rollbacks", max_rollbacks)
-        self.window, self.threshold, self.max_rollbacks = window, threshold, max_rollbacks
+        self.window = window
+        self.threshold = threshold
+        self.max_rollbacks = max_rollbacks
         self.rollbacks = 0
         """Rollbacks so far."""
         self._losses: deque[float] = deque(maxlen=window)
@@ -82,11 +82,8 @@ class SpikeGuard(Callback):
             raise ConfigError(
                 "SpikeGuard needs checkpoints of MegatronStrategy; use it, or remove the callback"
             )
-        savers = [
-            callback
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
+        callbacks = trainer.checkpoint_callbacks
+        savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
         if all(saver.save_weights_only for saver in savers):
             raise ConfigError(
                 "SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint(every_n_train_steps=1000)"
@@ -102,22 +99,32 @@ class SpikeGuard(Callback):
             NumericsError: On all ranks, for a spike after ``max_rollbacks`` rollbacks.
         """
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        last, self._last = self._last, (trainer.global_step, HostCopy(loss))
-        if last is not None and math.isfinite(
-            value := last[1].read()
-        ):  # others are handled by the strategy's on_nan
-            is_full = len(self._losses) == self.window
-            if not (is_full and value > self._limit() and self._roll_back(trainer, last[0], value)):
-                self._losses.append(value)
+        last = self._last
+        self._last = (trainer.global_step, HostCopy(loss))
+        if last is not None:
+            step, copy = last
+            self._check(trainer, step, copy.read())
         if self.rollbacks:
-            pl_module.log("spike_rollbacks", torch.tensor(float(self.rollbacks)), batch_size=1)
+            pl_module.log(
+                "spike_rollbacks",
+                torch.tensor(float(self.rollbacks)),
+                batch_size=1,
+            )
+
+    def _check(self, trainer: Trainer, step: int, loss: float) -> None:
+        """Roll back if the loss of a step is a spike, else remember it."""
+        if not math.isfinite(loss):  # the strategy's on_nan handles it
+            return
+        is_spike = len(self._losses) == self.window and loss > self._limit()
+        if is_spike and self._roll_back(trainer, step, loss):
+            return
+        self._losses.append(loss)
 
     def _limit(self) -> float:
         median = statistics.median(self._losses)
         distance = statistics.median(abs(loss - median) for loss in self._losses)
-        return median + self.threshold * max(
-            _DEVIATIONS_PER_MAD * distance, _SMALLEST_DEVIATION * abs(median)
-        )
+        deviation = max(_DEVIATIONS_PER_MAD * distance, _SMALLEST_DEVIATION * abs(median))
+        return median + self.threshold * deviation
 
     def _roll_back(self, trainer: Trainer, step: int, loss: float) -> bool:
         """Load the newest checkpoint from before ``step``; False if there is none. Collective over the world."""
@@ -134,8 +141,10 @@ class SpikeGuard(Callback):
             )
             return False
         # A checkpoint saved without this callback has no losses.
-        state = {"losses": (), "last": None, **loaded["callbacks"].get(self.state_key, {})}
-        self.load_state_dict({**state, "rollbacks": self.rollbacks + 1})
+        state: dict[str, Any] = {"losses": (), "last": None}
+        state |= loaded["callbacks"].get(self.state_key, {})
+        state["rollbacks"] = self.rollbacks + 1
+        self.load_state_dict(state)
         first = loaded["global_step"] + 1
         rank_zero_warn(
             f"{spike}: weights, optimizer and learning rates are restored from step {first - 1}, and the samples of "
@@ -146,12 +155,22 @@ class SpikeGuard(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Recent losses, that of the last step included, and the number of rollbacks."""
-        last = self._last and [self._last[0], self._last[1].read()]
-        return {"losses": list(self._losses), "last": last, "rollbacks": self.rollbacks}
+        last = None
+        if self._last is not None:
+            step, loss = self._last
+            last = [step, loss.read()]
+        return {
+            "losses": list(self._losses),
+            "last": last,
+            "rollbacks": self.rollbacks,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of ``state_dict``."""
         self._losses = deque(state_dict["losses"], maxlen=self.window)
-        self.rollbacks, last = state_dict["rollbacks"], state_dict["last"]
-        self._last = last and (last[0], HostCopy(torch.tensor(last[1], dtype=torch.float64)))
+        self.rollbacks = state_dict["rollbacks"]
+        self._last = None
+        if state_dict["last"]:
+            step, loss = state_dict["last"]
+            self._last = (step, HostCopy(torch.tensor(loss, dtype=torch.float64)))

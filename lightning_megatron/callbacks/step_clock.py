@@ -37,10 +37,14 @@ class StepClock:
 
     def take(self) -> tuple[list[float], int, float]:
         """Seconds of each step since the last call, and their total tokens and FLOPs. Waits for the device."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         if self._device.type == "cuda" and steps:
-            steps[-1][1].synchronize()
-            seconds = [start.elapsed_time(end) / 1e3 for start, end, *_ in steps]
+            _, last_end, _, _ = steps[-1]
+            last_end.synchronize()
+            seconds = [start.elapsed_time(end) / 1e3 for start, end, _, _ in steps]
         else:
-            seconds = [end - start for start, end, *_ in steps]
-        return seconds, sum(tokens for *_, tokens, _ in steps), sum(flops for *_, flops in steps)
+            seconds = [end - start for start, end, _, _ in steps]
+        total_tokens = sum(tokens for _, _, tokens, _ in steps)
+        total_flops = sum(flops for _, _, _, flops in steps)
+        return seconds, total_tokens, total_flops

@@ -52,8 +52,10 @@ class ThroughputMonitor(Callback):
         """
         check_interval(every_n_steps)
         require_number("warmup_steps", warmup_steps, at_least=1)
-        self.every_n_steps, self.warmup_steps = every_n_steps, warmup_steps
-        self._clock, self._steps_seen = StepClock(torch.device("cpu")), 0
+        self.every_n_steps = every_n_steps
+        self.warmup_steps = warmup_steps
+        self._clock = StepClock(torch.device("cpu"))
+        self._steps_seen = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,7 +72,8 @@ class ThroughputMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the measurements."""
-        self._clock, self._steps_seen = StepClock(trainer.strategy.root_device), 0
+        self._clock = StepClock(trainer.strategy.root_device)
+        self._steps_seen = 0
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -78,22 +81,30 @@ class ThroughputMonitor(Callback):
         self._steps_seen += 1
         strategy: Any = trainer.strategy
         shape: StepShape | None = strategy.step_shape
-        if (
-            self._steps_seen < self.warmup_steps or shape is None
-        ):  # None: no step has run, there is nothing to count
+        # Without a shape no step has run, and there is nothing to count.
+        if self._steps_seen < self.warmup_steps or shape is None:
             return
-        known, flops = _model_and_lengths(pl_module, shape), 0.0
+        known = _model_and_lengths(pl_module, shape)
+        flops = 0.0
         if known is not None:
-            padded_vocab_size = known[0].padded_vocab_size(strategy.tp)
-            flops = model_flops(*known, padded_vocab_size) * shape.tokens / shape.seq_length
+            model, lengths = known
+            padded = model.padded_vocab_size(strategy.tp)
+            flops = model_flops(model, lengths, padded) * shape.tokens / shape.seq_length
         self._clock.mark(tokens=shape.tokens, flops=flops)
-        if not is_due(trainer, self.every_n_steps) or not (metrics := self._take_metrics(trainer)):
+        if not is_due(trainer, self.every_n_steps):
+            return
+        metrics = self._take_metrics(trainer)
+        if not metrics:
             return
         if strategy.root_device.type == "cuda" and known is not None:
             metrics |= _estimates(strategy, *known, world_size=trainer.world_size)
         for name, value in metrics.items():
             pl_module.log(
-                name, value, prog_bar=name == "tokens_per_s", on_step=True, on_epoch=False
+                name,
+                value,
+                prog_bar=name == "tokens_per_s",
+                on_step=True,
+                on_epoch=False,
             )
 
     def interrupt(self, *_: Any) -> None:
@@ -107,7 +118,8 @@ class ThroughputMonitor(Callback):
         times, tokens, flops = self._clock.take()
         if not times:
             return {}
-        seconds, device = sum(times), trainer.strategy.root_device
+        seconds = sum(times)
+        device = trainer.strategy.root_device
         metrics = {
             "tokens_per_s": tokens / seconds,
             "tokens_per_s_per_device": tokens / seconds / trainer.world_size,
@@ -120,13 +132,7 @@ class ThroughputMonitor(Callback):
         if device.type == "cuda":
             # Not reset: user code may read the same counter.
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            tf32: Precision = (
-                "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
-            )
-            dtypes: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": tf32}
-            peak = peak_flops_per_s(
-                torch.cuda.get_device_name(device), dtypes[str(trainer.precision).split("-")[0]]
-            )
+            peak = peak_flops_per_s(torch.cuda.get_device_name(device), _precision(trainer))
             if flops_per_s > 0 and peak is not None:
                 metrics["mfu"] = flops_per_s / peak
         return metrics
@@ -143,8 +149,20 @@ def _model_and_lengths(
     model = getattr(pl_module, "model_config", None)
     if not isinstance(model, ModelConfig):
         return None
-    lengths = shape.lengths if model.architecture == "t5" else (shape.seq_length,)
-    return (model, lengths) if lengths else None
+    if model.architecture != "t5":
+        return model, (shape.seq_length,)
+    if not shape.lengths:
+        return None
+    return model, shape.lengths
+
+
+def _precision(trainer: Trainer) -> Precision:
+    """Precision of the matrix products."""
+    bits = str(trainer.precision).split("-")[0]
+    if bits == "32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    precisions: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": "fp32"}
+    return precisions[bits]
 
 
 def _estimates(
@@ -155,11 +173,14 @@ def _estimates(
     device = next((each for each in DEVICES.values() if each.name == name), None)
     if device is None or strategy.fp8 is not None:
         return {}
-    rows = strategy.step_shape.micro_batch_size
-    expected = plan(
-        make_run(model, strategy.settings, rows=rows, lengths=lengths, world_size=world_size),
-        device,
+    run = make_run(
+        model,
+        strategy.settings,
+        rows=strategy.step_shape.micro_batch_size,
+        lengths=lengths,
+        world_size=world_size,
     )
+    expected = plan(run, device)
     return {
         "step_seconds_expected": expected.time.total,
         "peak_memory_gib_expected": expected.memory.total / GIB,

@@ -53,11 +53,9 @@ class BatchShape:
         """
         if self.rampup is None:
             return [self.num_microbatches]
-        ramp, full, unit = (
-            self.rampup,
-            self.global_batch_size,
-            self.micro_batch_size * self.data_parallel_size,
-        )
+        ramp = self.rampup
+        full = self.global_batch_size
+        unit = self.micro_batch_size * self.data_parallel_size
         grows = ramp.start >= 1 and ramp.increment >= 1 and ramp.samples >= 1 and ramp.start < full
         if (
             not grows
@@ -70,11 +68,19 @@ class BatchShape:
                 f" an increment, multiples of micro_batch_size={self.micro_batch_size} x dp={self.data_parallel_size},"
                 f" which reach the global batch of {full} in whole increments, and a positive number of samples"
             )
-        return [rows // unit for rows in range(ramp.start, full + 1, ramp.increment)]
+        return [
+            rows // unit
+            for rows in range(
+                ramp.start,
+                full + 1,
+                ramp.increment,
+            )
+        ]
 
     def at(self, consumed_samples: int) -> Self:
         """Shape of the training step that begins at this position, by the rule of Megatron's ramp-up."""
-        ramp, stages = self.rampup, self.stages
+        ramp = self.rampup
+        stages = self.stages
         if ramp is None:
             return self
         is_full = consumed_samples > ramp.samples
@@ -87,7 +93,8 @@ class BatchShape:
         Megatron's order: each microbatch over all ranks is consecutive, and each rank has a consecutive part of it
         (Megatron-LM core_r0.16, legacy/data/data_samplers.py:MegatronPretrainingSampler).
         """
-        rows, first = self.micro_batch_size, first + self.micro_batch_size * self.data_parallel_rank
+        rows = self.micro_batch_size
+        first = first + self.micro_batch_size * self.data_parallel_rank
         microbatches = range(first, first + self.global_batch_size, rows * self.data_parallel_size)
         return [begin + row for begin in microbatches for row in range(rows)]
 
@@ -104,5 +111,6 @@ class BatchShape:
     def position_after(self, first: int, steps: int) -> int:
         """Position after ``steps`` training steps from ``first``."""
         while self.rampup is not None and steps > 0 and first <= self.rampup.samples:
-            first, steps = first + self.at(first).global_batch_size, steps - 1
+            first = first + self.at(first).global_batch_size
+            steps = steps - 1
         return first + max(0, steps) * self.global_batch_size

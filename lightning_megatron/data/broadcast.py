@@ -19,12 +19,8 @@ from lightning_megatron.errors import DataError
 
 _ALIGNMENT = 16
 """Alignment in bytes of each tensor in the buffer, enough for every dtype."""
-
-
 Check: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 """Raises if values of a batch are invalid."""
-
-
 Header: TypeAlias = list[tuple[str, torch.dtype, torch.Size]]
 """Name, dtype and shape of each tensor, in the order of the buffer."""
 
@@ -86,7 +82,14 @@ def broadcast_batch(
                     str(error) if isinstance(error, DataError) else repr(error), topology
                 )
             raise
-        header = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        header = [
+            (
+                name,
+                tensor.dtype,
+                tensor.shape,
+            )
+            for name, tensor in tensors.items()
+        ]
         buffer = pack(tensors, header).to(device, non_blocking=True)
         if is_alone:
             return unpack(buffer, header)
@@ -111,7 +114,12 @@ def _empty_buffer(header: Header, device: torch.device) -> torch.Tensor:
     """Uninitialized buffer for all tensors: [bytes], uint8, pinned if on the CPU of a machine with a GPU."""
     num_bytes = sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
     pinned = device.type == "cpu" and torch.cuda.is_available()
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return torch.empty(
+        num_bytes,
+        dtype=torch.uint8,
+        device=device,
+        pin_memory=pinned,
+    )
 
 
 def pack(tensors: Mapping[str, torch.Tensor], header: Header) -> torch.Tensor:
@@ -125,7 +133,8 @@ def pack(tensors: Mapping[str, torch.Tensor], header: Header) -> torch.Tensor:
 
 def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
     """Tensors of ``header`` as views of the buffer."""
-    tensors, start = {}, 0
+    tensors = {}
+    start = 0
     for name, dtype, shape in header:
         size = _size_bytes(dtype, shape)
         tensors[name] = buffer[start : start + size].view(dtype)[: shape.numel()].view(shape)

@@ -21,8 +21,10 @@ class EvaluationLoader:
         """Wrap ``loader``, whose sampler may be a ``DistributedSampler``."""
         self.loader = loader
         # Read by Lightning and callbacks.
-        self.dataset, self.batch_size = loader.dataset, loader.batch_size
-        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self.sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -56,7 +58,8 @@ class EvaluationLoader:
 
         For a dataset of batches, their indices. In prediction, Lightning's batch sampler records them.
         """
-        batch_sampler, num_seen = self.loader.batch_sampler, 0
+        batch_sampler = self.loader.batch_sampler
+        num_seen = 0
         seen = getattr(batch_sampler, "seen_batch_indices", None)
         if seen is None:
             seen = (

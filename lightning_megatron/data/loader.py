@@ -22,8 +22,6 @@ from lightning_megatron.errors import DataError
 
 PADDING_ROW = -1
 """Index of a row without a sample, in the last batch of an evaluation."""
-
-
 Shuffling: TypeAlias = Literal["later passes", "every pass", "never"]
 """Which passes are shuffled: the samples' own order may be shuffled already, or be the one that the user wants."""
 
@@ -96,7 +94,8 @@ class TrainLoader:
         Raises:
             DataError: If ``max_steps`` is None and one pass has too few samples for a step.
         """
-        self.samples, self.order = samples, order
+        self.samples = samples
+        self.order = order
         """May be replaced before the first batch, by those of a resumed run."""
         self.sampler = self
         """Lightning calls ``sampler.set_epoch`` on every loader."""
@@ -105,7 +104,9 @@ class TrainLoader:
         self.position = Position()
         self.state_dict: Callable[[], dict[str, Any]] = dict
         """``state_dict`` of the data module, which Lightning saves for the loader too."""
-        self._shape, self._max_steps, self._num_workers = shape, max_steps, num_workers
+        self._shape = shape
+        self._max_steps = max_steps
+        self._num_workers = num_workers
         step = shape.at(0)
         if max_steps is None and order.num_samples < step.global_batch_size:
             raise DataError(
@@ -129,7 +130,12 @@ class TrainLoader:
             self._shape.data_parallel_rank,
         )
         self.before_batch()
-        for batch in _load_batches(self.samples, self.batches(), self._num_workers, seed):
+        for batch in _load_batches(
+            self.samples,
+            self.batches(),
+            self._num_workers,
+            seed,
+        ):
             # Counted before it is yielded, so that a checkpoint written during the step includes it.
             self.advance()
             yield batch
@@ -137,8 +143,10 @@ class TrainLoader:
 
     def batches(self) -> Iterator[list[int]]:
         """Sample indices of this rank for each step from the position on, which does not advance."""
-        position, first = self.position, self.position.consumed_samples
-        epoch, earlier = position.epoch, position.earlier_samples
+        position = self.position
+        first = self.position.consumed_samples
+        epoch = position.epoch
+        earlier = position.earlier_samples
         for _ in range(self._remaining_steps()):
             shape = self._shape.at(earlier + first)
             offsets = (divmod(index, self.order.num_samples) for index in shape.positions(first))
@@ -188,7 +196,8 @@ class TrainLoader:
     def _remaining_steps(self) -> int:
         if self._max_steps is not None:
             return max(0, self._max_steps - self.position.steps)
-        position, earlier = self.position, self.position.earlier_samples
+        position = self.position
+        earlier = self.position.earlier_samples
         return self._shape.steps_in(
             earlier + position.consumed_samples, earlier + self.order.num_samples
         )
@@ -212,12 +221,10 @@ class PassLoader:
             shape: Global batch of a step, and this rank's share.
             num_workers: Worker processes that prefetch.
         """
-        self._samples, self._num_samples, self._shape, self._num_workers = (
-            samples,
-            num_samples,
-            shape,
-            num_workers,
-        )
+        self._samples = samples
+        self._num_samples = num_samples
+        self._shape = shape
+        self._num_workers = num_workers
 
     def __len__(self) -> int:
         return -(-self._num_samples // self._shape.global_batch_size)

@@ -63,7 +63,12 @@ def resize_batches(loader: object, requested: int, num_microbatches: int) -> obj
             f"{type(loader).__name__} with batch_size={rows}; give it one, or start all nodes"
         )
     rows = rows // requested * num_microbatches
-    return _rebuild(loader, batch_size=rows, sampler=loader.sampler, drop_last=loader.drop_last)
+    return _rebuild(
+        loader,
+        batch_size=rows,
+        sampler=loader.sampler,
+        drop_last=loader.drop_last,
+    )
 
 
 class ResumableLoader:
@@ -116,7 +121,8 @@ class ResumableLoader:
             len(self), self._limit()
         )
         if self._num_yielded > 0 and not is_resuming_in_mid_epoch:
-            self._epoch, self._num_yielded = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._num_yielded = 0
         self._is_resuming = False
         if isinstance(sampler := sampler_of(self.loader), DistributedSampler):
             sampler.set_epoch(self._epoch)
@@ -127,10 +133,8 @@ class ResumableLoader:
             self.before_batch()
 
     def _full_epoch(self) -> DataLoader[Any]:
-        self._random_state, self._generator_state = (
-            torch.get_rng_state(),
-            _state_of(self._generator),
-        )
+        self._random_state = torch.get_rng_state()
+        self._generator_state = _state_of(self._generator)
         return self.loader
 
     def _remaining(self) -> DataLoader[Any]:
@@ -169,7 +173,8 @@ class ResumableLoader:
         """
         self._epoch = state["epoch"]
         self._num_yielded = state["consumed_samples"] // self._global_batch
-        self._random_state, self._generator_state = state["random_state"], state["generator_state"]
+        self._random_state = state["random_state"]
+        self._generator_state = state["generator_state"]
         _set_state(self._generator, state["generator_state_now"])
         self._is_resuming = True
 
@@ -179,7 +184,8 @@ class OneShotIterator:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         """Wrap ``batches``."""
-        self._batches, self._at_start = batches, False
+        self._batches = batches
+        self._at_start = False
 
     def __iter__(self) -> Iterator[Any]:
         self._at_start = True

@@ -49,7 +49,11 @@ class EndsWithRank:
 
     def __call__(self, worker_id: int) -> None:
         """Watch the rank from a thread of the worker, and call the user's function."""
-        threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(
+            target=self._watch,
+            args=(os.getppid(),),
+            daemon=True,
+        ).start()
         if self._init is not None:
             self._init(worker_id)
 
@@ -80,7 +84,12 @@ def parallel_map(
         ConfigError: Raised by ``function``.
         RuntimeError: If a worker fails or is killed.
     """
-    items: Any = DataLoader(_FunctionDataset(function), batch_size=None, sampler=keys, **options)
+    items: Any = DataLoader(
+        _FunctionDataset(function),
+        batch_size=None,
+        sampler=keys,
+        **options,
+    )
     let_workers_end(items)
     for item in items:
         if isinstance(item, ConfigError):

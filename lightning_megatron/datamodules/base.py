@@ -136,7 +136,14 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
         """Lengths of a row for ``model`` that are known in advance, by the option that sets them."""
-        lengths = {name: getattr(self, name, None) for name in ("seq_length", "pad_to_multiple_of")}
+        lengths = {
+            name: getattr(
+                self,
+                name,
+                None,
+            )
+            for name in ("seq_length", "pad_to_multiple_of")
+        }
         return {name: length for name, length in lengths.items() if length is not None}
 
     @abstractmethod
@@ -163,13 +170,15 @@ class MegatronDataModule(LightningDataModule, ABC):
             # Not in teardown(): a checkpoint may be saved after the run.
             self._train_loader = None
             self._restored = {}
-        run, is_first = self.run(), strategy.global_rank == 0
+        run = self.run()
+        is_first = strategy.global_rank == 0
         call_on_all_ranks(lambda: self.check(run) if is_first else None)
 
     @override
     def train_dataloader(self) -> TrainLoader:
         """Loader of the training split, from the restored position on. Collective over the world."""
-        trainer, shape = self._trainer(), self._shape()
+        trainer = self._trainer()
+        shape = self._shape()
         # ``max_epochs`` is -1 if only ``max_steps`` was given.
         counts_epochs = trainer.max_steps < 0 or (
             trainer.max_epochs is not None and trainer.max_epochs >= 0
@@ -178,13 +187,15 @@ class MegatronDataModule(LightningDataModule, ABC):
         if self.lays_out_whole_run and not counts_epochs:
             num_samples = max(1, shape.position_after(0, trainer.max_steps))
         is_reloaded = self._train_loader is not None  # reload_dataloaders_every_n_epochs
-        restored, self._restored = self._restored or self.state_dict(), {}
+        restored = self._restored or self.state_dict()
+        self._restored = {}
         # The order may depend on the number of samples: a resumed run keeps the order it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
         loader = TrainLoader(
             samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers
         )
-        self._train_loader, loader.state_dict = loader, self.state_dict
+        self._train_loader = loader
+        loader.state_dict = self.state_dict
         if is_reloaded:
             loader.seek(restored["train"])
             loader.set_epoch(trainer.current_epoch)
@@ -211,7 +222,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         """Position in the training samples, and the fingerprint of their order."""
         if (loader := self._train_loader) is None:
             return {}
-        position, order = vars(loader.position).copy(), loader.order
+        position = vars(loader.position).copy()
+        order = loader.order
         return {"train": position, "train_order": order.fingerprint, "num_samples": order.requested}
 
     @override
@@ -267,7 +279,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         trainer = self._trainer()
         if trainer.state.fn is not None:
             self._check_trainer(trainer.state.fn.value)
-        run, limit = self.run(), None
+        run = self.run()
+        limit = None
         for num_microbatches in run.shape.stages:
             replace(strategy.parallel, num_microbatches=num_microbatches)  # checks itself
         # Rotary embeddings and ALiBi extend to any position; learned ones do not.
@@ -337,7 +350,8 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()
         if stage in _SPLIT_OF_STAGE and not self.has_split(_SPLIT_OF_STAGE[stage]):
-            split, call = _SPLIT_OF_STAGE[stage], TrainerFn(stage).value
+            split = _SPLIT_OF_STAGE[stage]
+            call = TrainerFn(stage).value
             raise ConfigError(
                 f"{type(self).__name__} has no {split} split for trainer.{call}; give it data or a weight"
             )
@@ -349,7 +363,8 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _check_validation_interval(self, num_steps: int) -> None:
         """Raise what Lightning would refuse, as ``ConfigError`` instead of an error with a traceback."""
         trainer = self._trainer()
-        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        interval = trainer.val_check_interval
+        limit = trainer.limit_train_batches
         num_steps = min(num_steps, limit) if isinstance(limit, int) else int(num_steps * limit)
         counts_one_epoch = (
             trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0

@@ -60,7 +60,11 @@ class DatasetDataModule(MegatronDataModule):
             seed=seed,
             rampup_batch_size=rampup_batch_size,
         )
-        datasets: dict[SplitName, Any] = {"train": train, "valid": valid, "test": test}
+        datasets: dict[SplitName, Any] = {
+            "train": train,
+            "valid": valid,
+            "test": test,
+        }
         self._sources = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         if not self._sources:
             raise ConfigError(
@@ -144,7 +148,14 @@ class DatasetSamples:
                     f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
                     " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
                 )
-        return {key: _stack(key, [item[key] for item in items], indices) for key in items[0]}
+        return {
+            key: _stack(
+                key,
+                [item[key] for item in items],
+                indices,
+            )
+            for key in items[0]
+        }
 
 
 def _load_dataset(folder: str) -> Any:
@@ -180,4 +191,13 @@ def _as_tensor(value: Any) -> Tensor:
     """Convert ``value`` to a CPU tensor; torch raises if it is not numeric."""
     tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
     # torch has few operations for the larger unsigned integers.
-    return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+    return (
+        tensor.long()
+        if tensor.dtype
+        in (
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        )
+        else tensor
+    )

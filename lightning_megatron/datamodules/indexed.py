@@ -30,8 +30,6 @@ from lightning_megatron.models.config import ModelConfig
 
 DataPath: TypeAlias = str | list[str | float]
 """A prefix; a list of prefixes, weighted by their sizes; or weights and prefixes in turn."""
-
-
 _TOKENS_CHECKED = 1 << 20
 
 
@@ -148,7 +146,11 @@ class IndexedDataModule(MegatronDataModule):
         for prefix in dict.fromkeys(part.prefix for part in parts):
             tokens = check_dataset(prefix).tokens  # only both ends are read: all may be terabytes
             ends = (tokens[:_TOKENS_CHECKED], tokens[-_TOKENS_CHECKED:])
-            check_token(max(int(end.max()) for end in ends), run.model, prefix)
+            check_token(
+                max(int(end.max()) for end in ends),
+                run.model,
+                prefix,
+            )
         for part in parts:
             if part.name in run.splits:
                 objective.count(part)
@@ -163,8 +165,20 @@ class IndexedDataModule(MegatronDataModule):
 
     def _parts(self, name: SplitName, num_samples: int | None) -> list[Part]:
         blend, split = self._sources[name]
-        common = {"split": split, "name": name, "seed": self.seed, "num_samples": num_samples}
-        return [Part(prefix=prefix, weight=weight, **common) for prefix, weight in blend]
+        common = {
+            "split": split,
+            "name": name,
+            "seed": self.seed,
+            "num_samples": num_samples,
+        }
+        return [
+            Part(
+                prefix=prefix,
+                weight=weight,
+                **common,
+            )
+            for prefix, weight in blend
+        ]
 
     def _objective_name(self, model: ModelConfig | None) -> str:
         return self.objective_name or ("gpt" if model is None else model.architecture)
@@ -179,7 +193,8 @@ class IndexedDataModule(MegatronDataModule):
 
     def _objective(self, model: ModelConfig | None) -> Objective:
         """Objective that makes the model's samples."""
-        name, length = self._objective_name(model), self.seq_length
+        name = self._objective_name(model)
+        length = self.seq_length
         if name == "gpt":
             drop_last = self.drop_last_partial_validation_sequence
             return GPTObjective(seq_length=length, drop_last_partial_validation_sequence=drop_last)

@@ -83,7 +83,8 @@ class InstructionDataModule(MegatronDataModule):
         self.seq_length = seq_length
         self.tokenizer = tokenizer
         self.index_cache = index_cache
-        self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
+        self.packing = packing
+        self.pad_to_multiple_of = pad_to_multiple_of
         if pad_to_multiple_of is not None:
             if packing:
                 raise ConfigError(

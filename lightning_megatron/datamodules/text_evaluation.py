@@ -83,12 +83,10 @@ class TextEvaluationDataModule(MegatronDataModule):
             raise ConfigError(
                 f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}"
             )
-        self.data_path, self.tokenizer, self.task, self.seq_length = (
-            data_path,
-            tokenizer,
-            task,
-            seq_length,
-        )
+        self.data_path = data_path
+        self.tokenizer = tokenizer
+        self.task = task
+        self.seq_length = seq_length
         self._stride = stride or seq_length
         self._strict = strict
         self._json_key = json_key
@@ -103,11 +101,16 @@ class TextEvaluationDataModule(MegatronDataModule):
             raise ConfigError(
                 "task=last_word: expected train_step='last_word', which counts last words, got 'gpt'"
             )
-        check_token(int(self._texts.tokens.max()), run.model, f"tokenizer={self.tokenizer}")
+        check_token(
+            int(self._texts.tokens.max()),
+            run.model,
+            f"tokenizer={self.tokenizer}",
+        )
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> EvaluationTexts:
-        texts, strategy = self._texts, self._strategy()
+        texts = self._texts
+        strategy = self._strategy()
         num_targets = (texts.bounds[:, 2] - texts.bounds[:, 1]).sum()
         rank_zero_info(f"{self.data_path}: {num_targets:,} targets in {len(texts):,} rows")
         if texts.num_truncated:

@@ -109,7 +109,8 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks, before anything runs, if a prompt cannot be continued.
         """
-        device, on_host = getattr(inputs["input_ids"], "device", self.device), _on_host(inputs)
+        device = getattr(inputs["input_ids"], "device", self.device)
+        on_host = _on_host(inputs)
         build = partial(build_request, on_host, arguments, self.config, special, on_tokens)
         request = call_on_all_ranks(build) if is_shared else build()
         options = request.options
@@ -130,21 +131,25 @@ class LiveModel:
         tokens = values.long()
         with inference_mode(self.chunks) as models:
             if rows.stop > rows.start:
-                local = replace(request, prompts=request.prompts.expand(rows, copies, self.device))
+                local = replace(
+                    request,
+                    prompts=request.prompts.expand(
+                        rows,
+                        copies,
+                        self.device,
+                    ),
+                )
                 uniform = uniform_numbers(options.seed, request.max_new_tokens, num_rows)[:, rows]
                 tokens, values = decode(
                     models, self._replica, local, uniform, on_tokens, static=static
                 )
             if is_shared:
-                counts, group = (
-                    [count * num_sequences // copies for count in counts],
-                    self.topology.dp_group,
-                )
-                tokens, values = (
-                    all_gather_rows(tokens, counts, group),
-                    all_gather_rows(values, counts, group),
-                )
-        tokens, values = tokens.to(device), values.to(device)
+                counts = [count * num_sequences // copies for count in counts]
+                group = self.topology.dp_group
+                tokens = all_gather_rows(tokens, counts, group)
+                values = all_gather_rows(values, counts, group)
+        tokens = tokens.to(device)
+        values = values.to(device)
         longest = int(tokens[:, -1].max())
         prefix = request.prefix.repeat_interleave(num_sequences, dim=0).to(device)
         return GenerationOutput(
@@ -176,7 +181,8 @@ class LiveModel:
         Raises:
             ConfigError: On all these ranks, before anything runs, if the model cannot read a row.
         """
-        local, counts = _on_host(inputs), [0]
+        local = _on_host(inputs)
+        counts = [0]
         if is_shared:
             call_on_all_ranks(partial(check_rows, local, self.config))
             _check_agreement("logits", *local.values())
@@ -185,14 +191,19 @@ class LiveModel:
         elif len(local["input_ids"]) > 0:
             check_rows(local, self.config)
         is_kept = self.topology.is_last_stage or not last_stage_only
-        model, shape = self.config, list(local.get("decoder_input_ids", local["input_ids"]).shape)
+        model = self.config
+        shape = list(local.get("decoder_input_ids", local["input_ids"]).shape)
         predicts_tokens = model.has_output_layer
         if not predicts_tokens and model.task == "sequence_classification":
             del shape[1]
         shape.append(model.vocab_size if predicts_tokens else model.num_labels)
         # Every rank must enter, also in a replica without rows: all-gathers of its parameters may be pending.
         with inference_mode(self.chunks) as models:
-            logits = torch.empty(shape if is_kept else 0, dtype=torch.float32, device=self.device)
+            logits = torch.empty(
+                shape if is_kept else 0,
+                dtype=torch.float32,
+                device=self.device,
+            )
             if shape[0] > 0:
                 batch = inputs_for_logits(
                     {name: tensor.long().to(self.device) for name, tensor in local.items()}
@@ -225,7 +236,8 @@ class LiveModel:
         """Slice of rows for this replica, and rows per replica; all rows if experts are spread over replicas."""
         if self._replica is not self.topology:
             return slice(0, rows), [rows]
-        dp, rank = self.topology.dp, self.topology.dp_rank
+        dp = self.topology.dp
+        rank = self.topology.dp_rank
         bounds = [rows * replica // dp for replica in range(dp + 1)]
         return slice(bounds[rank], bounds[rank + 1]), [
             bounds[replica + 1] - bounds[replica] for replica in range(dp)
@@ -297,12 +309,11 @@ def decode(
         log-probabilities before temperature and other logits processors (0 after the end), and in the last column the
         row's score.
     """
-    prompts, max_new_tokens, num_beams = (
-        request.prompts,
-        request.max_new_tokens,
-        request.options.num_beams,
-    )
-    device, rows = prompts.tokens.device, len(prompts.tokens) * num_beams
+    prompts = request.prompts
+    max_new_tokens = request.max_new_tokens
+    num_beams = request.options.num_beams
+    device = prompts.tokens.device
+    rows = len(prompts.tokens) * num_beams
     can_end = num_beams > 1 or request.can_end
     stages = Stages(models, topology, prompts, max_new_tokens, static=static)
     chooser: _Sampler | BeamSearch | None = None
@@ -315,12 +326,17 @@ def decode(
         logits = None if logits is None else logits[parents]
     for step in range(max_new_tokens):
         progress.ticks += 1
-        message = torch.empty(2 * rows + 1, dtype=torch.long, device=device)
+        message = torch.empty(
+            2 * rows + 1,
+            dtype=torch.long,
+            device=device,
+        )
         if chooser is not None:
             assert logits is not None
             message = chooser.advance(logits, step)
         message = stages.broadcast(message)
-        parents, new_tokens = message[:rows], message[rows:-1]
+        parents = message[:rows]
+        new_tokens = message[rows:-1]
         if on_tokens is not None:
             on_tokens(new_tokens.clone())
         check_exit = can_end and (step + 1) % STEPS_BETWEEN_EXIT_CHECKS == 0
@@ -340,11 +356,9 @@ class _Sampler:
     """Greedy decoding and sampling on the choosing rank: each row on its own."""
 
     def __init__(self, request: Request, uniform: Tensor) -> None:
-        prompts, self._vocab_size, self._pad_token_id = (
-            request.prompts,
-            request.vocab_size,
-            request.pad_token_id,
-        )
+        prompts = request.prompts
+        self._vocab_size = request.vocab_size
+        self._pad_token_id = request.pad_token_id
         rows, self._width = prompts.tokens.shape
         self._uniform = uniform if request.samples else None
         self._processors = logits_processors(request)
@@ -388,7 +402,13 @@ class _Sampler:
             )
             self._lengths.masked_fill_(ends, step + 1)
             self._finished |= ends
-        return torch.cat((self._parents, reported, self._finished.all()[None].long()))
+        return torch.cat(
+            (
+                self._parents,
+                reported,
+                self._finished.all()[None].long(),
+            )
+        )
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The sequences and their log-probabilities, as ``decode`` returns them."""
@@ -415,24 +435,47 @@ class BeamSearch:
         Args:
             request: The prompts, on the device, and how tokens are chosen.
         """
-        options, prompts, self._vocab_size = request.options, request.prompts, request.vocab_size
-        self._options, self._max_new_tokens = options, request.max_new_tokens
-        rows, num_beams, device = len(prompts.tokens), options.num_beams, prompts.tokens.device
+        options = request.options
+        prompts = request.prompts
+        self._vocab_size = request.vocab_size
+        self._options = options
+        self._max_new_tokens = request.max_new_tokens
+        rows = len(prompts.tokens)
+        num_beams = options.num_beams
+        device = prompts.tokens.device
         self._first_beams = torch.arange(rows, device=device)[:, None] * num_beams
         self._stops = StopCriteria(request)
         self._num_candidates = max(2, 1 + len(request.eos_token_ids)) * num_beams
         self._processors = logits_processors(request, copies=num_beams)
         self._prompts = fill_padding(prompts).repeat_interleave(num_beams, dim=0)
         shape = (rows, num_beams, request.max_new_tokens)
-        self._growing = torch.full(shape, request.pad_token_id, dtype=torch.long, device=device)
+        self._growing = torch.full(
+            shape,
+            request.pad_token_id,
+            dtype=torch.long,
+            device=device,
+        )
         self._growing_logs = torch.zeros(shape, device=device)
         self._growing_scores = torch.full((rows, num_beams), _EXCLUDED, device=device)
         self._growing_scores[:, 0] = 0.0
-        self._complete, self._complete_logs = self._growing.clone(), self._growing_logs.clone()
+        self._complete = self._growing.clone()
+        self._complete_logs = self._growing_logs.clone()
         self._complete_scores = torch.full((rows, num_beams), _EXCLUDED, device=device)
-        self._complete_lengths = torch.zeros((rows, num_beams), dtype=torch.long, device=device)
-        self._is_complete = torch.zeros((rows, num_beams), dtype=torch.bool, device=device)
-        self._can_improve = torch.ones((rows, 1), dtype=torch.bool, device=device)
+        self._complete_lengths = torch.zeros(
+            (rows, num_beams),
+            dtype=torch.long,
+            device=device,
+        )
+        self._is_complete = torch.zeros(
+            (rows, num_beams),
+            dtype=torch.bool,
+            device=device,
+        )
+        self._can_improve = torch.ones(
+            (rows, 1),
+            dtype=torch.bool,
+            device=device,
+        )
 
     def advance(self, logits: Tensor, step: int) -> Tensor:
         """Extend the beams by a token; as ``_Sampler.advance``."""
@@ -448,7 +491,8 @@ class BeamSearch:
         scores, indices = sums.flatten(1).topk(
             min(self._num_candidates, num_beams * self._vocab_size)
         )
-        beams, tokens = indices // self._vocab_size, indices % self._vocab_size
+        beams = indices // self._vocab_size
+        tokens = indices % self._vocab_size
         sequences, logs = _gather(beams, self._growing, self._growing_logs)
         sequences[:, :, step] = tokens
         logs[:, :, step] = log_probs.view(len(beams), -1).gather(1, indices)
@@ -460,11 +504,18 @@ class BeamSearch:
         self._growing, self._growing_logs, beams, tokens = _gather(
             chosen, sequences, logs, beams, tokens
         )
-        parents, tokens = (self._first_beams + beams).flatten(), tokens.flatten()
+        parents = (self._first_beams + beams).flatten()
+        tokens = tokens.flatten()
         self._update_can_improve(step + 1)
         # If all candidates end, no beam is left to extend.
         self._can_improve &= ~ends.all()
-        return torch.cat((parents, tokens, self._is_closed().all().long()[None]))
+        return torch.cat(
+            (
+                parents,
+                tokens,
+                self._is_closed().all().long()[None],
+            )
+        )
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The best complete sequences of each prompt and their log-probabilities, as ``decode`` returns them."""
@@ -489,7 +540,11 @@ class BeamSearch:
         old = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
         merged = (
             torch.cat(pair, dim=1)
-            for pair in zip(old, (sequences, logs, lengths, completes), strict=True)
+            for pair in zip(
+                old,
+                (sequences, logs, lengths, completes),
+                strict=True,
+            )
         )
         self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _gather(
             chosen, *merged
@@ -542,7 +597,8 @@ class NoRepeatNGrams(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [rows, v] of the tokens that may follow the sequences [rows, length]."""
-        width, size = input_ids.shape[1], self._size
+        width = input_ids.shape[1]
+        size = self._size
         if width < size:
             return scores
         ngrams = input_ids.unfold(-1, size, 1)
@@ -551,9 +607,17 @@ class NoRepeatNGrams(LogitsProcessor):
         # Neither the n-gram nor the suffix it is compared with may contain padding.
         has_no_padding = (starts >= self._padding) & (width - size + 1 >= self._padding)
         is_repeated = (ngrams[..., :-1] == suffix).all(-1) & has_no_padding
-        forbidden = torch.zeros(scores.shape, dtype=torch.int, device=scores.device)
+        forbidden = torch.zeros(
+            scores.shape,
+            dtype=torch.int,
+            device=scores.device,
+        )
         # Added, not set: of n-grams with the same last token some are repeated and some are not.
-        forbidden.scatter_add_(-1, ngrams[..., -1], is_repeated.int())
+        forbidden.scatter_add_(
+            -1,
+            ngrams[..., -1],
+            is_repeated.int(),
+        )
         return scores.masked_fill(forbidden > 0, -torch.inf)
 
 
@@ -567,7 +631,8 @@ class DecayingTopP(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [rows, v] of the tokens that may follow the sequences [rows, length]."""
-        options, step = self._options, input_ids.shape[1] - self._width
+        options = self._options
+        step = input_ids.shape[1] - self._width
         top_p = max(options.top_p * options.top_p_decay**step, options.top_p_bound)
         kept: Tensor = TopPLogitsWarper(top_p)(input_ids, scores)
         return kept
@@ -583,7 +648,9 @@ def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor
         copies: Sequences per prompt, one after the other.
     """
     processors: list[LogitsProcessor] = []
-    options, prompts, width = request.options, request.prompts, request.prompts.tokens.shape[1]
+    options = request.options
+    prompts = request.prompts
+    width = request.prompts.tokens.shape[1]
     if options.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
     if options.no_repeat_ngram_size > 0:
@@ -611,7 +678,11 @@ def logits_processors(request: Request, copies: int = 1) -> list[LogitsProcessor
 
 def fill_padding(prompts: ModelInputs) -> Tensor:
     """Prompts for logits processors, [b, s]: padding repeats the last token, so that it changes nothing."""
-    return torch.where(prompts.is_token == 1, prompts.tokens, prompts.tokens[:, -1:])
+    return torch.where(
+        prompts.is_token == 1,
+        prompts.tokens,
+        prompts.tokens[:, -1:],
+    )
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -652,7 +723,8 @@ class StopCriteria:
         Args:
             request: The prompts, on the device, and how tokens are chosen.
         """
-        strings, prompts = request.stop_strings, request.prompts
+        strings = request.stop_strings
+        prompts = request.prompts
         self._sequences = [
             torch.tensor(sequence, device=prompts.tokens.device)
             for sequence in (

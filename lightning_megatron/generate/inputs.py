@@ -20,8 +20,6 @@ _MEGATRON_NAMES = {
     "t5": t5.MEGATRON_NAMES,
 }
 """Hugging Face's names for the keys of Megatron's samples, by architecture."""
-
-
 _INPUT_NAMES = {
     "bert": ("input_ids", "attention_mask", "token_type_ids", "position_ids"),
     "gpt": ("input_ids", "attention_mask", "position_ids"),
@@ -47,7 +45,8 @@ def inputs_from_batch(
     Raises:
         DataError: If there are no tokens.
     """
-    names, read = _MEGATRON_NAMES[model.architecture], _INPUT_NAMES[model.architecture]
+    names = _MEGATRON_NAMES[model.architecture]
+    read = _INPUT_NAMES[model.architecture]
     if for_generation:
         names = names if model.architecture == "t5" else {}
         read = tuple(
@@ -86,9 +85,18 @@ def check_rows(inputs: Batch, model: ModelConfig) -> None:
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    for name, (tokens, _) in read_rows(inputs, model, for_generation=False).items():
+    for name, (tokens, _) in read_rows(
+        inputs,
+        model,
+        for_generation=False,
+    ).items():
         check_tokens(name, tokens, model)  # padding is embedded, too
-    check_token_inputs(inputs, len(inputs["input_ids"]), inputs["input_ids"].shape[1], model)
+    check_token_inputs(
+        inputs,
+        len(inputs["input_ids"]),
+        inputs["input_ids"].shape[1],
+        model,
+    )
 
 
 def read_rows(
@@ -113,7 +121,8 @@ def read_rows(
     has_segments = model.architecture == "gpt" and not for_generation
     rows = {}
     for name in [key for key in inputs if key.endswith("input_ids")]:
-        tokens, mask_name = inputs[name], name.replace("input_ids", "attention_mask")
+        tokens = inputs[name]
+        mask_name = name.replace("input_ids", "attention_mask")
         is_integer = (
             isinstance(tokens, Tensor)
             and not tokens.is_floating_point()
@@ -134,7 +143,8 @@ def read_rows(
             )
         rows[name] = (tokens, mask)
     if "decoder_input_ids" in rows:
-        expected, got = len(inputs["input_ids"]), len(rows["decoder_input_ids"][0])
+        expected = len(inputs["input_ids"])
+        got = len(rows["decoder_input_ids"][0])
         if expected != got:
             raise ConfigError(
                 f"decoder_input_ids: expected {expected} rows, as input_ids have, got {got}"

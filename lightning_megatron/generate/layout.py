@@ -11,7 +11,8 @@ from lightning_megatron.steps.base import Batch
 
 def inputs_for_logits(inputs: Batch) -> ModelInputs:
     """Model inputs of complete rows, for logits without KV caches."""
-    has_source, positions = "decoder_input_ids" in inputs, inputs.get("position_ids")
+    has_source = "decoder_input_ids" in inputs
+    positions = inputs.get("position_ids")
     tokens = inputs["decoder_input_ids" if has_source else "input_ids"]
     return ModelInputs(
         tokens=tokens,
@@ -36,7 +37,8 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> ModelInputs
     tokens = input_ids.long()
     mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.long()
     lengths = mask.sum(-1)
-    longest, shortest = int(lengths.max()), int(lengths.min())
+    longest = int(lengths.max())
+    shortest = int(lengths.min())
     # Padding need not be a token of the vocabulary, but is embedded.
     tokens, mask = (tensor[:, -longest:] for tensor in _pad_left(tokens * mask, mask))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -22,7 +22,15 @@ _RANGES: dict[str, tuple[float, float]] = {
         ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, LARGEST_COUNT)
     ),
     "seed": (-(2**63), LARGEST_SEED),
-    **dict.fromkeys(("top_p", "top_p_decay", "top_p_bound", "min_p"), (0, 1)),
+    **dict.fromkeys(
+        (
+            "top_p",
+            "top_p_decay",
+            "top_p_bound",
+            "min_p",
+        ),
+        (0, 1),
+    ),
     # Dividing logits by less may overflow float32, and sampling from NaN would return the last token.
     **{"temperature": (1e-30, 100), "repetition_penalty": (1e-30, 1e30)},
     # Scores of sequences of 4096 tokens, divided by 4096 to this power, still fit into float32.
@@ -88,7 +96,12 @@ class GenerationOptions:
     stop_strings: str | tuple[str, ...] = field(default=(), metadata={"flag": "--stop"})
     """Strings that end a row with the token that completes one, however it is tokenized, even if it begins in the
     prompt or ``min_new_tokens`` is not reached. As in Hugging Face's ``generate``, with a tokenizer."""
-    tokenizer: Any = field(default=None, repr=False, compare=False, metadata=_PYTHON_ONLY)
+    tokenizer: Any = field(
+        default=None,
+        repr=False,
+        compare=False,
+        metadata=_PYTHON_ONLY,
+    )
     """Tokenizer for ``stop_strings``: an object of transformers, or a directory."""
     seed: int = 0
     """Seed for sampling; the same prompts, options and seed give the same sequences on every layout."""
@@ -143,13 +156,13 @@ class GenerationOptions:
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         """Combinations of options that exclude each other: whether each is present, and its error message."""
-        o, sampling, is_search = self, self._sampling or "do_sample=True", self.num_beams > 1
-        max_new, max_length, min_new, min_length = (
-            o.max_new_tokens,
-            o.max_length,
-            o.min_new_tokens,
-            o.min_length,
-        )
+        o = self
+        sampling = self._sampling or "do_sample=True"
+        is_search = self.num_beams > 1
+        max_new = o.max_new_tokens
+        max_length = o.max_length
+        min_new = o.min_new_tokens
+        min_length = o.min_length
         twice = "both limit the length, without and with the prompt; give one of them"
         greedy = f"do_sample=False takes the most likely token, but {sampling} is for sampling; leave it out, or set "
         search = f"num_beams={o.num_beams} is for beam search, but {sampling} is for sampling; use one of the two"

@@ -180,7 +180,8 @@ class _Chunk:
         """Buffer for the previous chunk's output, [s, b, h]; None for the first chunk, which reads tokens."""
         if self.model.pre_process:
             return None
-        config, (count, length) = self.model.config, rows.tokens.shape
+        config = self.model.config
+        (count, length) = rows.tokens.shape
         length += 0 if rows.source is None else rows.source.shape[1]
         return torch.empty(
             (length, count, config.hidden_size),
@@ -211,9 +212,15 @@ class _Chunk:
         trim = model.post_process and not every_position and rows.tokens.shape[1] > 1
         step = None
         if slot is not None and rows.mask is not None:
-            step, rows = TokenStep(slot, rows.mask), replace(rows, mask=None)
-        for layer, cache in zip(self.layers, self.caches[group], strict=True):
-            layer.kv_cache, cache.step = cache, step
+            step = TokenStep(slot, rows.mask)
+            rows = replace(rows, mask=None)
+        for layer, cache in zip(
+            self.layers,
+            self.caches[group],
+            strict=True,
+        ):
+            layer.kv_cache = cache
+            cache.step = step
         if hidden is not None:
             model.set_input_tensor(hidden)
         try:
@@ -314,12 +321,10 @@ class Stages:
             new_tokens: Maximum number of new tokens per row; None for no caches.
             static: Whether all passes after the first one, of one token per row, have the same shapes.
         """
-        self._topology, self._batch, self._mask, self._is_static = (
-            topology,
-            batch,
-            batch.mask,
-            static,
-        )
+        self._topology = topology
+        self._batch = batch
+        self._mask = batch.mask
+        self._is_static = static
         ranks = sorted(dist.get_process_group_ranks(topology.mp_group))
         # The last stage's first: tp ranks could sample differently, as sums on a GPU are not exactly reproducible.
         self._choosing_rank = ranks[-topology.parallel.tp * topology.parallel.cp]
@@ -349,7 +354,8 @@ class Stages:
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Append one token to each row, [b], and return the logits after it as ``prefill`` does."""
-        batch, slot = self._batch, self._num_read
+        batch = self._batch
+        slot = self._num_read
         assert batch.positions is not None
         self._num_read += 1
         self._batch = batch = replace(
@@ -365,7 +371,13 @@ class Stages:
         if not self._is_static:
             return self._pass(_tasks(self._chunks, self._groups, batch))
         if self._steps is None:
-            self._steps = StaticSteps(self._chunks, self._groups, batch, slot, self._slots)
+            self._steps = StaticSteps(
+                self._chunks,
+                self._groups,
+                batch,
+                slot,
+                self._slots,
+            )
         return self._pass(self._steps.tasks(batch, slot))
 
     def _pass(self, tasks: Iterable[_Task]) -> Tensor | None:
@@ -373,12 +385,20 @@ class Stages:
         pending: list[tuple[Any, Tensor]] = []
         for task in tasks:
             if task.buffer is not None:
-                dist.recv(task.buffer, self._neighbour(-1), group=self._topology.pp_group)
+                dist.recv(
+                    task.buffer,
+                    self._neighbour(-1),
+                    group=self._topology.pp_group,
+                )
             output = task.work()
             if task.is_last:
                 logits.append(output)
             else:
-                send = dist.isend(output, self._neighbour(1), group=self._topology.pp_group)
+                send = dist.isend(
+                    output,
+                    self._neighbour(1),
+                    group=self._topology.pp_group,
+                )
                 pending.append((send, output))
         for send, _ in pending:
             send.wait()
@@ -398,7 +418,9 @@ class Stages:
         Args:
             rows: [b], a multiple of the prompts; rows of a prompt come from rows of the same prompt.
         """
-        old_groups, old, new = self._groups, self._groups[-1].stop, len(rows)
+        old_groups = self._groups
+        old = self._groups[-1].stop
+        new = len(rows)
         self._groups = [
             slice(group.start * new // old, group.stop * new // old) for group in old_groups
         ]
@@ -410,10 +432,15 @@ class Stages:
                     # Row i and row rows[i] have the same source, so cross-attention keeps its cache.
                     if old != new or not layer.is_cross:
                         cache.select(rows[new_group] - old_group.start)
-        positions, source_mask = self._batch.positions, self._batch.source_mask
+        positions = self._batch.positions
+        source_mask = self._batch.source_mask
         assert positions is not None
         source_mask = None if source_mask is None else source_mask[rows]
-        self._batch = replace(self._batch, positions=positions[rows], source_mask=source_mask)
+        self._batch = replace(
+            self._batch,
+            positions=positions[rows],
+            source_mask=source_mask,
+        )
         self._mask = None if self._mask is None else self._mask[rows]
 
     def _neighbour(self, distance: int) -> int:
@@ -442,15 +469,22 @@ class StaticSteps:
             slot: Their cache slot.
             slots: Number of cache slots.
         """
-        self._chunks, self._groups, self._batch = (
-            chunks,
-            groups,
-            replace(batch, mask=None).map(Tensor.clone),
-        )
+        self._chunks = chunks
+        self._groups = groups
+        self._batch = replace(batch, mask=None).map(Tensor.clone)
         device = batch.tokens.device
         self._recorder = graph_recorder(device)
-        self._slot = torch.full((1,), slot, dtype=torch.long, device=device)
-        self._is_token = torch.ones((len(batch.tokens), slots), dtype=torch.bool, device=device)
+        self._slot = torch.full(
+            (1,),
+            slot,
+            dtype=torch.long,
+            device=device,
+        )
+        self._is_token = torch.ones(
+            (len(batch.tokens), slots),
+            dtype=torch.bool,
+            device=device,
+        )
         if batch.mask is not None:
             self._is_token[:, : slot + 1] = batch.mask != 0
         self._tasks: list[_Task] = []
@@ -474,10 +508,18 @@ class StaticSteps:
         self._slot.fill_(slot)
         if slot >= self._num_keys:
             # Queries attend to more slots from now on; the graphs for fewer slots are freed.
-            self._is_captured, slots = False, self._is_token.shape[1]
+            self._is_captured = False
+            slots = self._is_token.shape[1]
             self._num_keys = min(max(MIN_WINDOW, 1 << slot.bit_length()), slots)
             batch = replace(self._batch, mask=self._is_token[:, : self._num_keys])
-            self._tasks = list(_tasks(self._chunks, self._groups, batch, slot=self._slot))
+            self._tasks = list(
+                _tasks(
+                    self._chunks,
+                    self._groups,
+                    batch,
+                    slot=self._slot,
+                )
+            )
             if self._recorder is not None:
                 warm_up = self._recorder.warm_up
                 return [
@@ -487,7 +529,12 @@ class StaticSteps:
         elif self._recorder is not None and not self._is_captured:
             captured = self._recorder.capture([task.work for task in self._tasks])
             self._tasks = [
-                replace(task, work=work) for task, work in zip(self._tasks, captured, strict=True)
+                replace(task, work=work)
+                for task, work in zip(
+                    self._tasks,
+                    captured,
+                    strict=True,
+                )
             ]
             self._is_captured = True
         return self._tasks
@@ -524,7 +571,8 @@ class CudaGraphs:
         Raises:
             ConfigError: If one cannot be captured.
         """
-        pool, collects = torch.cuda.graph_pool_handle(), gc.isenabled()
+        pool = torch.cuda.graph_pool_handle()
+        collects = gc.isenabled()
         current = torch.cuda.current_stream(self._stream.device)
         # Garbage collection could free other graphs or events, which CUDA refuses during a capture.
         gc.disable()

@@ -86,7 +86,11 @@ def build_request(
         and pad not in eos
     ):
         batch = {**batch, "attention_mask": batch["input_ids"].ne(pad).long()}
-    for name, (tokens, mask) in read_rows(batch, model, for_generation=True).items():
+    for name, (tokens, mask) in read_rows(
+        batch,
+        model,
+        for_generation=True,
+    ).items():
         if mask is not None:
             if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
                 raise ConfigError(
@@ -104,7 +108,11 @@ def build_request(
     start = model.decoder_start_token_id if special.start is None else special.start
     prefix, prompts = _prefix_and_prompts(batch, options.bos_token_id, start, model)
     limit = model.max_position_embeddings if model.has_position_table else None
-    min_new, max_new = options.new_token_limits(prefix.shape[1], prompts.longest, limit)
+    min_new, max_new = options.new_token_limits(
+        prefix.shape[1],
+        prompts.longest,
+        limit,
+    )
     _warn_beyond_trained_positions(prompts.longest, max_new, model)
     return Request(
         prefix=prefix,
@@ -129,7 +137,8 @@ def _prefix_and_prompts(
     As in Hugging Face's ``generate``, ``start`` is prepended to the prompts of a T5's decoder if none begins with it.
     """
     if model.architecture != "t5":
-        prefix, mask = inputs["input_ids"].long(), inputs.get("attention_mask")
+        prefix = inputs["input_ids"].long()
+        mask = inputs.get("attention_mask")
         if bos is not None:
             prefix, mask = prepend_token(prefix, mask, bos)
         return prefix, left_padded(prefix, mask)
@@ -137,16 +146,15 @@ def _prefix_and_prompts(
         raise ConfigError(
             f"bos_token_id={bos} is for prompts of GPTs; give the decoder_input_ids of a T5"
         )
-    start_column, mask = (
-        torch.full((len(inputs["input_ids"]), 1), start),
-        inputs.get("decoder_attention_mask"),
-    )
+    start_column = torch.full((len(inputs["input_ids"]), 1), start)
+    mask = inputs.get("decoder_attention_mask")
     prefix = inputs.get("decoder_input_ids", start_column).long()
     if bool((prefix[:, 0] != start).all()):
         prefix = torch.cat((start_column, prefix), dim=-1)
         mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
     # Padding of the source need not be in the vocabulary either.
-    source, source_mask = inputs["input_ids"].long(), inputs.get("attention_mask")
+    source = inputs["input_ids"].long()
+    source_mask = inputs.get("attention_mask")
     if source_mask is None or bool(source_mask.all()):
         return prefix, replace(left_padded(prefix, mask), source=source)
     source_mask = source_mask.long()

@@ -74,7 +74,8 @@ def decode_completions(
     if is_t5:
         texts: list[str] = tokenizer.batch_decode(sequences[:, 1:], skip_special_tokens=True)
         return texts
-    copies, width = len(sequences) // len(input_ids), input_ids.shape[1]
+    copies = len(sequences) // len(input_ids)
+    width = input_ids.shape[1]
     masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
     return [
         decode_completion(

@@ -15,7 +15,8 @@ _LOSS_BYTES = 4.5
 
 def num_logits(run: PlannedRun, pp_rank: int) -> float:
     """Number of logits of a microbatch on one rank; 0 except on the last stage."""
-    parallel, model = run.parallel, run.model
+    parallel = run.parallel
+    model = run.model
     if pp_rank < parallel.pp - 1 or not model.has_output_layer:
         return 0.0
     padded = model.padded_vocab_size(parallel.tp)
@@ -40,34 +41,39 @@ def layer_bytes(run: PlannedRun, layer: int, *, recompute: bool = False) -> floa
     queries or T5's copy 2 q, attention output 2 q, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
     to, and one byte per element with dropout.
     """
-    model, parallel, is_decoder = run.model, run.parallel, layer >= run.model.num_layers
-    h, f, q = (
-        model.hidden_size,
-        model.mlp_width(layer),
-        model.num_attention_heads * model.kv_channels,
-    )
-    kv, norms = 2 * model.num_query_groups * model.kv_channels, 2
-    topk = model.experts.topk if model.experts is not None and model.has_experts(layer) else 0
-    size = (
-        8.0 * h + 2 * (q + kv) + 2 * q + (6 if model.gated_linear_unit else 4) * f + 2.0 * h * topk
-    )
+    model = run.model
+    parallel = run.parallel
+    is_decoder = layer >= model.num_layers
+    h = model.hidden_size
+    f = model.mlp_width(layer)
+    q = model.num_attention_heads * model.kv_channels
+    kv = 2 * model.num_query_groups * model.kv_channels
+    topk = 0
+    received = 0.0
+    if model.experts is not None and model.has_experts(layer):
+        topk = model.experts.topk
+        if parallel.ep > 1:
+            received = ranks_per_token(run)
+    mlp = (6 if model.gated_linear_unit else 4) * f
+    size = 8.0 * h + 2 * (q + kv) + 2 * q + mlp + 2.0 * h * topk
     size += 2 * q * (model.position_embedding_type == "rope")
     size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
+    norms = 2
     if is_decoder:
-        norms, encoder_ratio = 3, run.lengths[0] / run.lengths[-1]
+        norms = 3
+        encoder_ratio = run.lengths[0] / run.lengths[-1]
         size += 4.0 * h + 4 * q + 2 * kv * encoder_ratio + h * (model.hidden_dropout > 0)
-    # Inputs of experts that were received from other ranks are not recomputed.
-    recomputed = 2.0 * f + 2.0 * h * (
-        topk - (ranks_per_token(run) if topk and parallel.ep > 1 else 0)
-    )
-    split, stream = (
-        size - 4.0 * norms * h - recompute * recomputed,
-        2.0 * norms * h * (1 if recompute else 2),
-    )
-    size = split / parallel.tp + stream / (parallel.tp if parallel.sequence_parallel else 1)
-    if (
-        parallel.cp > 1 and comm_type_of(model, parallel) == "all_gather"
-    ):  # keys and values of all tokens
+    split = size - 4.0 * norms * h
+    stream = 4.0 * norms * h
+    if recompute:
+        # Inputs of experts that were received from other ranks are not recomputed.
+        split -= 2.0 * f + 2.0 * h * (topk - received)
+        stream = 2.0 * norms * h
+    if parallel.sequence_parallel:
+        stream /= parallel.tp
+    size = split / parallel.tp + stream
+    if parallel.cp > 1 and comm_type_of(model, parallel) == "all_gather":
+        # Keys and values of all tokens.
         size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
     return tokens * size * run.bytes_per_element / 2 / parallel.cp

@@ -9,28 +9,27 @@ Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 """Precision of matrix products: ``fp32`` without tensor cores; ``tf32`` is fp32 storage with tensor cores."""
 
 
+_H100 = (989.0, 989.0, 494.0, 67.0)
+_H100_NVL = (835.0, 835.0, 417.0, 60.0)
+_A100 = (312.0, 312.0, 156.0, 19.5)
+_V100 = (None, 125.0, None, 15.7)
+
 DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
     # Blackwell architecture technical brief, HGX B200; its tf32 and fp32 figures vary by edition.
     "NVIDIA B200": (2250.0, 2250.0, None, None),
     # Datasheets of H200 and H100, sparse figures halved.
-    **dict.fromkeys(
-        ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H800"), (989.0, 989.0, 494.0, 67.0)
-    ),
-    **dict.fromkeys(("NVIDIA H200 NVL", "NVIDIA H100 NVL"), (835.0, 835.0, 417.0, 60.0)),
+    "NVIDIA H200": _H100,
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H800": _H100,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA H100 NVL": _H100_NVL,
     "NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
     # Datasheet of the A100.
-    **dict.fromkeys(
-        (
-            *(
-                "NVIDIA A100-SXM4-40GB",
-                "NVIDIA A100-SXM4-80GB",
-                "NVIDIA A100-PCIE-40GB",
-                "NVIDIA A100 80GB PCIe",
-            ),
-            "NVIDIA A800-SXM4-80GB",
-        ),
-        (312.0, 312.0, 156.0, 19.5),
-    ),
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A800-SXM4-80GB": _A100,
     # Datasheet of each; the L4's sparse figures are halved.
     "NVIDIA L40S": (362.0, 362.0, 183.0, 91.6),
     "NVIDIA L40": (181.0, 181.0, 90.5, 90.5),
@@ -38,7 +37,8 @@ DEVICE_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | 
     "NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
     "NVIDIA A30": (165.0, 165.0, 82.0, 10.3),
     "NVIDIA A10": (125.0, 125.0, 62.5, 31.2),
-    **dict.fromkeys(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (None, 125.0, None, 15.7)),
+    "Tesla V100-SXM2-16GB": _V100,
+    "Tesla V100-SXM2-32GB": _V100,
     "Tesla T4": (None, 65.0, None, 8.1),
 }
 """Peak dense TFLOP/s (1e12) by ``torch.cuda.get_device_name``: bf16, fp16 and tf32 on tensor cores, and fp32.
@@ -55,9 +55,13 @@ def peak_flops_per_s(device_name: str, precision: Precision) -> float | None:
         device_name: As returned by ``torch.cuda.get_device_name``.
         precision: Precision of the matrix products.
     """
-    peaks = DEVICE_PEAKS.get(device_name, (None,) * 4)
-    teraflops = dict(zip(("bf16", "fp16", "tf32", "fp32"), peaks, strict=True))[precision]
-    return None if teraflops is None else teraflops * 1e12
+    if device_name not in DEVICE_PEAKS:
+        return None
+    column = ("bf16", "fp16", "tf32", "fp32").index(precision)
+    teraflops = DEVICE_PEAKS[device_name][column]
+    if teraflops is None:
+        return None
+    return teraflops * 1e12
 
 
 GIB = 2**30
@@ -87,6 +91,4 @@ DEVICES = {
     "a100-40gb": Device("NVIDIA A100-SXM4-40GB", 39 * GIB, 1.56e12, 300e9, 25e9),
 }
 """Device by its name for ``plan --device``."""
-
-
 RANKS_PER_HOST = 8

@@ -48,13 +48,18 @@ def forward_flops(
         attention: ``causal`` counts the unmasked keys, s / 2 per query on average; ``full`` all s, or the whole window.
             For a BERT and a T5's encoder, which have no causal mask, both count all keys.
     """
-    layers = range(model.num_layers + model.num_decoder_layers)
-    stack = sum(sum(layer_flops(model, lengths, layer, attention)) for layer in layers)
+    stack = 0.0
+    for layer in range(model.num_layers + model.num_decoder_layers):
+        linears, scores = layer_flops(model, lengths, layer, attention)
+        stack += linears + scores
     return stack + head_flops(model, lengths, padded_vocab_size)
 
 
 def layer_flops(
-    model: ModelConfig, lengths: Sequence[int], layer: int, attention: AttentionCount = "causal"
+    model: ModelConfig,
+    lengths: Sequence[int],
+    layer: int,
+    attention: AttentionCount = "causal",
 ) -> tuple[float, float]:
     """FLOPs of one layer's forward pass for one row: those of linears, and those of attention scores and values.
 
@@ -64,20 +69,23 @@ def layer_flops(
         layer: Index of the layer from 0, a T5's decoder after its encoder.
         attention: As for ``forward_flops``.
     """
-    h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
+    h = model.hidden_size
+    q = model.num_attention_heads * model.kv_channels
     mlp = h * model.mlp_width(layer) * mlp_matrices(model)
     if model.experts is not None and model.has_experts(layer):
-        mlp += h * (model.experts.num_experts + (model.experts.shared_ffn_hidden_size > 0))
+        has_shared_mlp = model.experts.shared_ffn_hidden_size > 0
+        mlp += h * (model.experts.num_experts + has_shared_mlp)
     is_decoder = layer >= model.num_layers
-    s = lengths[-1 if is_decoder else 0]
+    s = lengths[-1] if is_decoder else lengths[0]
+    keys: float = s
     if model.architecture != "t5":
         keys = _keys_per_query(model, layer, s, attention)
-    else:
-        keys = s / 2 if is_decoder and attention == "causal" else s
-    products, scores = s * (attention_weights(model) + mlp), 2 * s * q * keys
-    if (
-        is_decoder
-    ):  # cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens
+    elif is_decoder and attention == "causal":
+        keys = s / 2
+    products = s * (attention_weights(model) + mlp)
+    scores = 2 * s * q * keys
+    if is_decoder:
+        # Cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens.
         products += (s + lengths[0]) * 2 * h * q
         scores += 2 * s * q * lengths[0]
     return 2.0 * products, 2.0 * scores
@@ -85,11 +93,10 @@ def layer_flops(
 
 def head_flops(model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int) -> float:
     """FLOPs of the head (all after the last layer) in the forward pass for one row."""
-    if model.architecture == "bert":
-        return 2.0 * sum(
-            math.prod(linear) for linear in bert_head(model, padded_vocab_size, lengths[0])
-        )
-    return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
+    if model.architecture != "bert":
+        return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
+    linears = bert_head(model, padded_vocab_size, lengths[0])
+    return 2.0 * sum(math.prod(linear) for linear in linears)
 
 
 def model_flops(
@@ -106,21 +113,24 @@ def model_flops(
     flops = 3 * forward_flops(model, lengths, padded_vocab_size, attention)
     if model.lora is None:
         return flops
-    layers = range(model.num_layers + model.num_decoder_layers)
-    frozen = sum(layer_flops(model, lengths, layer, attention)[0] for layer in layers)
+    frozen = 0.0
+    for layer in range(model.num_layers + model.num_decoder_layers):
+        linears, _ = layer_flops(model, lengths, layer, attention)
+        frozen += linears
     frozen += head_flops(model, lengths, padded_vocab_size)
     return flops - frozen + 6.0 * adapter_parameters(model) * lengths[-1]
 
 
 def _keys_per_query(
-    model: ModelConfig, layer: int, seq_length: int, attention: AttentionCount
+    model: ModelConfig,
+    layer: int,
+    seq_length: int,
+    attention: AttentionCount,
 ) -> float:
     """Mean number of keys per query that one layer attends to."""
-    window = (
-        min(seq_length, model.sliding_window or seq_length)
-        if model.has_window(layer)
-        else seq_length
-    )
+    window = seq_length
+    if model.has_window(layer):
+        window = min(seq_length, model.sliding_window or seq_length)
     if attention == "full" or model.architecture == "bert":
         return window
     # The first ``window`` queries see a growing number of keys, later ones ``window`` keys.

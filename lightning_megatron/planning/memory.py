@@ -22,18 +22,17 @@ class Memory(Breakdown):
 
 def memory(run: PlannedRun) -> Memory:
     """Peak memory of the fullest rank, without that of CUDA and NCCL themselves."""
-    return max(
-        (_stage_memory(run, rank) for rank in range(run.parallel.pp)), key=lambda stage: stage.total
-    )
+    stages = [_stage_memory(run, rank) for rank in range(run.parallel.pp)]
+    return max(stages, key=lambda stage: stage.total)
 
 
 def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
-    parameters, trained = sum(run.parameters(pp_rank).values()), sum(run.trained(pp_rank).values())
+    # Adam's two moments, and an fp32 master copy of 16-bit weights.
+    state_bytes = 8.0 if run.bytes_per_element == 4 else 12.0
     return Memory(
-        weights=run.bytes_per_element * parameters,
-        gradients=4.0 * trained,
-        # Adam's two moments, and an fp32 master copy of 16-bit weights.
-        optimizer=(8.0 if run.bytes_per_element == 4 else 12.0) * run.optimizer_parameters(pp_rank),
+        weights=run.bytes_per_element * sum(run.parameters(pp_rank).values()),
+        gradients=4.0 * sum(run.trained(pp_rank).values()),
+        optimizer=state_bytes * run.optimizer_parameters(pp_rank),
         activations=_activation_bytes(run, pp_rank),
         logits=logits_bytes(run, pp_rank),
     )
@@ -41,12 +40,13 @@ def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
 
 def _activation_bytes(run: PlannedRun, pp_rank: int) -> float:
     """Bytes of activations on a stage when most microbatches are in flight."""
-    parallel, layers = run.parallel, run.layers(pp_rank)
+    parallel = run.parallel
+    layers = run.layers(pp_rank)
     chunks = parallel.num_model_chunks
-    in_flight = (
-        min(warm_up_passes(parallel, pp_rank) + 1, parallel.num_microbatches * chunks) / chunks
-    )
-    kept = sum(layer_bytes(run, layer, recompute=run.recompute == "selective") for layer in layers)
+    passes = min(warm_up_passes(parallel, pp_rank) + 1, parallel.num_microbatches * chunks)
+    in_flight = passes / chunks
+    is_selective = run.recompute == "selective"
+    kept = sum(layer_bytes(run, layer, recompute=is_selective) for layer in layers)
     if run.recompute != "full":
         return in_flight * kept
     # Layers are recomputed one at a time, after the logits have been freed.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
-from lightning_megatron.planning.devices import peak_flops_per_s
+from lightning_megatron.planning.devices import Device, peak_flops_per_s
 from lightning_megatron.planning.parameters import (
     adapter_parameters,
     chunk_layout,
@@ -20,7 +20,6 @@ from lightning_megatron.planning.parameters import (
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.settings import EngineSettings
-from lightning_megatron.planning.devices import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,33 +78,39 @@ class PlannedRun:
 
     def parameters(self, pp_rank: int) -> dict[int, int]:
         """Number of parameters on one rank of a stage, by the size of the group that replicates them."""
-        model, parallel = self.model, self.parallel
+        parallel = self.parallel
         count = rank_parameters(
-            model, self.chunks, tp=parallel.tp, pp=parallel.pp, pp_rank=pp_rank, ep=parallel.ep
+            self.model,
+            self.chunks,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            pp_rank=pp_rank,
+            ep=parallel.ep,
         )
-        experts = (
-            sum(expert_parameters(model, layer) for layer in self.layers(pp_rank)) // parallel.ep
-        )
+        experts = sum(expert_parameters(self.model, layer) for layer in self.layers(pp_rank))
+        experts //= parallel.ep
         replicas = self.dp * parallel.cp
-        return Counter({replicas: count - experts}) + Counter(
-            {replicas * parallel.tp // parallel.ep: experts}
-        )
+        expert_replicas = replicas * parallel.tp // parallel.ep
+        return Counter({replicas: count - experts}) + Counter({expert_replicas: experts})
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
         adapters = adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
-        return {self.dp * self.parallel.cp: adapters} if adapters else {**self.parameters(pp_rank)}
+        if adapters:
+            return {self.dp * self.parallel.cp: adapters}
+        return {**self.parameters(pp_rank)}
 
     def optimizer_parameters(self, pp_rank: int) -> float:
         """Number of parameters whose optimizer state one rank of a stage holds."""
-        return sum(
-            n / (ranks if self.distributed_optimizer else 1)
-            for ranks, n in self.trained(pp_rank).items()
-        )
+        trained = self.trained(pp_rank)
+        if not self.distributed_optimizer:
+            return sum(trained.values())
+        return sum(count / ranks for ranks, count in trained.items())
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Peak FLOP/s of one device for matrix products; None if the datasheet does not give it."""
-        return peak_flops_per_s(device.name, "tf32" if self.precision == "32-true" else "bf16")
+        is_fp32 = self.precision == "32-true"
+        return peak_flops_per_s(device.name, "tf32" if is_fp32 else "bf16")
 
 
 class Breakdown:
@@ -134,7 +139,10 @@ def make_run(
         lengths: Tokens of a row; for a T5 those of the encoder and of the decoder.
         world_size: Number of GPUs.
     """
-    granularity, method = settings.recompute.granularity, settings.recompute.method
+    recompute = settings.recompute.granularity
+    if recompute == "full" and settings.recompute.method == "block":
+        recompute = None
+    override = settings.overrides.transformer.get(OVERRIDE)
     return PlannedRun(
         model=model,
         parallel=settings.parallel,
@@ -142,8 +150,8 @@ def make_run(
         lengths=lengths,
         world_size=world_size,
         distributed_optimizer=settings.distributed_optimizer,
-        recompute=None if granularity == "full" and method == "block" else granularity,
+        recompute=recompute,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         cuda_graphs=settings.cuda_graphs,
-        layout=chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE)),
+        layout=chunk_layout(model, settings.parallel, override),
     )

@@ -18,15 +18,9 @@ from lightning_megatron.planning.step_time import StepTime, step_time
 
 _RESERVED = 0.04
 """Share of a device's memory reserved for CUDA, NCCL and fragmentation."""
-
-
 _MIN_TOKENS_PER_CP_RANK = 4096
 """Minimum tokens of a row per context-parallel rank; below it, data parallelism does as well."""
-
-
 _MAX_MICRO_BATCH_SIZE = 64
-
-
 _MAX_UNEVENNESS = 4
 """Layers per model chunk by which first and last stage may differ from an even split."""
 
@@ -54,6 +48,10 @@ def _seconds(plan: Plan) -> float:
     return plan.time.total
 
 
+def _fits(plan: Plan, device: Device) -> bool:
+    return plan.memory.total <= (1 - _RESERVED) * device.memory
+
+
 def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]:
     """Layouts that fit, fastest first: the best one for each tp, pp and cp, with and without vpp.
 
@@ -70,19 +68,24 @@ def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]
     """
     best: dict[tuple[int, int, int, bool], Plan] = {}
     smallest: Plan | None = None
-    for candidate in (plan(layout, device) for layout in _candidates(run, global_batch_size)):
-        smallest = min(smallest or candidate, candidate, key=lambda plan: plan.memory.total)
-        if candidate.memory.total <= (1 - _RESERVED) * device.memory:
-            parallel = candidate.run.parallel
-            key = parallel.tp, parallel.pp, parallel.cp, parallel.vpp is None
-            best[key] = min(best.get(key, candidate), candidate, key=_seconds)
+    for layout in _candidates(run, global_batch_size):
+        candidate = plan(layout, device)
+        if smallest is None or candidate.memory.total < smallest.memory.total:
+            smallest = candidate
+        if not _fits(candidate, device):
+            continue
+        parallel = layout.parallel
+        key = (parallel.tp, parallel.pp, parallel.cp, parallel.vpp is None)
+        if key not in best or _seconds(candidate) < _seconds(best[key]):
+            best[key] = candidate
     if smallest is None:
         raise ConfigError(
             f"global_batch_size={global_batch_size}: expected one that {run.world_size} GPUs can share in a layout of "
             "this model, got none; choose a multiple of the number of GPUs"
         )
     if not best:
-        needed, parallel = smallest.memory.total / (1 - _RESERVED) / GIB, smallest.run.parallel
+        needed = smallest.memory.total / (1 - _RESERVED) / GIB
+        parallel = smallest.run.parallel
         raise ConfigError(
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
             f"recompute={smallest.run.recompute}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
@@ -92,64 +95,92 @@ def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]
 
 def _balance(even: Plan, device: Device) -> Plan:
     """Give the stages with the embedding and the output layer fewer layers, if that is faster."""
-    run, best, parallel = even.run, even, even.run.parallel
-    layers, chunks, share = (
-        run.model.num_layers,
-        parallel.num_model_chunks,
-        run.model.num_layers // parallel.pp,
-    )
+    run = even.run
+    parallel = run.parallel
     if parallel.pp == 1 or run.model.architecture == "t5":
         return even
-    for last in range(max(chunks, share - _MAX_UNEVENNESS * chunks), share, chunks):
-        for first in (
-            range(last, share + _MAX_UNEVENNESS * chunks + 1, chunks)
-            if parallel.pp > 2
-            else (layers - last,)
-        ):
-            ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
-            uneven = replace(run, parallel=replace(parallel, **ends))
-            if (
-                _is_valid(uneven)
-                and (other := plan(uneven, device)).memory.total <= (1 - _RESERVED) * device.memory
-            ):
-                best = min(best, other, key=_seconds)
+    best = even
+    for first, last in _uneven_ends(run):
+        ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
+        uneven = replace(run, parallel=replace(parallel, **ends))
+        if not _is_valid(uneven):
+            continue
+        other = plan(uneven, device)
+        if _fits(other, device) and _seconds(other) < _seconds(best):
+            best = other
     return best
+
+
+def _uneven_ends(run: PlannedRun) -> Iterator[tuple[int, int]]:
+    """Numbers of layers of the first and the last stage to try."""
+    parallel = run.parallel
+    chunks = parallel.num_model_chunks
+    share = run.model.num_layers // parallel.pp
+    least = max(chunks, share - _MAX_UNEVENNESS * chunks)
+    most = share + _MAX_UNEVENNESS * chunks
+    for last in range(least, share, chunks):
+        if parallel.pp == 2:
+            yield run.model.num_layers - last, last
+            continue
+        for first in range(last, most + 1, chunks):
+            yield first, last
 
 
 def _candidates(run: PlannedRun, global_batch_size: int) -> Iterator[PlannedRun]:
     """All layouts and microbatch sizes that are valid for the model and the batch."""
-    model, lengths = run.model, run.lengths
-    max_cp, layers = (
-        max(1, min(lengths) // _MIN_TOKENS_PER_CP_RANK),
-        model.num_layers + model.num_decoder_layers,
-    )
-    within_host = [size for size in divisors(run.world_size) if size <= RANKS_PER_HOST]
-    pairs = [
-        (tp, cp)
-        for tp in within_host
-        for cp in within_host
-        if cp <= max_cp and tp * cp in within_host
-    ]
-    for (tp, cp), pp in (
-        (pair, pp) for pair in pairs for pp in divisors(run.world_size // math.prod(pair))
-    ):
-        rows, rest = divmod(global_batch_size, dp := run.world_size // (tp * cp * pp))
-        eps = divisors(math.gcd(tp * cp * dp, model.experts.num_experts)) if model.experts else [1]
-        for size in (n for n in divisors(rows) if n <= _MAX_MICRO_BATCH_SIZE and rest == 0):
-            can_interleave = pp > 1 and rows // size % pp == 0
-            vpps = (None, *(range(2, layers // pp + 1) if can_interleave else ()))
-            for vpp, ep in itertools.product(vpps, (n for n in eps if n <= RANKS_PER_HOST)):
+    for tp, cp, pp in _splits(run):
+        dp = run.world_size // (tp * cp * pp)
+        rows, rest = divmod(global_batch_size, dp)
+        if rest:
+            continue
+        can_split_sequence = all(length % (tp * cp) == 0 for length in run.lengths)
+        for size in divisors(rows):
+            if size > _MAX_MICRO_BATCH_SIZE:
+                continue
+            num_microbatches = rows // size
+            vpps = _virtual_stages(run, pp, num_microbatches)
+            for vpp, ep in itertools.product(vpps, _expert_splits(run, tp * cp * dp)):
                 parallel = ParallelConfig(
-                    tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, num_microbatches=rows // size,
-                    sequence_parallel=tp > 1 and all(length % (tp * cp) == 0 for length in lengths),
-                )  # fmt: skip
+                    tp=tp,
+                    pp=pp,
+                    vpp=vpp,
+                    cp=cp,
+                    ep=ep,
+                    num_microbatches=num_microbatches,
+                    sequence_parallel=tp > 1 and can_split_sequence,
+                )
                 valid = replace(run, parallel=parallel, micro_batch_size=size)
                 if _is_valid(valid):
-                    yield from (
-                        valid,
-                        replace(valid, recompute="selective"),
-                        replace(valid, recompute="full"),
-                    )
+                    yield valid
+                    yield replace(valid, recompute="selective")
+                    yield replace(valid, recompute="full")
+
+
+def _splits(run: PlannedRun) -> Iterator[tuple[int, int, int]]:
+    """Sizes of tp, cp and pp."""
+    max_cp = max(1, min(run.lengths) // _MIN_TOKENS_PER_CP_RANK)
+    within_host = [size for size in divisors(run.world_size) if size <= RANKS_PER_HOST]
+    for tp, cp in itertools.product(within_host, within_host):
+        if cp > max_cp or tp * cp not in within_host:
+            continue
+        for pp in divisors(run.world_size // (tp * cp)):
+            yield tp, cp, pp
+
+
+def _virtual_stages(run: PlannedRun, pp: int, num_microbatches: int) -> list[int | None]:
+    """Sizes of vpp: None, and those of an interleaved schedule if there can be one."""
+    if pp == 1 or num_microbatches % pp != 0:
+        return [None]
+    layers = run.model.num_layers + run.model.num_decoder_layers
+    return [None, *range(2, layers // pp + 1)]
+
+
+def _expert_splits(run: PlannedRun, ranks_of_a_stage: int) -> list[int]:
+    """Sizes of ep."""
+    if run.model.experts is None:
+        return [1]
+    shared = math.gcd(ranks_of_a_stage, run.model.experts.num_experts)
+    return [size for size in divisors(shared) if size <= RANKS_PER_HOST]
 
 
 def _is_valid(run: PlannedRun) -> bool:

@@ -8,9 +8,6 @@ from lightning_megatron.engine.ops.report import ops_report
 from lightning_megatron.errors import ConfigError, host_memory
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
-
-if TYPE_CHECKING:
-    from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.planning.parameters import (
     active_parameters,
     adapter_parameters,
@@ -20,45 +17,52 @@ from lightning_megatron.planning.parameters import (
     total_parameters,
 )
 
+if TYPE_CHECKING:
+    from lightning_megatron.engine.settings import EngineSettings
+
 
 def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
     """Lines that rank 0 logs at start-up: padded vocabulary, parameters of each rank, implementations of the ops."""
-    tp, pp = settings.parallel.tp, settings.parallel.pp
-    padded = model.padded_vocab_size(tp)
+    parallel = settings.parallel
+    padded = model.padded_vocab_size(parallel.tp)
     lines = [
         f"Padded vocabulary: {model.vocab_size} tokens + {padded - model.vocab_size} dummy tokens = {padded} "
-        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={tp})",
+        f"(a multiple of make_vocab_size_divisible_by={model.make_vocab_size_divisible_by} x tp={parallel.tp})",
         f"Number of parameters of the model: {total_parameters(model)}",
     ]
     if model.experts is not None:
         lines.append(
             f"Number of active parameters (used for one token): {active_parameters(model)}"
         )
-    layout = chunk_layout(model, settings.parallel, settings.overrides.transformer.get(OVERRIDE))
+    layout = chunk_layout(model, parallel, settings.overrides.transformer.get(OVERRIDE))
     if model.architecture == "t5" and len(layout) > 1:
         lines.append(
             f"Layers of each chunk, in the order of the pipeline: {', '.join(map(str, layout))} "
             f"(the first {model.num_layers} are the encoder's)"
         )
-    for pp_rank in range(pp):
+    for pp_rank in range(parallel.pp):
         count = rank_parameters(
-            model, layout, tp=tp, pp=pp, pp_rank=pp_rank, ep=settings.parallel.ep
+            model,
+            layout,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            pp_rank=pp_rank,
+            ep=parallel.ep,
         )
-        lines += [
-            f"Number of parameters on (tensor, pipeline) rank ({t}, {pp_rank}): {count}"
-            for t in range(tp)
-        ]
+        for tp_rank in range(parallel.tp):
+            rank = f"({tp_rank}, {pp_rank})"
+            lines.append(f"Number of parameters on (tensor, pipeline) rank {rank}: {count}")
     if model.lora is not None:
         trained = adapter_parameters(model)
         lines.append(
             f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen"
         )
     ops = ops_report("cuda" if settings.device.type == "cuda" else "cpu")
-    linears = f"; linears of layers: fp8, {settings.fp8}" if settings.fp8 else ""
-    return [
-        *lines,
-        f"Engine ops: {'; '.join(f'{op}: {used}' for op, used, _ in ops)}{linears}",
-    ]
+    used = [f"{op}: {implementation}" for op, implementation, _ in ops]
+    if settings.fp8:
+        used.append(f"linears of layers: fp8, {settings.fp8}")
+    lines.append(f"Engine ops: {'; '.join(used)}")
+    return lines
 
 
 def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) -> None:
@@ -70,11 +74,11 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     count = total_parameters(model)
     parallel = settings.parallel
     experts = sum(expert_parameters(model, layer) for layer in range(model.num_layers))
-    per_rank = (count - experts) // (parallel.tp * parallel.pp) + experts // (
-        parallel.ep * parallel.pp
-    )
+    per_rank = (count - experts) // (parallel.tp * parallel.pp)
+    per_rank += experts // (parallel.ep * parallel.pp)
     needed = per_rank * ranks * settings.params_dtype.itemsize
-    if needed > (memory := host_memory()):
+    memory = host_memory()
+    if needed > memory:
         raise ConfigError(
             f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} "
             f"rank{'s' * (ranks > 1)} of this host, which has {memory / 2**30:,.0f} GiB; correct the model's sizes, or "

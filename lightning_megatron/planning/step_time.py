@@ -14,7 +14,7 @@ pipeline communication between stages is assumed to overlap with computation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_megatron.errors import ConfigError
@@ -26,90 +26,48 @@ from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 _PRODUCTS_SHARE = 0.692
 """Share of the datasheet's peak that matrix products reach under the power limit, before ``_PRODUCTS_LOSS``."""
-
-
 _PRODUCTS_LOSS = 100
 """Matrix products reach n / (n + this) of the rate, for n = hidden size, and again for n = tokens of a microbatch."""
-
-
 _ATTENTION_SHARE = 0.47
 """Share of the peak that attention reaches."""
-
-
 _DROPPED_ATTENTION_SHARE = 0.0031
 """The same with dropout (FlashAttention-2), per channel of a head."""
-
-
 _BIASED_ATTENTION_SHARE = 0.07
 """The same for a T5, whose relative position bias has gradients."""
-
-
 _OTHER_TRAFFIC = 4.0
 """Bytes moved by norms, activations, residuals and rotary embeddings, forward and backward, per activation byte."""
-
-
 _EXPERTS_TRAFFIC = 33
 """Passes over the inputs of experts, forward and backward, including sorting, summation and the inefficiency of small
 products."""
-
-
 _EXPERTS_SLOWDOWN = 4
 """Slowdown of all-to-alls by uneven splits, including synchronization with the host."""
-
-
 _LOSS_TRAFFIC = 11.0
 """Bytes moved per logit of the cross-entropy, gradient included."""
-
-
 _STEP_TRAFFIC = 34.0
 """Bytes moved per parameter by the optimizer."""
-
-
 _GRADIENT_TRAFFIC = 12.0
 """Bytes moved per parameter by zeroing and accumulating gradients."""
-
-
 _MEMORY_SHARE = 0.89
 """Achieved share of the bandwidth of device memory."""
-
-
 _LINK_SHARE = {2: 0.48}
 """Achieved share of the bandwidth of links, by group size."""
-
-
 _OTHER_LINK_SHARE = 0.66
 """The same for group sizes that are not listed."""
-
-
 _TP_EXPOSED = 8
 """Exposed collectives of a layer (of 10, forward and backward) with NCCL."""
-
-
 _TP_COPIES_EXPOSED = 1.5
 """The same as peer copies between two GPUs."""
-
-
 _DP_EXPOSED = 0.25
 """Share of the gradient reduction that compute does not hide."""
-
-
 _IDLE = 0.014
 """Seconds per step in which the device is idle: Trainer, data, first and last kernel launches."""
-
-
 _INTERLEAVED = 0.7e-3
 """Seconds per microbatch and model chunk of an interleaved schedule: exposed communication, and Python."""
-
-
 _HOST = 3.0e-3
 """Seconds that Python takes to launch the kernels of a layer and microbatch, forward and backward: a lower bound of its
 time."""
-
-
 _HOST_DECODER = 1.6
 """Factor for a decoder layer with cross-attention."""
-
-
 _HOST_TP = 1.3
 """Factor for tensor-parallel collectives."""
 
@@ -140,30 +98,38 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
     Raises:
         ConfigError: If the device's peak is unknown.
     """
-    parallel, m = run.parallel, run.parallel.num_microbatches
-    stages = [microbatch_time(run, rank, device) for rank in range(parallel.pp)]
+    parallel = run.parallel
+    m = parallel.num_microbatches
+    ranks = range(parallel.pp)
+    stages = [microbatch_time(run, rank, device) for rank in ranks]
     slowest = max(stages, key=lambda stage: stage.total)
     bubble = (sum(stage.total for stage in stages) - slowest.total) / parallel.num_model_chunks
-    fullest = max(range(parallel.pp), key=lambda rank: sum(run.parameters(rank).values()))
-    trained, optimizer = run.trained(fullest), run.optimizer_parameters(fullest)
-    bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    stage_size = run.dp * parallel.cp * parallel.tp
-    reduced = sum(
-        6.0 * n * (ranks - 1) / ranks / _link(device, ranks, stride=stage_size // ranks)
-        for ranks, n in trained.items()
-    )
+    fullest = max(ranks, key=lambda rank: sum(run.parameters(rank).values()))
+    trained = run.trained(fullest)
+    updated = run.optimizer_parameters(fullest) * _STEP_TRAFFIC
+    accumulated = sum(trained.values()) * _GRADIENT_TRAFFIC
+    reduced = _reduction_seconds(run, trained, device)
     # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
     return StepTime(
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=(optimizer * _STEP_TRAFFIC + sum(trained.values()) * _GRADIENT_TRAFFIC)
-        / bandwidth,
+        optimizer=(updated + accumulated) / (_MEMORY_SHARE * device.memory_bandwidth),
         communication=m * slowest.communication + exposed,
         bubble=bubble,
         idle=_IDLE + m * slowest.idle,
     )
+
+
+def _reduction_seconds(run: PlannedRun, trained: Mapping[int, float], device: Device) -> float:
+    """Seconds in which gradients are reduced and updated weights gathered over the replicas."""
+    ranks_of_a_stage = run.dp * run.parallel.cp * run.parallel.tp
+    seconds = 0.0
+    for ranks, count in trained.items():
+        link = _link(device, ranks, stride=ranks_of_a_stage // ranks)
+        seconds += 6.0 * count * (ranks - 1) / ranks / link
+    return seconds
 
 
 def microbatch_time(run: PlannedRun, pp_rank: int, device: Device) -> StepTime:
@@ -222,46 +188,50 @@ def _attention_share(run: PlannedRun) -> float:
 
 def _repeated_share(run: PlannedRun) -> float:
     """Share of the time outside of matrix products that recomputation repeats."""
-    return {None: 0.0, "selective": 0.15, "full": 1 / 3}[run.recompute]
+    shares = {None: 0.0, "selective": 0.15, "full": 1 / 3}
+    return shares[run.recompute]
 
 
 def _other_traffic(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> float:
     """Bytes that a stage moves in device memory outside of matrix products and attention."""
     model = run.model
-    traffic = (
-        _OTHER_TRAFFIC
-        * (1 + _repeated_share(run))
-        * sum(layer_bytes(run, layer) for layer in layers)
-    )
+    activations = sum(layer_bytes(run, layer) for layer in layers)
+    traffic = _OTHER_TRAFFIC * (1 + _repeated_share(run)) * activations
     traffic += _LOSS_TRAFFIC * num_logits(run, pp_rank)
     if model.experts is not None:
         routed_rows = run.tokens_per_rank * model.experts.topk
         routed = run.bytes_per_element * routed_rows * model.hidden_size / run.parallel.tp
-        traffic += _EXPERTS_TRAFFIC * routed * sum(model.has_experts(layer) for layer in layers)
+        layers_with_experts = sum(model.has_experts(layer) for layer in layers)
+        traffic += _EXPERTS_TRAFFIC * routed * layers_with_experts
     return traffic
 
 
 def _exposed_communication(run: PlannedRun, layers: Sequence[int], device: Device) -> float:
     """Seconds of communication that no computation hides."""
     parallel = run.parallel
-    hidden_bytes = (
-        run.bytes_per_element * run.tokens_per_rank / len(run.lengths) * run.model.hidden_size
-    )
+    tokens = run.bytes_per_element * run.tokens_per_rank / len(run.lengths)
+    hidden_bytes = tokens * run.model.hidden_size
     message = hidden_bytes * (parallel.tp - 1) / parallel.tp
-    copies = parallel.tp == 2 and parallel.uses_sequence_parallel and run.recompute != "selective"
-    exposed = _TP_COPIES_EXPOSED if copies else _TP_EXPOSED
+    uses_copies = parallel.tp == 2 and parallel.uses_sequence_parallel
+    exposed: float = _TP_EXPOSED
+    if uses_copies and run.recompute != "selective":
+        exposed = _TP_COPIES_EXPOSED
+    tp_link = _link(device, parallel.tp, stride=1)
+    cp_link = _link(device, parallel.cp, stride=parallel.tp)
     exchanged = sum(_exchanged_bytes(run, layer) for layer in layers)
-    interleaved = _INTERLEAVED * parallel.num_model_chunks * (parallel.num_model_chunks > 1)
-    return (
-        _dispatch_seconds(run, layers, hidden_bytes, device)
-        + len(layers) * exposed * message / _link(device, parallel.tp, stride=1)
-        + exchanged / _link(device, parallel.cp, stride=parallel.tp)
-        + interleaved
-    )
+    seconds = _dispatch_seconds(run, layers, hidden_bytes, device)
+    seconds += len(layers) * exposed * message / tp_link
+    seconds += exchanged / cp_link
+    if parallel.num_model_chunks > 1:
+        seconds += _INTERLEAVED * parallel.num_model_chunks
+    return seconds
 
 
 def _dispatch_seconds(
-    run: PlannedRun, layers: Sequence[int], hidden_bytes: float, device: Device
+    run: PlannedRun,
+    layers: Sequence[int],
+    hidden_bytes: float,
+    device: Device,
 ) -> float:
     """Seconds in which experts get their rows and return them, in both passes."""
     model = run.model
@@ -276,7 +246,10 @@ def _dispatch_seconds(
 
 def _host_seconds(run: PlannedRun, layers: Sequence[int]) -> float:
     """Seconds that Python takes to launch the kernels of a microbatch."""
-    launches = sum(_HOST_DECODER if layer >= run.model.num_layers else 1.0 for layer in layers)
+    launches = 0.0
+    for layer in layers:
+        is_decoder = layer >= run.model.num_layers
+        launches += _HOST_DECODER if is_decoder else 1.0
     slowdown = _HOST_TP if run.parallel.tp > 1 else 1.0
     return _HOST * launches * slowdown * (1 + _repeated_share(run))
 
@@ -287,15 +260,19 @@ def _exchanged_bytes(run: PlannedRun, layer: int) -> float:
     With all-to-all: queries, keys, values, outputs and their gradients. With all-gather: keys and values of all tokens,
     and their gradients in float32.
     """
-    model, cp = run.model, run.parallel.cp
+    model = run.model
+    cp = run.parallel.cp
     if cp == 1:
         return 0.0
     is_decoder = layer >= model.num_layers
-    q, kv = (n * model.kv_channels for n in (model.num_attention_heads, 2 * model.num_query_groups))
-    tokens = run.lengths[-1 if is_decoder else 0]
-    queries, keys = 2 * q * tokens, kv * tokens
-    if is_decoder:  # and cross-attention
-        queries, keys = 2 * queries, keys + kv * run.lengths[0]
+    tokens = run.lengths[-1] if is_decoder else run.lengths[0]
+    kv = 2 * model.num_query_groups * model.kv_channels
+    queries = 2 * model.num_attention_heads * model.kv_channels * tokens
+    keys = kv * tokens
+    if is_decoder:
+        # And cross-attention.
+        queries *= 2
+        keys += kv * run.lengths[0]
     passes = 3 if run.recompute == "full" else 2
     moved = passes * run.bytes_per_element * (queries + keys) / cp
     if comm_type_of(model, run.parallel) == "all_gather":
@@ -311,6 +288,5 @@ def _link(device: Device, ranks: int, *, stride: int) -> float:
     within = device.link_bandwidth * _LINK_SHARE.get(ranks, _OTHER_LINK_SHARE)
     if ranks * stride <= RANKS_PER_HOST:
         return within
-    return min(
-        within, _OTHER_LINK_SHARE * device.network_bandwidth * max(1, RANKS_PER_HOST // stride)
-    )
+    adapters = max(1, RANKS_PER_HOST // stride)
+    return min(within, _OTHER_LINK_SHARE * device.network_bandwidth * adapters)

@@ -27,26 +27,28 @@ def timeline(run: PlannedRun, device: Device) -> list[list[Slot]]:
 
     A backward pass takes twice as long as a forward pass; the chunks of a stage share its time evenly.
     """
-    pp, chunks = run.parallel.pp, run.parallel.num_model_chunks
+    pp = run.parallel.pp
+    chunks = run.parallel.num_model_chunks
     seconds = [microbatch_time(run, rank, device).total / chunks for rank in range(pp)]
     orders = [order_of_passes(run.parallel, rank) for rank in range(pp)]
     ends: dict[tuple[int, int, bool], float] = {}
     slots: list[list[Slot]] = [[] for _ in range(pp)]
     while any(len(slots[rank]) < len(orders[rank]) for rank in range(pp)):
         for rank in range(pp):
-            for chunk, microbatch, is_forward in orders[rank][len(slots[rank]) :]:
+            own = slots[rank]
+            for chunk, microbatch, is_forward in orders[rank][len(own) :]:
                 position = chunk * pp + rank  # of the chunk in the whole model
                 previous = position - 1 if is_forward else position + 1
                 needed = (previous, microbatch, is_forward)
-                if previous == pp * chunks:  # the first backward pass follows the last forward pass
+                if previous == pp * chunks:
+                    # The first backward pass follows the last forward pass.
                     needed = (position, microbatch, True)
                 if previous >= 0 and needed not in ends:
                     break
-                free = slots[rank][-1].start + slots[rank][-1].seconds if slots[rank] else 0.0
-                start, duration = (
-                    max(free, ends.get(needed, 0.0)),
-                    seconds[rank] * (1 if is_forward else 2) / 3,
-                )
-                slots[rank].append(Slot(chunk, microbatch, is_forward, start, duration))
+                start = ends.get(needed, 0.0)
+                if own:
+                    start = max(own[-1].start + own[-1].seconds, start)
+                duration = seconds[rank] * (1 if is_forward else 2) / 3
+                own.append(Slot(chunk, microbatch, is_forward, start, duration))
                 ends[position, microbatch, is_forward] = start + duration
     return slots
