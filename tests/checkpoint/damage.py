@@ -54,7 +54,10 @@ def malicious_torch_file(name: str) -> Damage:
 
 
 def malicious_pickle(name: str) -> Damage:
-    return lambda path: (path / name).write_bytes(pickle.dumps(Evil(marker_path(path)))) and None
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(pickle.dumps(Evil(marker_path(path))))
+
+    return damage
 
 
 def malicious_data(name: str) -> Damage:
@@ -70,7 +73,8 @@ def malicious_data(name: str) -> Damage:
         )
         entry = table.storage_data[index]
         file = path / entry.relative_path
-        entry.offset, entry.length = file.stat().st_size, len(payload.getvalue())
+        entry.offset = file.stat().st_size
+        entry.length = len(payload.getvalue())
         with file.open("ab") as stream:
             stream.write(payload.getvalue())
         _write_table(path, table)

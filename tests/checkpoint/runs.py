@@ -111,14 +111,11 @@ def make_module(run: Run, module_class: Any = None) -> Any:
     from lightning_megatron.module import MegatronModule
 
     options = {
+        "model": run.model if "model_type" in run.model else {**GPT2, **run.model},
         "lr": 1e-2,
         "optimizer": OptimizerOptions(**run.optimizer),
-        **run.module,
     }
-    return (module_class or MegatronModule)(
-        model=run.model if "model_type" in run.model else {**GPT2, **run.model},
-        **options,
-    )
+    return (module_class or MegatronModule)(**{**options, **run.module})
 
 
 def make_trainer(run: Run, *callbacks: Any) -> Any:
@@ -199,17 +196,13 @@ def _data(run: Run, trainer: Any) -> dict[str, Any]:
             "train_dataloaders": (run.loader or shuffled_loader)(dp),
             "val_dataloaders": validation,
         }
-    arguments = (
-        {"data_path": run.indexed, "split": "1,0,0"}
-        if isinstance(run.indexed, str)
-        else run.indexed
-    )
-    length = {"seq_length": SEQ_LENGTH} if run.data_module == "IndexedDataModule" else {}
-    settings = {
-        **length,
-        "micro_batch_size": rows // trainer.strategy.num_microbatches,
-        **arguments,
-    }
+    settings: dict[str, Any] = {"micro_batch_size": rows // trainer.strategy.num_microbatches}
+    if run.data_module == "IndexedDataModule":
+        settings["seq_length"] = SEQ_LENGTH
+    if isinstance(run.indexed, str):
+        settings |= {"data_path": run.indexed, "split": "1,0,0"}
+    else:
+        settings |= run.indexed
     return {"datamodule": getattr(lightning_megatron, run.data_module)(**settings)}
 
 
@@ -217,11 +210,8 @@ def callback(**hooks: Callable[..., Any]) -> Any:
     """Lightning callback with the given hooks, which are called without ``self``."""
     import lightning.pytorch as pl
 
-    return type(
-        "Hooks",
-        (pl.Callback,),
-        {name: staticmethod(hook) for name, hook in hooks.items()},
-    )()
+    methods = {name: staticmethod(hook) for name, hook in hooks.items()}
+    return type("Hooks", (pl.Callback,), methods)()
 
 
 def live_state(trainer: Any) -> dict[str, Any]:
@@ -230,10 +220,10 @@ def live_state(trainer: Any) -> dict[str, Any]:
     optimizer = trainer.optimizers[0]
     flat: dict[str, Any] = {}
     for index, chunk in enumerate(strategy.lightning_module.model_chunks):
-        flat |= {
-            f"weights.{index}.{name}": p.detach().clone() for name, p in chunk.named_parameters()
-        }
-        flat |= {f"buffers.{index}.{name}": b.clone() for name, b in chunk.named_buffers()}
+        for name, parameter in chunk.named_parameters():
+            flat[f"weights.{index}.{name}"] = parameter.detach().clone()
+        for name, buffer in chunk.named_buffers():
+            flat[f"buffers.{index}.{name}"] = buffer.clone()
     for index, part in enumerate(optimizer.parts):
         _flatten(f"optimizer.{index}", part.optimizer.state_dict(), flat)
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
@@ -252,8 +242,10 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _flatten(f"{prefix}.{index}", item, into)
+    elif isinstance(value, torch.Tensor):
+        into[prefix] = value.detach().clone()
     else:
-        into[prefix] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        into[prefix] = value
 
 
 def differences(
@@ -263,18 +255,12 @@ def differences(
     """Names whose values are not bitwise equal."""
     import torch
 
-    names = [name for name in expected if name not in found] + [
-        name for name in found if name not in expected
-    ]
+    names = [*(expected.keys() ^ found.keys())]
     for name in expected.keys() & found.keys():
         a = expected[name]
         b = found[name]
-        same = (
-            torch.equal(a, b)
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-            else a == b
-        )
-        if not same:
+        both_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        if not (torch.equal(a, b) if both_tensors else a == b):
             names.append(name)
     return sorted(names)
 
@@ -312,11 +298,8 @@ def read_plain_state(path: Path) -> dict[str, Any]:
     import torch
 
     flat: dict[str, Any] = {}
-    _flatten(
-        "",
-        torch.load(path / "common.pt", weights_only=True)["optimizer"],
-        flat,
-    )
+    common = torch.load(path / "common.pt", weights_only=True)
+    _flatten("", common["optimizer"], flat)
     return flat
 
 
@@ -325,13 +308,16 @@ def make_corpus(folder: Path) -> str:
     from tests.unit.data.corpus import build
 
     rng = np.random.default_rng(0)
-    return build(
-        folder / "corpus",
-        [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)],
-    )
+    documents = [[rng.integers(0, VOCAB_SIZE, size=60).tolist()] for _ in range(30)]
+    return build(folder / "corpus", documents)
 
 
-def checkpoints_at(folder: Path, **options: Any) -> Any:
+def names_in(folder: Path) -> list[str]:
+    """Sorted names of the files and directories in ``folder``."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def checkpoints_at(folder: Path | str, **options: Any) -> Any:
     """Stock ``ModelCheckpoint`` that keeps every checkpoint, named by step."""
     import lightning.pytorch as pl
 
@@ -345,13 +331,12 @@ def checkpoints_at(folder: Path, **options: Any) -> Any:
 @contextlib.contextmanager
 def engine_run() -> Iterator[Any]:
     """``RunState`` after one step of plain data parallelism over all ranks, inside the engine."""
-    trainer, _ = fit(
-        Run(
-            strategy={"num_microbatches": 1},
-            trainer={"max_steps": 1},
-            model={"n_layer": 2},
-        )
+    run = Run(
+        strategy={"num_microbatches": 1},
+        trainer={"max_steps": 1},
+        model={"n_layer": 2},
     )
+    trainer, _ = fit(run)
     with trainer.strategy.engine():
         yield trainer.strategy._run_state()
 

@@ -14,26 +14,20 @@ from tests.checkpoint.runs import (
     engine_run,
     fit,
     live_state,
+    names_in,
     save,
 )
+from tests.marks import on_gpus
 from tests.ranks import run_ranks
 
 SAVED_AT = 2
 LAST = 4
 
 TP2_SP = {"tp": 2, "sequence_parallel": True}
-CASES: list[tuple[str, int, dict[str, Any], str]] = [
-    ("cpu", 2, TP2_SP, "32-true"),
-    ("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
-    *(("gpu", 1, {}, precision) for precision in ("32-true", "bf16-mixed", "16-mixed")),
-    *(
-        ("gpu", 2, strategy, "bf16-mixed")
-        for strategy in (TP2_SP, {"pp": 2}, {}, {"distributed_optimizer": False})
-    ),
-]
 
 
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+def _state_on_host(trainer: Any) -> dict[str, Any]:
+    state = live_state(trainer)
     return {name: value.cpu() if hasattr(value, "cpu") else value for name, value in state.items()}
 
 
@@ -49,15 +43,14 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
         if trainer.global_step == SAVED_AT:
             # Save first: it waits for the all-gather of new weights, which may overlap with the next step.
             trainer.save_checkpoint(path)
-            before.update(_on_host(live_state(trainer)))
+            before.update(_state_on_host(trainer))
 
-    record_start = callback(
-        on_train_start=lambda trainer, _: after.update(_on_host(live_state(trainer)))
-    )
-    _, uninterrupted = fit(
-        run.but(strategy={"async_save": True}), callback(on_train_batch_end=save_once)
-    )
-    _, resumed = fit(run.but(ckpt_path=str(path)), record_start)
+    def record_start(trainer: Any, module: Any) -> None:
+        after.update(_state_on_host(trainer))
+
+    saving = run.but(strategy={"async_save": True})
+    _, uninterrupted = fit(saving, callback(on_train_batch_end=save_once))
+    _, resumed = fit(run.but(ckpt_path=str(path)), callback(on_train_start=record_start))
     later = range(SAVED_AT + 1, LAST + 1)
     return (
         differences(before, after),
@@ -69,11 +62,15 @@ def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], lis
 @pytest.mark.parametrize(
     ("accelerator", "world_size", "strategy", "precision"),
     [
-        pytest.param(
-            *case,
-            marks=[pytest.mark.gpu(case[1])] * (case[0] == "gpu"),
-        )
-        for case in CASES
+        ("cpu", 2, TP2_SP, "32-true"),
+        ("cpu", 2, {"overlap_communication": True}, "bf16-mixed"),
+        on_gpus(1, "gpu", 1, {}, "32-true"),
+        on_gpus(1, "gpu", 1, {}, "bf16-mixed"),
+        on_gpus(1, "gpu", 1, {}, "16-mixed"),
+        on_gpus(2, "gpu", 2, TP2_SP, "bf16-mixed"),
+        on_gpus(2, "gpu", 2, {"pp": 2}, "bf16-mixed"),
+        on_gpus(2, "gpu", 2, {}, "bf16-mixed"),
+        on_gpus(2, "gpu", 2, {"distributed_optimizer": False}, "bf16-mixed"),
     ],
 )
 def test_async_save_is_an_exact_snapshot(
@@ -89,9 +86,8 @@ def test_async_save_is_an_exact_snapshot(
     )
     # The restored state is bitwise equal; later GPU steps may differ by the summation order of some kernels.
     rel = 0.0 if accelerator == "cpu" else 1e-3
-    for differing, losses, resumed in run_ranks(
-        _save_then_resume, world_size, run, tmp_path / "saved.ckpt"
-    ):
+    ranks = run_ranks(_save_then_resume, world_size, run, tmp_path / "saved.ckpt")
+    for differing, losses, resumed in ranks:
         assert differing == []
         assert resumed == pytest.approx(losses, rel=rel, abs=0.0)
 
@@ -113,7 +109,7 @@ def _abandon(path: Path) -> list[Any]:
         seconds = time.monotonic() - start
         dist.barrier()
         return [
-            sorted(file.name for file in path.parent.iterdir()),
+            names_in(path.parent),
             read_meta(path)["lightning"]["save"],
             seconds,
         ]

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from tests.checkpoint import damage
 from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, train
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
@@ -135,14 +135,10 @@ def outcomes(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes
         apply(folder / f"{name}.ckpt")
         if name in CASES:  # as an attacker would
             damage.update_checksums(folder / f"{name}.ckpt")
+    run = RUN.but(ckpt_path=str(intact))
     runs = {name: RUN.but(ckpt_path=str(folder / f"{name}.ckpt")) for name in (*CASES, *FLIPPED)}
-    runs |= {
-        name: RUN.but(ckpt_path=str(intact), **changes) for name, (changes, _) in OTHER_RUNS.items()
-    }
-    runs["intact"] = RUN.but(
-        ckpt_path=str(intact),
-        trainer={"max_steps": 2},
-    )
+    runs |= {name: run.but(**changes) for name, (changes, _) in OTHER_RUNS.items()}
+    runs["intact"] = run.but(trainer={"max_steps": 2})
     return folder, run_ranks(_attempts, 2, runs)
 
 
@@ -168,9 +164,8 @@ def test_intact_checkpoint_loads_after_the_refusals(outcomes: Outcomes, intact: 
     assert [outcome["intact"] for outcome in outcomes[1]] == [("", "")] * 2
     names = {file.name for file in intact.iterdir()}
     assert names == FLIPPED.keys()
-    assert json.loads((intact / "checksums.json").read_text())["files"].keys() == names - {
-        "checksums.json"
-    }
+    checksums = json.loads((intact / "checksums.json").read_text())
+    assert checksums["files"].keys() == names - {"checksums.json"}
 
 
 def _resume_with_swapped_files(run: Run, folder: Path) -> list[tuple[str, str]]:
@@ -185,11 +180,9 @@ def _resume_with_swapped_files(run: Run, folder: Path) -> list[tuple[str, str]]:
     def read_and_swap(checked: Path) -> dict[str, Any]:
         meta = read_meta(checked)
         if dist.get_rank() == 0:
-            make = (
-                damage.malicious_pickle
-                if checked.stem == ".metadata"
-                else damage.malicious_torch_file
-            )
+            make = damage.malicious_torch_file
+            if checked.stem == ".metadata":
+                make = damage.malicious_pickle
             make(checked.stem)(checked)
         dist.barrier()
         return meta
@@ -202,51 +195,50 @@ def test_files_swapped_after_verification_run_no_code(tmp_path: Path, intact: Pa
     paths = [tmp_path / ".metadata.ckpt", tmp_path / "common.pt.ckpt"]
     for path in paths:
         shutil.copytree(intact, path)
+    expected = r"is not loaded: it (holds more than data \(|would run )posix.mkdir"
     for outcomes in run_ranks(_resume_with_swapped_files, 2, RUN, tmp_path):
         for kind, message in outcomes:
             assert kind == "CheckpointError", message
-            assert re.search(
-                r"is not loaded: it (holds more than data \(|would run )posix.mkdir", message
-            ), message
+            assert re.search(expected, message), message
     assert sorted(tmp_path.iterdir()) == paths, "code has run"
+
+
+def _times(*folders: Path) -> dict[Path, int]:
+    """When each file of the folders was changed last."""
+    return {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
 
 
 def _resume_with_foreign_paths(
     run: Run, folder: Path, paths: Mapping[str, str], stops: bool
 ) -> tuple[Any, list[str]]:
     """Resume with a ``ModelCheckpoint`` state that names ``paths`` elsewhere; return exit code and warnings."""
-    stop = callback(
-        on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM) if stops else None
-    )
+
+    def stop(*_: Any) -> None:
+        if stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     keeper = checkpoints_at(
-        folder, save_top_k=1, save_last=True, every_n_train_steps=100 if stops else 1
+        folder,
+        save_top_k=1,
+        save_last=True,
+        every_n_train_steps=100 if stops else 1,
     )
     meta = Path(str(run.ckpt_path)) / "meta.pt"
     state = torch.load(meta, weights_only=True)
-    state["lightning"]["callbacks"] = {
-        keeper.state_key: {"best_model_score": None, **paths}
-    }  # and no dirpath
+    # And no dirpath.
+    state["lightning"]["callbacks"] = {keeper.state_key: {"best_model_score": None, **paths}}
     torch.save(state, meta)
     damage.update_checksums(meta.parent)
     code = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with recorded_warnings("it is no complete checkpoint within") as texts:
         try:
-            fit(run, keeper, stop)
+            fit(run, keeper, callback(on_train_batch_end=stop))
         except SystemExit as ended:
             code = ended.code
-    return code, [
-        text
-        for warning in caught
-        if "it is no complete checkpoint within" in (text := str(warning.message))
-    ]
+    return code, texts
 
 
-@pytest.mark.parametrize(
-    "stops",
-    [False, True],
-    ids=["next save", "SIGTERM"],
-)
+@pytest.mark.parametrize("stops", [False, True], ids=["next save", "SIGTERM"])
 def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
     tmp_path: Path, intact: Path, stops: bool
 ) -> None:
@@ -257,7 +249,7 @@ def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
         shutil.copytree(intact, path)
     documents.mkdir()
     (documents / "thesis.txt").touch()
-    before = {path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]}
+    before = _times(documents, others)
     paths = {
         "best_model_path": f"{folder}/../others.ckpt",
         "last_model_path": f"{folder}/../documents",
@@ -270,18 +262,9 @@ def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
         ckpt_path=str(tmp_path / "a.ckpt"),
     )
 
-    ((code, texts),) = run_ranks(
-        _resume_with_foreign_paths,
-        1,
-        run,
-        folder,
-        paths,
-        stops,
-    )
+    ((code, texts),) = run_ranks(_resume_with_foreign_paths, 1, run, folder, paths, stops)
 
-    assert {
-        path: path.stat().st_mtime_ns for path in [*documents.iterdir(), *others.iterdir()]
-    } == before
+    assert _times(documents, others) == before
     assert code == (143 if stops else None)
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"] + ["step=4.ckpt"] * (
         not stops

@@ -4,9 +4,7 @@ Compared are loss, gradient norm, learning rate and tokens of every later step, 
 count, learning rate and random state (dropout is on).
 """
 
-import logging
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.checkpoint.runs import (
 )
 from tests.marks import exhaustive
 from tests.ranks import run_ranks
+from tests.recording import recorded_log, recorded_warnings
 
 STEPS_PER_EPOCH = 5
 
@@ -38,6 +37,7 @@ TP2_SGD = Run(
     optimizer={"name": "sgd"},
 )
 VALIDATED = Run(validate=True, trainer={"val_check_interval": 3})
+BY_VALIDATION = {"every_n_train_steps": None, "monitor": "val_loss"}
 EP2 = Run(
     model={**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
     strategy={"ep": 2, **EXPERT_BIAS},
@@ -48,19 +48,9 @@ EP2 = Run(
     ("run", "keeps"),
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
-        pytest.param(
-            Run(strategy={"pp": 2, "vpp": 2}),
-            {},
-            id="pp2 vpp2",
-        ),
-        pytest.param(
-            VALIDATED, {"every_n_train_steps": None, "monitor": "val_loss"}, id="dp2, validated"
-        ),
-        pytest.param(
-            Run(strategy={"cp": 2}),
-            {},
-            id="cp2",
-        ),
+        pytest.param(Run(strategy={"pp": 2, "vpp": 2}), {}, id="pp2 vpp2"),
+        pytest.param(VALIDATED, BY_VALIDATION, id="dp2, validated"),
+        pytest.param(Run(strategy={"cp": 2}), {}, id="cp2"),
         pytest.param(EP2, {}, id="ep2, bias"),
     ],
 )
@@ -68,21 +58,16 @@ def test_resume_in_mid_epoch_is_exact(tmp_path: Path, run: Run, keeps: dict[str,
     from lightning_megatron.engine.lr_schedule import LRSchedule
 
     schedule = LRSchedule(
-        style="cosine", warmup_steps=2, weight_decay_incr_style="linear", end_weight_decay=0.5
+        style="cosine",
+        warmup_steps=2,
+        weight_decay_incr_style="linear",
+        end_weight_decay=0.5,
     )
-    run = run.but(
-        trainer={"max_steps": 7},
-        module={"lr_schedule": schedule},
-    )
-    uninterrupted = run_ranks(
-        train_with_checkpoints, 2, run, tmp_path, {"every_n_train_steps": 3, **keeps}
-    )
+    run = run.but(trainer={"max_steps": 7}, module={"lr_schedule": schedule})
+    keeps = {"every_n_train_steps": 3, **keeps}
+    uninterrupted = run_ranks(train_with_checkpoints, 2, run, tmp_path, keeps)
 
-    resumed = run_ranks(
-        train,
-        2,
-        run.but(ckpt_path=str(tmp_path / "step=3.ckpt")),
-    )
+    resumed = run_ranks(train, 2, run.but(ckpt_path=str(tmp_path / "step=3.ckpt")))
 
     assert_exact_resume(uninterrupted, resumed, 4)
 
@@ -121,19 +106,11 @@ def _train_with_early_loader(run: Run) -> Trace:
 def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     uninterrupted = run_ranks(train_with_checkpoints, 1, run, tmp_path, {"every_n_train_steps": 3})
-    run_ranks(
-        train,
-        1,
-        run.but(trainer={"max_epochs": 1}),
-        tmp_path / "step=5.ckpt",
-    )
+    run_ranks(train, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
 
     for step, resume in ((STEPS_PER_EPOCH, train), (3, _train_with_early_loader)):
-        resumed = run_ranks(
-            resume,
-            1,
-            run.but(ckpt_path=str(tmp_path / f"step={step}.ckpt")),
-        )
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = run_ranks(resume, 1, run.but(ckpt_path=str(path)))
         assert_exact_resume(uninterrupted, resumed, step + 1)
 
 
@@ -142,26 +119,19 @@ DATASET = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModu
 
 @pytest.mark.parametrize(
     "run",
-    [
-        Run(),
-        Run(
-            **DATASET,
-            trainer={"max_epochs": 3},
-        ),
-    ],
+    [Run(), Run(**DATASET, trainer={"max_epochs": 3})],
     ids=["loader", "data module"],
 )
 def test_resume_from_the_end_of_an_epoch_is_exact(tmp_path: Path, run: Run) -> None:
     run = run.but(trainer={"max_steps": 9})
-    ends = {"every_n_train_steps": None, "save_on_train_epoch_end": True}
-    uninterrupted = run_ranks(
-        train_with_checkpoints, 1, run, tmp_path, {**ends, "every_n_epochs": 1}
-    )
-    resumed = run_ranks(
-        train,
-        1,
-        run.but(ckpt_path=str(tmp_path / f"step={STEPS_PER_EPOCH}.ckpt")),
-    )
+    ends = {
+        "every_n_train_steps": None,
+        "save_on_train_epoch_end": True,
+        "every_n_epochs": 1,
+    }
+    uninterrupted = run_ranks(train_with_checkpoints, 1, run, tmp_path, ends)
+    path = tmp_path / f"step={STEPS_PER_EPOCH}.ckpt"
+    resumed = run_ranks(train, 1, run.but(ckpt_path=str(path)))
     assert_exact_resume(uninterrupted, resumed, STEPS_PER_EPOCH + 1)
 
 
@@ -221,17 +191,9 @@ def test_resume_with_larger_max_steps_is_exact(
     uninterrupted = run_ranks(train, 1, run)
     for stop in stops:
         path = tmp_path / f"{stop}.ckpt"
-        run_ranks(
-            train,
-            1,
-            run.but(trainer={"max_steps": stop}),
-            path,
-        )
-        assert_exact_resume(
-            uninterrupted,
-            run_ranks(train, 1, run.but(ckpt_path=str(path))),
-            stop + 1,
-        )
+        run_ranks(train, 1, run.but(trainer={"max_steps": stop}), path)
+        resumed = run_ranks(train, 1, run.but(ckpt_path=str(path)))
+        assert_exact_resume(uninterrupted, resumed, stop + 1)
 
 
 # ---- other data -----------------------------------------------------------------------------------------------------
@@ -250,17 +212,13 @@ def _resume_messages(run: Run) -> str:
     from lightning_utilities.core import rank_zero
 
     lightning_megatron.Mine = Mine  # type: ignore[attr-defined]
-    lines: list[str] = []
-    handler: Any = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    rank_zero.log.addHandler(handler)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_log(rank_zero.log.name) as log, recorded_warnings() as warned:
         try:
-            lines.append(f"step {fit(run)[0].global_step}")
+            trainer, _ = fit(run)
+            end = f"step {trainer.global_step}"
         except lightning_megatron.CheckpointError as error:
-            lines.append(str(error))
-    return " ".join([*lines, *(str(warning.message) for warning in caught)])
+            end = str(error)
+    return " ".join([log.getvalue(), end, *warned])
 
 
 def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Path) -> None:
@@ -279,10 +237,7 @@ def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Pat
         ("module", MODULE, 3, ""),
         ("module", MODULE, 1, "is of step 2, and max_steps=1: nothing is left to do"),
     ):
-        resumed = run.but(
-            trainer={"max_steps": steps},
-            ckpt_path=str(paths[saved]),
-        )
+        resumed = run.but(trainer={"max_steps": steps}, ckpt_path=str(paths[saved]))
         messages, *of_other_ranks = run_ranks(_resume_messages, run.strategy.get("tp", 1), resumed)
         assert expected in messages
         for notice in (restart, sizes):

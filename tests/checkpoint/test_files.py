@@ -3,7 +3,6 @@
 import io
 import json
 import pickle
-import warnings
 import zlib
 from enum import Enum
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning_megatron.storage import checksums
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
 from tests.checkpoint.damage import Damage, flipped_bit, missing, truncated, update_checksums
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
@@ -88,15 +88,10 @@ _SIZE = b"ctorch\nSize\n"
 @pytest.mark.parametrize(
     ("instructions", "message"),
     [
-        (
-            _SIZE + b"N}X\x01\x00\x00\x00xNs\x86b",
-            "would change a class",
-        ),  # BUILD with (None, {"x": None})
+        # BUILD with (None, {"x": None}), then APPEND to an object.
+        (_SIZE + b"N}X\x01\x00\x00\x00xNs\x86b", "would change a class"),
         (_SIZE + b"}X\x01\x00\x00\x00xNsb", "would change a class"),
-        (
-            _SIZE + b")R}X\x06\x00\x00\x00append" + _SIZE + b"sbNa",
-            "unreadable",
-        ),  # APPEND to an object
+        (_SIZE + b")R}X\x06\x00\x00\x00append" + _SIZE + b"sbNa", "unreadable"),
         (_SIZE + b")R)R", "unreadable"),  # calls an object
         (_SIZE + b")}X\x01\x00\x00\x00xNs\x92", "unreadable"),  # NEWOBJ_EX
         (b"ctorch.distributed.checkpoint.filesystem\nos.system\n", "would run .*os.system"),
@@ -151,12 +146,9 @@ def _save_and_load(hyper_parameters: dict[str, Any]) -> tuple[Any, list[str]]:
 
     from lightning_megatron.checkpoint.plain_data import plain_state, torch_bytes
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as warned:
         written = torch_bytes(plain_state({"epoch": 3, "hyper_parameters": hyper_parameters}))
-    return torch.load(io.BytesIO(written), weights_only=True), [
-        str(warning.message) for warning in caught
-    ]
+    return torch.load(io.BytesIO(written), weights_only=True), warned
 
 
 def test_hyper_parameters_are_saved_as_plain_data_or_text() -> None:
@@ -165,12 +157,9 @@ def test_hyper_parameters_are_saved_as_plain_data_or_text() -> None:
         "color": _Color.RED,
         "sizes": (1, [np.int64(2)]),
         "none": None,
+        "module": [io.StringIO, 3],
     }
-    ((meta, warned),) = run_ranks(
-        _save_and_load,
-        1,
-        {**data, "module": [io.StringIO, 3]},
-    )
+    ((meta, warned),) = run_ranks(_save_and_load, 1, data)
     plain = {
         "lr": 0.5,
         "color": "red",

@@ -22,6 +22,7 @@ from tests.checkpoint.runs import (
     differences,
     engine_run,
     fit,
+    names_in,
     read_tensors,
     save,
 )
@@ -72,11 +73,9 @@ class _Calls:
         self.last = last
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if (
-            event in _EVENTS
-            and self._folder in str(args[0])
-            and (event != "open" or _changes(args[2]))
-        ):
+        if event not in _EVENTS or self._folder not in str(args[0]):
+            return
+        if event != "open" or _changes(args[2]):
             self._count()
 
     def _counted(self, original: Any) -> Any:
@@ -191,10 +190,10 @@ def test_a_complete_checkpoint_survives_sigkill(
     publish(partial, path)
     wait_for_deletions()
     lock.release()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["kept.ckpt", "last.ckpt"]
+    assert names_in(tmp_path) == ["kept.ckpt", "last.ckpt"]
     remove(path)
     wait_for_deletions()
-    assert [file.name for file in tmp_path.iterdir()] == ["kept.ckpt"]
+    assert names_in(tmp_path) == ["kept.ckpt"]
 
 
 def _train(run: Run, path: Path, *, dies: bool = False) -> int:
@@ -209,7 +208,8 @@ def _train(run: Run, path: Path, *, dies: bool = False) -> int:
             Path.replace = die  # type: ignore[method-assign]
         trainer.save_checkpoint(path)
 
-    return min(fit(run, callback(on_train_batch_end=save_each_step))[1].steps)
+    _, trace = fit(run, callback(on_train_batch_end=save_each_step))
+    return min(trace.steps)
 
 
 def _save_interrupted_twice(run: Run, path: Path) -> None:
@@ -227,4 +227,4 @@ def test_resume_after_two_crashes_finds_the_only_complete_checkpoint(tmp_path: P
 
     assert not path.exists()
     assert run_ranks(_train, 1, run.but(ckpt_path=str(path)), path) == [2]
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert names_in(tmp_path) == ["last.ckpt"]

@@ -26,17 +26,11 @@ def _complete(path: Path, step: int, **more: Any) -> None:
     path.mkdir(parents=True)
     for name in (".metadata", "metadata.json", "common.pt", "checksums.json"):
         (path / name).touch()
-    torch.save(
-        {
-            "lightning": {"global_step": step},
-            **more,
-        },
-        path / "meta.pt",
-    )
-    changed = (
-        100 - step if "time" in more else step
-    )  # a copied checkpoint has a later file time than its original
-    os.utime(path / "meta.pt", (changed, changed))
+    meta = path / "meta.pt"
+    torch.save({"lightning": {"global_step": step}, **more}, meta)
+    # A copied checkpoint has a later file time than its original.
+    changed = 100 - step if "time" in more else step
+    os.utime(meta, (changed, changed))
 
 
 def _make(folder: Path, files: Files) -> None:
@@ -48,9 +42,11 @@ def _make(folder: Path, files: Files) -> None:
         elif content is None:
             (folder / name).mkdir(parents=True)
             (folder / name / "common.pt").touch()
-        else:
-            step, more = content if isinstance(content, tuple) else (content, {})
+        elif isinstance(content, tuple):
+            step, more = content
             _complete(folder / name, step, **more)
+        else:
+            _complete(folder / name, content)
 
 
 @pytest.fixture
@@ -85,22 +81,10 @@ NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
 """Files of two callbacks, one of which saves only weights."""
 
 
-def _at(
-    step: int,
-    start: int,
-    save: int,
-    time: float,
-    line: str = "a",
-) -> tuple[int, dict[str, Any]]:
+def _at(step: int, start: int, save: int, time: float, line: str = "a") -> Any:
     """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
-    return step, {
-        "position": {
-            "line": line,
-            "start": start,
-            "save": save,
-        },
-        "time": time,
-    }
+    position = {"line": line, "start": start, "save": save}
+    return step, {"position": position, "time": time}
 
 
 HOUR = 3600.0
@@ -147,26 +131,17 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "clock ahead, and a link": ({**AHEAD, "last.ckpt": "step=6.ckpt"}, "last", "step=12.ckpt"),
     "went back on purpose": (WENT_BACK, "last", "step=7.ckpt"),
     "rolled back in one start": (
-        {
-            "a.ckpt": _at(8, 1, 4, HOUR),
-            "b.ckpt": _at(8, 1, 5, 0.0),
-        },
+        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)},
         "last",
         "b.ckpt",
     ),
     "another line, later by the clock": (
-        {
-            **WENT_BACK,
-            "other.ckpt": _at(3, 1, 1, 80.0, line="b"),
-        },
+        {**WENT_BACK, "other.ckpt": _at(3, 1, 1, 80.0, line="b")},
         "last",
         "other.ckpt",
     ),
     "another line, earlier by the clock": (
-        {
-            **WENT_BACK,
-            "other.ckpt": _at(99, 9, 9, 60.0, line="b"),
-        },
+        {**WENT_BACK, "other.ckpt": _at(99, 9, 9, 60.0, line="b")},
         "last",
         "step=7.ckpt",
     ),
@@ -178,17 +153,14 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     ),
     "damaged counters": (
         {
-            "a.ckpt": _at(8, 1, "x", 9.0),
+            "a.ckpt": _at(8, 1, "x", 9.0),  # type: ignore[arg-type]
             "b.ckpt": (8, {"position": 3, "time": 8.0}),
         },
         "last",
         "a.ckpt",
-    ),  # type: ignore[arg-type]
+    ),
     "directory: most steps, twice": (
-        {
-            "a.ckpt": _at(8, 1, 4, HOUR),
-            "b.ckpt": _at(8, 2, 1, 0.0),
-        },
+        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)},
         ".",
         "b.ckpt",
     ),
@@ -201,11 +173,8 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "directory: newer weights only": (NEWER_WEIGHTS, ".", "step=4.ckpt"),
     "weights suffice": (NEWER_WEIGHTS, "last", "last.ckpt", True),
     "directory: weights suffice": (NEWER_WEIGHTS, ".", "last.ckpt", True),
-    "only weights": (
-        {"step=4.ckpt": None, "last.ckpt": WEIGHTS},
-        ".",
-        "last.ckpt",
-    ),  # refused when it is loaded
+    # Refused when it is loaded.
+    "only weights": ({"step=4.ckpt": None, "last.ckpt": WEIGHTS}, ".", "last.ckpt"),
     "nothing": ({}, "last", None),
     "killed first save": ({"step=2.ckpt.partial": None, "last.ckpt": "step=2.ckpt"}, "last", None),
 }
@@ -217,11 +186,11 @@ def test_ckpt_path_resolves_to_a_complete_checkpoint(folder: Path, name: str) ->
     files, ckpt_path, found, *weights_only = FOUND[name]
     _make(folder, files)
     before = sorted(folder.rglob("*"))
-    expected = "last" if found is None else str(folder / found)  # left to Lightning, which warns
-    assert (
-        _find(folder, "last" if ckpt_path == "last" else folder / ckpt_path, *weights_only)
-        == expected
-    )
+    expected = "last"  # left to Lightning, which warns
+    if found is not None:
+        expected = str(folder / found)
+    path = "last" if ckpt_path == "last" else folder / ckpt_path
+    assert _find(folder, path, *weights_only) == expected
     assert sorted(folder.rglob("*")) == before
 
 
@@ -284,12 +253,9 @@ def test_unknown_protocols_are_refused_before_any_process_starts(tmp_path: Path)
 
 @pytest.fixture
 def requeued(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "SLURM_NTASKS": "1",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_RESTART_COUNT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
 
 
 @pytest.mark.usefixtures("requeued")
@@ -310,23 +276,23 @@ def test_requeued_job_resumes_from_its_newest_checkpoint(
     ckpt_path: str | None,
     found: str,
 ) -> None:
-    checkpoints = {f"hpc_ckpt_{version}.ckpt": step for version, step in enumerate(steps, start=1)}
-    _make(tmp_path, {**checkpoints, "hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last})
-    path = str(tmp_path / ckpt_path) if ckpt_path and "/" in ckpt_path else ckpt_path
-    assert _find(folder, path) == str(tmp_path / found)
+    files: Files = {"hpc_ckpt_7.ckpt.partial": None, "checkpoints/last.ckpt": last}
+    for version, step in enumerate(steps, start=1):
+        files[f"hpc_ckpt_{version}.ckpt"] = step
+    _make(tmp_path, files)
+    if ckpt_path and "/" in ckpt_path:
+        ckpt_path = str(tmp_path / ckpt_path)
+    assert _find(folder, ckpt_path) == str(tmp_path / found)
 
 
 @pytest.mark.usefixtures("requeued")
 def test_requeued_job_that_went_back_goes_on_from_there(folder: Path, tmp_path: Path) -> None:
-    files = {
-        "hpc_ckpt_1.ckpt": _at(14, 1, 5, HOUR),
-        "hpc_ckpt_2.ckpt": _at(8, 2, 2, 80.0),
-    }
+    _make(folder, WENT_BACK)
     _make(
         tmp_path,
         {
-            **files,
-            **{f"checkpoints/{name}": each for name, each in WENT_BACK.items()},
+            "hpc_ckpt_1.ckpt": _at(14, 1, 5, HOUR),
+            "hpc_ckpt_2.ckpt": _at(8, 2, 2, 80.0),
         },
     )
     assert _find(folder, "last") == str(tmp_path / "hpc_ckpt_2.ckpt")
@@ -345,15 +311,10 @@ def test_requeued_job_without_a_complete_checkpoint_is_refused(tmp_path: Path) -
 
 def _resume_without_shared_disk(folder: Path) -> None:
     """Resume where only rank 0 sees the checkpoint, as on two nodes without a shared disk."""
-    is_first = os.environ["RANK"] == "0"
-    trainer = {"default_root_dir": str(folder if is_first else folder / "empty"), "max_steps": 1}
-    fit(
-        Run(
-            strategy={"tp": 2},
-            trainer=trainer,
-            ckpt_path="last",
-        )
-    )
+    if os.environ["RANK"] != "0":
+        folder = folder / "empty"
+    trainer = {"default_root_dir": str(folder), "max_steps": 1}
+    fit(Run(strategy={"tp": 2}, trainer=trainer, ckpt_path="last"))
 
 
 def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_path: Path) -> None:
@@ -394,11 +355,9 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
         trainer = pl.Trainer(logger=CSVLogger(tmp_path, name), **options)
         last = find_last(trainer)
         assert (last.step if last else None) == found
-    elsewhere = pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")
-    assert (
-        find_last(pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=[elsewhere], **options))
-        is None
-    )
+    elsewhere = [pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")]
+    trainer = pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=elsewhere, **options)
+    assert find_last(trainer) is None
 
 
 def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
@@ -418,20 +377,16 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
                 return time.time() + clock
 
         save.time = Clock  # type: ignore[assignment]
-        path = None if ckpt_path is None or ckpt_path == "last" else f"{folder}/{ckpt_path}"
-        settings = {
-            "max_steps": max_steps,
-            "default_root_dir": "/nonexistent",
-        }  # nothing is written there
-        trainer, _ = fit(
-            Run(
-                trainer=settings,
-                ckpt_path=path or ckpt_path,
-                model={"n_layer": 2},
-                strategy={"num_microbatches": 1},
-            ),
-            checkpoints_at(Path(folder) if "://" not in folder else folder, every_n_train_steps=2),  # type: ignore[arg-type]
+        if ckpt_path not in (None, "last"):
+            ckpt_path = f"{folder}/{ckpt_path}"
+        run = Run(
+            # Nothing is written there.
+            trainer={"max_steps": max_steps, "default_root_dir": "/nonexistent"},
+            ckpt_path=ckpt_path,
+            model={"n_layer": 2},
+            strategy={"num_microbatches": 1},
         )
+        trainer, _ = fit(run, checkpoints_at(folder, every_n_train_steps=2))
         trainer.strategy.barrier()
         last = find_last(trainer)
         assert last is not None
@@ -460,10 +415,7 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
     return starts
 
 
-@pytest.mark.parametrize(
-    "protocol",
-    ["", exhaustive("memory")],
-)
+@pytest.mark.parametrize("protocol", ["", exhaustive("memory")])
 def test_restarts_go_on_from_what_was_written_last_whatever_the_clocks(
     tmp_path: Path, protocol: str
 ) -> None:

@@ -22,6 +22,7 @@ from tests.checkpoint.runs import (
 )
 from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
+from tests.recording import recorded_warnings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
@@ -176,18 +177,11 @@ def test_weights_of_another_architecture_are_refused_even_if_not_strict(trained:
         "load_from": LoadFrom(path=str(trained[0]), strict=False),
     }
     with pytest.raises(RankError, match="is of another model: num_attention_heads=") as caught:
-        run_ranks(
-            _begin,
-            1,
-            RUN.but(model={"n_head": 2}, strategy=strategy),
-        )
+        run_ranks(_begin, 1, RUN.but(model={"n_head": 2}, strategy=strategy))
     assert caught.value.error_type == "CheckpointError"
 
 
-@pytest.mark.parametrize(
-    "vocab_size",
-    [exhaustive(110), 300],
-)
+@pytest.mark.parametrize("vocab_size", [exhaustive(110), 300])
 def test_embeddings_of_new_tokens_keep_their_initial_values(
     trained: Trained, vocab_size: int
 ) -> None:
@@ -215,10 +209,9 @@ def test_embeddings_of_new_tokens_keep_their_initial_values(
     new = torch.cat([state[name] for state, _ in loaded])
     assert new[:100].equal(old[:100])
     assert new[100:].equal(fresh[100:])
-    assert (
-        f"initial values (rows 100 to {vocab_size - 1} of embedding.word_embeddings.weight)"
-        in loaded[0][1]
-    )
+    _, text = loaded[0]
+    rows = f"rows 100 to {vocab_size - 1}"
+    assert f"initial values ({rows} of embedding.word_embeddings.weight)" in text
 
 
 def test_missing_and_unused_weights_are_listed_if_not_strict(trained: Trained) -> None:
@@ -245,13 +238,9 @@ def test_missing_and_unused_weights_are_listed_if_not_strict(trained: Trained) -
 
 
 def _begin_and_warn(run: Run) -> tuple[dict[str, Any], str]:
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("The run begins") as texts:
         result = _begin(run)
-    texts = [str(warning.message) for warning in caught]
-    return result["state"], "\n".join(text for text in texts if "The run begins" in text)
+    return result["state"], "\n".join(texts)
 
 
 # ---- weights-only checkpoints ---------------------------------------------------------------------------------------

@@ -1,14 +1,22 @@
 """Lightning's ``ModelCheckpoint`` keeps, links, finds and deletes checkpoints, which are directories."""
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import GLOBAL_BATCH, Run, callback, checkpoints_at, fit, rows_dataset
+from tests.checkpoint.runs import (
+    GLOBAL_BATCH,
+    Run,
+    callback,
+    checkpoints_at,
+    fit,
+    names_in,
+    rows_dataset,
+)
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 
 def _monitor_loss(folder: Path, save_last: bool | str) -> Any:
@@ -24,18 +32,9 @@ def _monitor_loss(folder: Path, save_last: bool | str) -> Any:
 
 
 def _train_unvalidated(folder: Path) -> tuple[list[str], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(
-            Run(
-                strategy={},
-                trainer={"max_steps": 2},
-            ),
-            _monitor_loss(folder, True),
-        )
-    return [str(warning.message) for warning in caught], [
-        path.name for path in folder.glob("*.ckpt")
-    ]
+    with recorded_warnings("ModelCheckpoint") as warned:
+        fit(Run(trainer={"max_steps": 2}), _monitor_loss(folder, True))
+    return warned, [path.name for path in folder.glob("*.ckpt")]
 
 
 def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
@@ -48,15 +47,11 @@ def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
 
 
 def _train_with_two_callbacks(folder: Path, is_async: bool) -> list[str]:
-    callbacks = checkpoints_at(folder, save_top_k=1), checkpoints_at(folder, every_n_train_steps=2)
-    fit(
-        Run(
-            strategy={"async_save": is_async},
-            trainer={"max_steps": 4},
-        ),
-        *callbacks,
-    )
-    return sorted(path.name for path in folder.iterdir())
+    newest = checkpoints_at(folder, save_top_k=1)
+    every_second = checkpoints_at(folder, every_n_train_steps=2)
+    run = Run(strategy={"async_save": is_async}, trainer={"max_steps": 4})
+    fit(run, newest, every_second)
+    return names_in(folder)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -86,21 +81,12 @@ def _train_then_evaluate_best_and_last(
         for path in folder.glob("*.ckpt")
     }
     trainer.strategy.barrier()
-    loader = DataLoader(
-        rows_dataset(12), batch_size=GLOBAL_BATCH // trainer.strategy.data_parallel_size
-    )
+    batch_size = GLOBAL_BATCH // trainer.strategy.data_parallel_size
+    loader = DataLoader(rows_dataset(12), batch_size=batch_size)
     evaluated = {}
     for name in ("best", "last"):
-        (validated,) = trainer.validate(
-            dataloaders=loader,
-            ckpt_path=name,
-            verbose=False,
-        )
-        (tested,) = trainer.test(
-            dataloaders=loader,
-            ckpt_path=name,
-            verbose=False,
-        )
+        (validated,) = trainer.validate(dataloaders=loader, ckpt_path=name, verbose=False)
+        (tested,) = trainer.test(dataloaders=loader, ckpt_path=name, verbose=False)
         evaluated[name] = (validated["val_loss"], tested["test_loss"])
     return {
         "losses": losses,

@@ -3,7 +3,6 @@
 Megatron pads its buckets to multiples of dp, so at dp = 3 all offsets differ from those at dp = 1, 2 and 4.
 """
 
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +24,7 @@ from tests.checkpoint.runs import (
 )
 from tests.marks import exhaustive
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
@@ -89,15 +89,7 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
     [
         pytest.param(
             EXPERTS,
-            [
-                EP2,
-                ONE,
-                EP4,
-                TP2_EP2,
-                _unsharded(EP2),
-                PP2_EP2,
-                DP3,
-            ],
+            [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3],
             id="experts",
         ),
         pytest.param(
@@ -143,22 +135,16 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
         assert differences(plain, read_plain_state(path)) == [], (
             f"the optimizer changed on the way to {strategy}"
         )
-    assert (
-        original["optimizer.state.exp_avg.embedding.word_embeddings.weight"][:VOCAB_SIZE]
-        .abs()
-        .sum()
-        > 0
-    )
+    moments = original["optimizer.state.exp_avg.embedding.word_embeddings.weight"]
+    assert moments[:VOCAB_SIZE].abs().sum() > 0
     if changes is EXPERTS:
         assert original["decoder.layers.mlp.router.expert_bias"].abs().sum() > 0
     if "precision" in run.trainer:
-        weight = "decoder.layers.mlp.linear_fc1.weight"
-        assert original[weight].dtype != original[f"optimizer.state.param.{weight}"].dtype
-        assert (
-            original[f"optimizer.state.param.{weight}"]
-            .to(original[weight].dtype)
-            .equal(original[weight])
-        )
+        name = "decoder.layers.mlp.linear_fc1.weight"
+        weight = original[name]
+        master = original[f"optimizer.state.param.{name}"]
+        assert master.dtype != weight.dtype
+        assert master.to(weight.dtype).equal(weight)
     if changes is FP16:
         # 512, doubled after two finite steps; one more has been counted since.
         assert plain[".grad_scaler.scale"] == 2.0**10
@@ -180,10 +166,9 @@ def _has_notice(first: Run, resumed: Run, folder: Path) -> bool:
     """Whether resuming a run of tp=2 with dp=2 says that dropout masks differ."""
     path = folder / "first.ckpt"
     train(first, path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("dropout masks differ") as messages:
         train(resumed.but(ckpt_path=str(path)))
-    return any("dropout masks differ" in str(each.message) for each in caught)
+    return bool(messages)
 
 
 @pytest.mark.parametrize(
@@ -296,13 +281,8 @@ def test_master_weights_survive_a_change_of_precision(
             "nothing was rounded"
         )
     assert differences(source, read_tensors(back)) == []
-    for (
-        trace
-    ) in other_traces:  # every rank has all masters, also those that its optimizer does not hold
-        weights_of_rank = {
-            name: value for name, value in trace.state.items() if name.startswith("weights.")
-        }
-        assert (
-            differences({name: first.state[name] for name in weights_of_rank}, weights_of_rank)
-            == []
-        )
+    # Every rank has all masters, also those that its optimizer does not hold.
+    for trace in other_traces:
+        names = [name for name in trace.state if name.startswith("weights.")]
+        for name in names:
+            assert trace.state[name].equal(first.state[name])

@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ from tests.checkpoint.runs import (
     checkpoints_at,
     engine_run,
     fit,
+    names_in,
     save,
     train_with_checkpoints,
 )
 from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
+from tests.recording import recorded_warnings
 
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 4})
 
@@ -63,24 +64,19 @@ def _train_on_a_full_disk(
     """Steps taken, checkpoints before each step, and warnings."""
     seen: dict[int, list[str]] = {}
     disk = _full_disk(victim, *steps, seen, folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("is not written") as texts:
         try:
             _, trace = fit(run, disk, checkpoints_at(folder, save_top_k=1))
         finally:
             resource.setrlimit(
                 resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
             )
-    texts = [text for warning in caught if "is not written" in (text := str(warning.message))]
     return list(trace.steps), seen, texts
 
 
 @pytest.mark.parametrize(
     ("victim", "async_save"),
-    [
-        exhaustive(0, False),
-        (1, True),
-    ],
+    [exhaustive(0, False), (1, True)],
     ids=["rank 0", "rank 1, async"],
 )
 def test_full_disk_warns_and_keeps_the_older_checkpoint(
@@ -94,20 +90,15 @@ def test_full_disk_warns_and_keeps_the_older_checkpoint(
         assert steps == [1, 2, 3, 4]
         assert seen == {0: [], 1: ["step=1.ckpt"], 2: ["step=1.ckpt"], 3: ["step=1.ckpt"]}
     texts = results[0][2]
-    assert [text.split()[1] for text in texts] == [
-        str(tmp_path / f"step={step}.ckpt") for step in (2, 3)
-    ]
-    assert all("the next save is tried as usual" in text for text in texts)
+    for step, text in zip((2, 3), texts, strict=True):
+        assert text.split()[1] == f"{tmp_path}/step={step}.ckpt"
+        assert "the next save is tried as usual" in text
     assert results[1][2] == []
-    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+    assert names_in(tmp_path) == ["step=4.ckpt"]
 
 
 def _train_with_unserializable_state(run: Run, folder: Path) -> None:
-    fit(
-        run,
-        callback(state_dict=lambda: {"path": object()}),
-        checkpoints_at(folder),
-    )
+    fit(run, callback(state_dict=lambda: {"path": object()}), checkpoints_at(folder))
 
 
 def _train_below_a_file(run: Run, folder: Path) -> None:
@@ -136,16 +127,11 @@ def test_fatal_save_failures_end_the_run(
     message: str,
     left: list[str],
 ) -> None:
+    run = RUN.but(strategy={"async_save": True})
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(
-            train,
-            2,
-            RUN.but(strategy={"async_save": True}),
-            tmp_path,
-            *arguments,
-        )
+        run_ranks(train, 2, run, tmp_path, *arguments)
     assert caught.value.error_type == "CheckpointError"
-    assert [path.name for path in tmp_path.iterdir()] == left
+    assert names_in(tmp_path) == left
 
 
 def _raise_at_step_3(error: Exception, rank: int | None = None) -> Any:

@@ -7,7 +7,6 @@ store. Unlike ``memory://``, several processes share it.
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +25,13 @@ from tests.checkpoint.runs import (
     checkpoints_at,
     differences,
     fit,
+    names_in,
     train,
 )
 from tests.marks import exhaustive
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
+from tests.recording import recorded_warnings
 
 PROTOCOL = "shared"
 
@@ -127,14 +128,10 @@ def _train_and_resume(address: str, is_async: bool) -> tuple[Trace, list[str], l
     register()
     options = {"save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
     run = RUN.but(strategy={"async_save": is_async})
-    fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))  # type: ignore[arg-type]
+    fit(run.but(trainer={"max_steps": 4}), checkpoints_at(address, **options))
     names = _checkpoints(address)  # the other rank may already have files of its write test there
-    resumed = fit(run.but(ckpt_path="last"), checkpoints_at(address, **options))[1]  # type: ignore[arg-type]
+    resumed = fit(run.but(ckpt_path="last"), checkpoints_at(address, **options))[1]
     return resumed, names, _checkpoints(address)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def _checkpoints(address: str) -> list[str]:
@@ -184,17 +181,15 @@ def _fail_during_replacement(address: str) -> list[str]:
     def limit_copies(trainer: Any, *_: Any) -> None:
         SharedFileSystem.copies_left = 2 if trainer.global_step == 2 else None
 
-    saver = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)  # type: ignore[arg-type]
+    saver = checkpoints_at(address, filename="same", save_top_k=1, enable_version_counter=False)
     with pytest.raises(CheckpointError, match="the store is gone"):
         fit(run, callback(on_train_batch_end=limit_copies), saver)
     path = as_path(address) / "same.ckpt"
-    results = [f"{find_newest(path).step} of {_names(as_path(address))}"]
+    results = [f"{find_newest(path).step} of {names_in(as_path(address))}"]
     SharedFileSystem.copies_left = None
-    resumed = fit(
-        run.but(trainer={"max_steps": 3}, ckpt_path=str(path)),
-        checkpoints_at(address, filename="same"),
-    )  # type: ignore[arg-type]
-    results.append(f"{resumed[0].global_step} of {_names(as_path(address))}")
+    again = run.but(trainer={"max_steps": 3}, ckpt_path=str(path))
+    trainer, _ = fit(again, checkpoints_at(address, filename="same"))
+    results.append(f"{trainer.global_step} of {names_in(as_path(address))}")
     (path / "meta.pt").unlink()
     try:
         find_newest(path)
@@ -233,12 +228,10 @@ def _save_while_the_store_refuses(
             operations[trainer.global_step] if trainer.global_rank == victim else None
         )
 
-    saver = checkpoints_at(address, save_top_k=1)  # type: ignore[arg-type]
+    saver = checkpoints_at(address, save_top_k=1)
     run = RUN.but(trainer={"max_steps": len(operations)})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("refused") as texts:
         _, trace = fit(run, callback(on_train_batch_start=refuse), saver)
-    texts = [str(each.message) for each in caught if "refused" in str(each.message)]
     return list(trace.steps), texts, _checkpoints(address)
 
 
@@ -267,17 +260,10 @@ def test_a_store_that_refuses_any_operation_fails_the_save_and_not_the_run(
 
 def _start_beside_unfinished_checkpoints(address: str) -> tuple[Trace, list[str]]:
     register()
-    saver = checkpoints_at(address, save_last=True)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, trace = fit(
-            RUN.but(
-                trainer={"max_steps": 2},
-                ckpt_path="last",
-            ),
-            saver,
-        )
-    return trace, [str(each.message) for each in caught]
+    saver = checkpoints_at(address, save_last=True)
+    with recorded_warnings() as texts:
+        _, trace = fit(RUN.but(trainer={"max_steps": 2}, ckpt_path="last"), saver)
+    return trace, texts
 
 
 def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
@@ -309,7 +295,8 @@ def test_a_run_writes_nothing_while_other_ranks_look_for_checkpoints(tmp_path: P
     from lightning_megatron.storage.paths import as_path
 
     register()
-    strategy, saver = MegatronStrategy(), checkpoints_at(f"shared://{tmp_path}/run")  # type: ignore[arg-type]
+    strategy = MegatronStrategy()
+    saver = checkpoints_at(f"shared://{tmp_path}/run")
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=False,
@@ -331,18 +318,13 @@ def test_inspect_and_convert_read_from_a_store(
     from lightning_megatron.storage.hub import local_folder
 
     register()
-    run_ranks(
-        train,
-        1,
-        Run(trainer={"max_steps": 1}),
-        tmp_path / "one.ckpt",
-    )
+    run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     from_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")
     assert from_store.split("\n")[1:] == capsys.readouterr().out.split("\n")[1:]
     copy = local_folder(Path(f"shared://{tmp_path}/one.ckpt"), "model")
-    assert _names(copy) == _names(tmp_path / "one.ckpt")
+    assert names_in(copy) == names_in(tmp_path / "one.ckpt")
     assert copy.name == "one.ckpt"
     assert copy.parent.parent != tmp_path
 
@@ -387,8 +369,4 @@ def test_missing_bucket_and_server_are_refused(s3_bucket: str) -> None:
 
 
 def _refuse_address(address: str) -> str:
-    return refusal(
-        fit,
-        Run(trainer={"max_steps": 1}),
-        checkpoints_at(address),
-    )  # type: ignore[arg-type]
+    return refusal(fit, Run(trainer={"max_steps": 1}), checkpoints_at(address))
