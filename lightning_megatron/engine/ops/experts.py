@@ -40,13 +40,13 @@ class GroupedExperts(MegatronModule):
         del name
         super().__init__(config=config)
         assert pg_collection is not None
-        self._ep, self._dp = pg_collection.ep, pg_collection.expt_dp
-        width, hidden, count = config.moe_ffn_hidden_size, config.hidden_size, num_local_experts
-        self.linear_fc1 = self._create_weight(
-            count,
-            (2 if config.gated_linear_unit else 1) * width,
-            hidden,
-        )
+        self._ep = pg_collection.ep
+        self._dp = pg_collection.expt_dp
+        width = config.moe_ffn_hidden_size
+        hidden = config.hidden_size
+        count = num_local_experts
+        rows = 2 * width if config.gated_linear_unit else width
+        self.linear_fc1 = self._create_weight(count, rows, hidden)
         self.linear_fc2 = self._create_weight(count, hidden, width)
 
     def _create_weight(self, *shape: int) -> torch.nn.Parameter:
@@ -166,31 +166,31 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         tokens, ends = ctx.saved_tensors
-        gradient, weights = upstream[0].contiguous(), ctx.weights
-        d_tokens = F.grouped_mm(gradient, weights, offs=ends) if ctx.needs_input_grad[0] else None
+        weights = ctx.weights
+        gradient = upstream[0].contiguous()
+        d_tokens = None
+        if ctx.needs_input_grad[0]:
+            d_tokens = F.grouped_mm(gradient, weights, offs=ends)
         if not ctx.needs_input_grad[1]:
             return d_tokens, None, None
         d_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
         if hasattr(weights, "main_grad"):
             if d_weights.is_cuda:
-                from lightning_megatron.engine.ops.triton.experts import (
-                    add_to,  # Triton is on GPUs only
-                )
+                # Imported here: Triton is on GPUs only.
+                from lightning_megatron.engine.ops.triton.experts import add_to
 
                 add_to(weights.main_grad, d_weights)
             else:
                 weights.main_grad.add_(d_weights)
-            weights.grad_added_to_main_grad = (
-                True  # Megatron's hook requires a gradient, and then ignores it
-            )
+            # Megatron's hook requires a gradient, and then ignores it.
+            weights.grad_added_to_main_grad = True
         return d_tokens, d_weights, None
 
 
 def _grouped_matmul(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Product of each token and the transposed matrix of its expert, [n, rows of a matrix]."""
-    if (
-        len(tokens) == 0
-    ):  # none of this rank's experts was selected; their gradient is 0 all the same
+    if len(tokens) == 0:
+        # None of this rank's experts was selected; their gradient is 0 all the same.
         return tokens @ weights[0].t()
     products: Tensor = _GroupedMatmul.apply(tokens, weights, ends)  # type: ignore[no-untyped-call]
     return products

@@ -38,7 +38,8 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, 
     largest = scores.amax(-1).clamp(min=torch.finfo(torch.float32).min)
     total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
     column = labels - first
-    own = logits.gather(-1, column.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1).float()
+    index = column.clamp(0, width - 1).unsqueeze(-1)
+    own = logits.gather(-1, index).squeeze(-1).float()
     return (
         largest,
         total,
@@ -69,7 +70,8 @@ def logits_gradient(
     softmax = (logits.float() - log_sum.unsqueeze(-1)).exp()
     columns = torch.arange(logits.shape[-1], device=logits.device)
     one_hot = (columns == (labels - first).unsqueeze(-1)).float()
-    return ((softmax - one_hot) * upstream.float().unsqueeze(-1)).to(logits.dtype)
+    gradient = (softmax - one_hot) * upstream.float().unsqueeze(-1)
+    return gradient.to(logits.dtype)
 
 
 class VocabParallelLoss(torch.autograd.Function):
@@ -84,11 +86,13 @@ class VocabParallelLoss(torch.autograd.Function):
     ) -> Tensor:
         """Losses [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
         ctx.first = dist.get_rank(tp_group) * logits.shape[-1]
-        largest, total, own = compiled_for(logits, row_statistics)(logits, labels, ctx.first)
+        statistics = compiled_for(logits, row_statistics)
+        largest, total, own = statistics(logits, labels, ctx.first)
         if dist.get_world_size(tp_group) > 1:
             largest_of_shard = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-            sums = torch.stack([total * (largest_of_shard - largest).exp(), own])
+            rescaled = total * (largest_of_shard - largest).exp()
+            sums = torch.stack([rescaled, own])
             dist.all_reduce(sums, group=tp_group)
             total, own = sums.unbind()
         log_sum = largest + total.log()
@@ -100,13 +104,8 @@ class VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
-        gradient = compiled_for(logits, logits_gradient)(
-            logits,
-            labels,
-            ctx.first,
-            log_sum,
-            upstream[0],
-        )
+        differentiate = compiled_for(logits, logits_gradient)
+        gradient = differentiate(logits, labels, ctx.first, log_sum, upstream[0])
         return gradient, None, None
 
 

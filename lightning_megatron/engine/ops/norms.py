@@ -52,14 +52,14 @@ class Norm(torch.nn.Module):
         self.eps = eps
         self.is_rms: bool = config.normalization == "RMSNorm"
         self.zero_centered: bool = config.layernorm_zero_centered_gamma
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         # Initially scales by 1 and shifts by 0.
-        self.weight = torch.nn.Parameter(
-            torch.full(self.shape, 0.0 if self.zero_centered else 1.0, **options)
-        )
-        has_bias = has_bias and not self.is_rms
-        self.bias = torch.nn.Parameter(torch.zeros(self.shape, **options)) if has_bias else None
+        scale = 0.0 if self.zero_centered else 1.0
+        self.weight = torch.nn.Parameter(torch.full(self.shape, scale, **options))
+        self.bias: torch.nn.Parameter | None = None
+        if has_bias and not self.is_rms:
+            self.bias = torch.nn.Parameter(torch.zeros(self.shape, **options))
         for parameter in self.parameters():
             # distributed/finalize_model_grads.py sums these gradients over TP: each rank has a shard of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -90,11 +90,12 @@ class Norm(torch.nn.Module):
         """
         from lightning_megatron.engine.ops.triton.norms import add_norm  # Triton is on GPUs only
 
-        for hook in (
-            self._forward_pre_hooks.values()
-        ):  # DDP's, which waits for the all-gather of parameters
+        # DDP's hooks, which wait for the all-gather of parameters.
+        for hook in self._forward_pre_hooks.values():
             hook(self, ())
-        weight: Tensor = self.weight.float() + 1.0 if self.zero_centered else self.weight
+        weight: Tensor = self.weight
+        if self.zero_centered:
+            weight = weight.float() + 1.0
         self._precomputed = add_norm(
             x,
             bias,
@@ -108,7 +109,8 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x: [..., hidden_size], in the parameters' dtype."""
-        precomputed, self._precomputed = self._precomputed, None
+        precomputed = self._precomputed
+        self._precomputed = None
         if precomputed is not None and precomputed[0] is x:
             return precomputed[1]
         weight: Tensor = self.weight
@@ -128,12 +130,14 @@ class Norm(torch.nn.Module):
                 self.eps,
             )
         if self.zero_centered:
-            out = torch.addcmul(out if bias is None else out + bias, out, weight)
+            shifted = out if bias is None else out + bias
+            out = torch.addcmul(shifted, out, weight)
         return out.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Kind, size and epsilon, for print(model)."""
-        return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.shape[0]}, eps={self.eps}"
+        kind = "RMSNorm" if self.is_rms else "LayerNorm"
+        return f"{kind}, {self.shape[0]}, eps={self.eps}"
 
 
 class NormOfAllHeads(Norm):
@@ -157,7 +161,8 @@ class NormOfAllHeads(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads, [s, b, n/tp, hn]; all-reduces [s, b] over TP in forward and backward pass."""
-        heads, tp = x.shape[2], parallel_state.get_tensor_model_parallel_world_size()
+        heads = x.shape[2]
+        tp = parallel_state.get_tensor_model_parallel_world_size()
         replicas = heads * tp // self.num_heads
         first = parallel_state.get_tensor_model_parallel_rank() // replicas * heads
         squares = x.float().pow(2).sum((2, 3), keepdim=True) / replicas
@@ -165,8 +170,10 @@ class NormOfAllHeads(Norm):
             squares = copy_to_tensor_model_parallel_region(
                 reduce_from_tensor_model_parallel_region(squares)
             )
-        normalized = (x.float() * torch.rsqrt(squares / self.shape[0] + self.eps)).to(x.dtype)
-        return normalized * self.weight.view(self.num_heads, -1)[first : first + heads]
+        inverse = torch.rsqrt(squares / self.shape[0] + self.eps)
+        normalized = (x.float() * inverse).to(x.dtype)
+        weights = self.weight.view(self.num_heads, -1)
+        return normalized * weights[first : first + heads]
 
 
 class BiasDropoutAdd:
@@ -200,11 +207,14 @@ class BiasDropoutAdd:
             residual: Tensor,
             probability: float,
         ) -> Tensor:
-            probability = probability if self.probability is None else self.probability
+            if self.probability is not None:
+                probability = self.probability
             x, bias = x_with_bias
             if self.multiplier != 1.0:
-                x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
-            if self.norm is not None and training and self.norm.can_add(x, residual):
+                x = x * self.multiplier
+                if bias is not None:
+                    bias = bias * self.multiplier
+            if training and self.norm is not None and self.norm.can_add(x, residual):
                 return self.norm.add(x, bias, residual, probability)
             total: Tensor = plain((x, bias), residual, probability)
             return total

@@ -43,11 +43,7 @@ class Product:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Compute the product into a new tensor."""
-        out = rows.new_empty(
-            len(rows),
-            self.width,
-            dtype=self.dtype,
-        )
+        out = rows.new_empty(len(rows), self.width, dtype=self.dtype)
         self.write(rows, out)
         return out
 
@@ -57,7 +53,9 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Communicate over ``group``, a tp or cp group."""
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
 
     def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """All-gather rows and multiply them; collective over the group.
@@ -70,11 +68,12 @@ class Collectives:
             All rows, [tp * rows, k], and their product, [tp * rows, n].
         """
         gathered = x.new_empty(self.size * len(x), x.shape[1])
+        # As bytes: any dtype, also fp8.
         dist.all_gather_into_tensor(
             gathered.view(torch.uint8),
             x.view(torch.uint8),
             self.group,
-        )  # any dtype, also fp8
+        )
         return gathered, product(gathered)
 
     def matmul_reduce_scatter(
@@ -117,16 +116,13 @@ class Collectives:
             concat_dim: Another dimension.
         """
         # One message: the ranks first, then the dimension in which the tensors differ.
-        packed = [x.unflatten(split_dim, (self.size, -1)).movedim(split_dim, 0) for x in tensors]
-        received = all_to_all(
-            self.group,
-            torch.cat(packed, dim=split_dim + 1),
-        )
-        parts = torch.split(
-            received,
-            [x.shape[split_dim + 1] for x in packed],
-            dim=split_dim + 1,
-        )
+        packed = []
+        for x in tensors:
+            chunks = x.unflatten(split_dim, (self.size, -1))
+            packed.append(chunks.movedim(split_dim, 0))
+        differing = split_dim + 1
+        received = all_to_all(self.group, torch.cat(packed, dim=differing))
+        parts = received.split([x.shape[differing] for x in packed], dim=differing)
         return tuple(
             part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts
         )
@@ -148,18 +144,16 @@ class Window:
             num_bytes: Size of the largest message.
             device: Device of this rank.
         """
-        from torch.distributed import _symmetric_memory as symmetric  # only where there are GPUs
+        # Imported here: only where there are GPUs.
+        from torch.distributed import _symmetric_memory as symmetric
 
+        self.num_bytes = num_bytes
+        self._size = group.size()
+        self._turn = 0
         # Double-buffered: a rank that reaches the next barrier has read the messages of the previous exchange.
-        self._memory = symmetric.rendezvous(
-            symmetric.empty(
-                2 * group.size() * num_bytes,
-                dtype=torch.uint8,
-                device=device,
-            ),
-            group,
-        )
-        self.num_bytes, self._size, self._turn = num_bytes, group.size(), 0
+        total_bytes = 2 * self._size * num_bytes
+        memory = symmetric.empty(total_bytes, dtype=torch.uint8, device=device)
+        self._memory = symmetric.rendezvous(memory, group)
 
     def swap(self) -> None:
         """Switch to the other buffers, for another exchange."""
@@ -167,13 +161,9 @@ class Window:
 
     def buffer(self, source: int, target: int, like: Tensor) -> Tensor:
         """Buffer on rank ``target`` for the message of rank ``source``, shaped as ``like``."""
-        offset = (self._turn * self._size + source) * self.num_bytes // like.element_size()
-        buffer: Tensor = self._memory.get_buffer(
-            target,
-            like.shape,
-            like.dtype,
-            offset,
-        )
+        number = self._turn * self._size + source
+        offset = number * self.num_bytes // like.element_size()
+        buffer: Tensor = self._memory.get_buffer(target, like.shape, like.dtype, offset)
         return buffer
 
     def barrier(self) -> None:
@@ -193,14 +183,12 @@ class PeerCopies(Collectives):
 
     @override
     def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        main, window, stream = torch.cuda.current_stream(), *self._prepare(x)
+        main = torch.cuda.current_stream()
+        window, stream = self._prepare(x)
         gathered = x.new_empty(self.size * len(x), x.shape[1])
-        products = x.new_empty(
-            len(gathered),
-            product.width,
-            dtype=product.dtype,
-        )
-        outputs, rows = products.split(len(x)), gathered.split(len(x))
+        products = x.new_empty(len(gathered), product.width, dtype=product.dtype)
+        rows = gathered.split(len(x))
+        outputs = products.split(len(x))
         started = main.record_event()
         product.write(x, outputs[self.rank])
         stream.wait_event(started)
@@ -210,10 +198,12 @@ class PeerCopies(Collectives):
             window.barrier()
             arrived = stream.record_event()
             for rank in range(self.size):
-                rows[rank].copy_(x if rank == self.rank else window.buffer(rank, self.rank, x))
+                received = x if rank == self.rank else window.buffer(rank, self.rank, x)
+                rows[rank].copy_(received)
         main.wait_event(arrived)
         for rank in self._others:
-            product.write(window.buffer(rank, self.rank, x), outputs[rank])
+            received = window.buffer(rank, self.rank, x)
+            product.write(received, outputs[rank])
         main.wait_stream(stream)
         return gathered, products
 
@@ -225,18 +215,16 @@ class PeerCopies(Collectives):
         overlap: Callable[[], object] | None = None,
     ) -> Tensor:
         rows = x.split(len(x) // self.size)
-        total = x.new_empty(
-            len(rows[0]),
-            product.width,
-            dtype=product.dtype,
-        )
-        main, window, stream = torch.cuda.current_stream(), *self._prepare(total)
+        total = x.new_empty(len(rows[0]), product.width, dtype=product.dtype)
+        main = torch.cuda.current_stream()
+        window, stream = self._prepare(total)
         parts = []  # kept alive until they have been sent
         for rank in self._others:
             parts.append(product(rows[rank]))
             stream.wait_event(main.record_event())
             with torch.cuda.stream(stream):
-                window.buffer(self.rank, rank, total).copy_(parts[-1])
+                buffer = window.buffer(self.rank, rank, total)
+                buffer.copy_(parts[-1])
         product.write(rows[self.rank], total)
         with torch.cuda.stream(stream):
             window.barrier()
@@ -257,33 +245,33 @@ class PeerCopies(Collectives):
         copied: tuple[Tensor, ...] = _AllToAll.apply(self, split_dim, concat_dim, *tensors)  # type: ignore[no-untyped-call]
         return copied
 
-    def _exchange(
+    def exchange(
         self,
         tensors: Sequence[Tensor],
         split_dim: int,
         concat_dim: int,
     ) -> list[Tensor]:
+        """``all_to_all`` without gradients."""
         sent = [x.chunk(self.size, split_dim) for x in tensors]
-        outputs = [
-            x.new_empty([n * self.size if d == concat_dim else n for d, n in enumerate(x.shape)])
-            for x, *_ in sent
-        ]
+        outputs = []
+        for chunk, *_ in sent:
+            shape = list(chunk.shape)
+            shape[concat_dim] *= self.size
+            outputs.append(chunk.new_empty(shape))
         received = [x.chunk(self.size, concat_dim) for x in outputs]
-        lengths = [x.numel() for x, *_ in sent]
+        lengths = [chunk.numel() for chunk, *_ in sent]
         message = tensors[0].new_empty(sum(lengths))
         window, _ = self._prepare(message)
         for rank in self._others:
-            for buffer, chunks in zip(
-                window.buffer(self.rank, rank, message).split(lengths), sent, strict=True
-            ):
+            buffers = window.buffer(self.rank, rank, message).split(lengths)
+            for buffer, chunks in zip(buffers, sent, strict=True):
                 buffer.view(chunks[rank].shape).copy_(chunks[rank])
         window.barrier()
         for target, source in zip(received, sent, strict=True):
             target[self.rank].copy_(source[self.rank])
         for rank in self._others:
-            for buffer, chunks in zip(
-                window.buffer(rank, self.rank, message).split(lengths), received, strict=True
-            ):
+            buffers = window.buffer(rank, self.rank, message).split(lengths)
+            for buffer, chunks in zip(buffers, received, strict=True):
                 chunks[rank].copy_(buffer.view(chunks[rank].shape))
         return outputs
 
@@ -291,9 +279,8 @@ class PeerCopies(Collectives):
         """Return the window, large enough for ``message``, and the side stream."""
         num_bytes = message.numel() * message.element_size()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(
-                message.device, priority=-1
-            )  # high priority, as ranks wait for each other
+            # High priority, as ranks wait for each other.
+            self._stream = torch.cuda.Stream(message.device, priority=-1)
         if self._window is None or self._window.num_bytes < num_bytes:
             torch.cuda.synchronize()  # the previous window may still be read
             self._window = Window(self.group, num_bytes, message.device)
@@ -310,12 +297,15 @@ class _AllToAll(torch.autograd.Function):
         concat_dim: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.copies, ctx.split_dim, ctx.concat_dim = copies, split_dim, concat_dim
-        return tuple(copies._exchange(tensors, split_dim, concat_dim))
+        ctx.copies = copies
+        ctx.split_dim = split_dim
+        ctx.concat_dim = concat_dim
+        return tuple(copies.exchange(tensors, split_dim, concat_dim))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.copies._exchange(gradients, ctx.concat_dim, ctx.split_dim)
+        d_tensors = ctx.copies.exchange(gradients, ctx.concat_dim, ctx.split_dim)
+        return None, None, None, *d_tensors
 
 
 def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
@@ -327,11 +317,7 @@ def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
     is_supported = len(set(hosts)) == 1
     if is_supported:
         try:
-            Window(
-                group,
-                64,
-                torch.device("cuda", torch.cuda.current_device()),
-            )
+            Window(group, 64, torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:
             rank_zero_warn(
                 f"peer copies are not supported, ranks communicate by NCCL alone: {error}"

@@ -61,9 +61,8 @@ class RecomputedOutput:
             self._recompute = self._output = None
 
     def _restore(self, gradient: Tensor) -> None:
-        if (
-            self._recompute is None or self._output is None
-        ):  # a nested backward pass calls hooks twice
+        # A nested backward pass calls hooks twice.
+        if self._recompute is None or self._output is None:
             return
         with torch.no_grad():
             recomputed = self._recompute().untyped_storage()

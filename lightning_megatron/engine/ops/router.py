@@ -73,9 +73,8 @@ class Router(TopKRouter):
                 dim=-1,
             ).indices
             probs = scores.gather(1, experts)
-            scores = scores / scores.sum(
-                dim=-1, keepdim=True
-            )  # for the auxiliary loss, as in Megatron
+            # For the auxiliary loss, as in Megatron.
+            scores = scores / scores.sum(dim=-1, keepdim=True)
         if not self.config.moe_router_pre_softmax:
             probs = probs / probs.sum(dim=-1, keepdim=True)
         if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
@@ -94,13 +93,15 @@ class Router(TopKRouter):
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
         if padding_mask is not None:
             is_token = ~padding_mask.reshape(-1, 1)
-            routing_map, scores = routing_map & is_token, scores * is_token
+            routing_map = routing_map & is_token
+            scores = scores * is_token
         counts = routing_map.sum(dim=0).float()
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         share = counts * self.topk / counts.sum().clamp(min=1.0)
         factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
-        loss = factor * (share * scores.sum(dim=0)).sum() / self.num_tokens
+        product = (share * scores.sum(dim=0)).sum()
+        loss = factor * product / self.num_tokens
         self.load[0] += loss.detach()
         if self.tp_cp_group.rank() == 0:
             self.load[1:] += counts
@@ -133,7 +134,8 @@ class LoadReport:
 
     @property
     def _relative_loads(self) -> Tensor:
-        return self.counts / self.counts.mean(dim=1, keepdim=True).clamp(min=1e-9)
+        mean = self.counts.mean(dim=1, keepdim=True)
+        return self.counts / mean.clamp(min=1e-9)
 
 
 class LoadBalance:
@@ -153,13 +155,15 @@ class LoadBalance:
     def begin(self, tokens: Tensor) -> None:
         """Begin a step with ``tokens``, [], fp32: the number of non-padding tokens over all ranks."""
         for router in self._routers:
-            router.num_tokens, router.load = tokens.clamp(min=1.0), tokens.new_zeros(self._shape[1])
+            router.num_tokens = tokens.clamp(min=1.0)
+            router.load = tokens.new_zeros(self._shape[1])
 
     def end(self, device: torch.device) -> LoadReport:
         """End the step: all-reduce the loads and update the expert biases; collective over the world."""
         loads = torch.zeros(self._shape, device=device)
         for router in self._routers:
-            loads[router.layer_number - 1], router.num_tokens = router.load, None
+            loads[router.layer_number - 1] = router.load
+            router.num_tokens = None
         dist.all_reduce(loads)
         counts = loads[:, 1:]
         for router in self._routers:

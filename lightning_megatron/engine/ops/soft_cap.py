@@ -14,11 +14,13 @@ from lightning_megatron.engine.ops.compiled import compiled_for
 
 
 def _soft_cap(x: Tensor, cap: float) -> Tensor:
-    return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+    capped = torch.tanh(x.float() / cap) * cap
+    return capped.to(x.dtype)
 
 
 def _soft_cap_gradient(x: Tensor, upstream: Tensor, cap: float) -> Tensor:
-    return (upstream.float() * (1.0 - torch.tanh(x.float() / cap).square())).to(x.dtype)
+    slope = 1.0 - torch.tanh(x.float() / cap).square()
+    return (upstream.float() * slope).to(x.dtype)
 
 
 class _SoftCap(torch.autograd.Function):
@@ -34,7 +36,8 @@ class _SoftCap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return compiled_for(x, _soft_cap_gradient)(x, upstream[0], ctx.cap), None
+        differentiate = compiled_for(x, _soft_cap_gradient)
+        return differentiate(x, upstream[0], ctx.cap), None
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:

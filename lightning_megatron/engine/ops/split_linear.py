@@ -9,7 +9,6 @@ again: s * b * h elements for each of two linears of a layer instead of a tp-th 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +39,10 @@ def reduce_over_tp(output: Tensor, linear: Any) -> Tensor:
         The sum, [s, b, h], or under sequence parallelism this rank's shard of it, [s/tp, b, h]. Generation during
         training turns sequence parallelism off.
     """
-    reduce = (
-        reduce_scatter_to_sequence_parallel_region
-        if linear.sequence_parallel
-        else reduce_from_tensor_model_parallel_region
-    )
+    if linear.sequence_parallel:
+        reduce = reduce_scatter_to_sequence_parallel_region
+    else:
+        reduce = reduce_from_tensor_model_parallel_region
     reduced: Tensor = reduce(output, group=linear.tp_group)
     return reduced
 
@@ -73,7 +71,9 @@ class SplitLinear:
 
     def __init__(self, module: Any, collectives: Collectives) -> None:
         """Replace the product of ``module``."""
-        self.module, self.collectives, self.original = module, collectives, module._forward_impl
+        self.module = module
+        self.collectives = collectives
+        self.original = module._forward_impl
         self.is_row = isinstance(module, RowParallelLinear)
         if self.is_row and collectives.size > 1:
             module.explicit_expert_comm = True
@@ -110,8 +110,9 @@ class SplitLinear:
                 **options,
             )
         has_scattered = self.is_active and self.module.sequence_parallel  # as part of the product
-        reduces = self.is_row and self.collectives.size > 1 and not has_scattered
-        return reduce_over_tp(output, self.module) if reduces else output
+        if self.is_row and self.collectives.size > 1 and not has_scattered:
+            return reduce_over_tp(output, self.module)
+        return output
 
     # ---- operands: as they are here, quantized in fp8.py ----
 
@@ -151,8 +152,9 @@ class SplitLinear:
         """Product ``rows @ weight.t() + bias`` in ``dtype``; weight: [n, k]."""
 
         def write(rows: Tensor, out: Tensor) -> Tensor:
-            product = torch.mm if bias is None else partial(torch.addmm, bias)
-            return product(rows, weight.t(), out=out)
+            if bias is None:
+                return torch.mm(rows, weight.t(), out=out)
+            return torch.addmm(bias, rows, weight.t(), out=out)
 
         return Product(len(weight), dtype, write)
 
@@ -193,7 +195,8 @@ class _LinearProduct(torch.autograd.Function):
         has_backward: bool,
     ) -> Tensor:
         is_split = linear.module.sequence_parallel
-        ctx.gathers, ctx.scatters = is_split and not linear.is_row, is_split and linear.is_row
+        ctx.gathers = is_split and not linear.is_row
+        ctx.scatters = is_split and linear.is_row
         keeps_input = has_backward and ctx.needs_input_grad[1]
         x = linear.operand(
             rows,
@@ -201,15 +204,8 @@ class _LinearProduct(torch.autograd.Function):
             is_gathered=ctx.gathers,
         )
         w = linear.weight_operand(weight, columns=has_backward or linear.module.training)
-        product, saved = (
-            linear.product(
-                w.rows,
-                (x.scale, w.scale),
-                rows.dtype,
-                bias,
-            ),
-            x.columns,
-        )
+        product = linear.product(w.rows, (x.scale, w.scale), rows.dtype, bias)
+        saved = x.columns
         if ctx.gathers:
             saved, output = linear.collectives.all_gather_matmul(x.rows, product)
         elif ctx.scatters:
@@ -223,7 +219,8 @@ class _LinearProduct(torch.autograd.Function):
                 w.columns,
                 w.scale,
             )
-            ctx.linear, ctx.weight = linear, weight
+            ctx.linear = linear
+            ctx.weight = weight
         return output
 
     @staticmethod
@@ -246,12 +243,8 @@ class _LinearProduct(torch.autograd.Function):
         def differentiate_parameters(columns: Tensor = dy.columns) -> None:
             if needs_weight:
                 inputs = linear.transposed(x) if ctx.gathers else x
-                d_parameters[0] = linear.weight_gradient(
-                    ctx.weight,
-                    columns,
-                    inputs,
-                    (dy.scale, x_scale),
-                )
+                scales = (dy.scale, x_scale)
+                d_parameters[0] = linear.weight_gradient(ctx.weight, columns, inputs, scales)
             if needs_bias:
                 d_parameters[1] = rows.sum(0)
 
@@ -264,7 +257,8 @@ class _LinearProduct(torch.autograd.Function):
                 dy.rows, product, differentiate_parameters
             )
         else:
-            d_input, handle = product(dy.rows) if needs_input else None, None
+            d_input = product(dy.rows) if needs_input else None
+            handle = None
             if d_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
                 handle = dist.all_reduce(d_input, group=linear.collectives.group, async_op=True)
             differentiate_parameters()
@@ -277,18 +271,20 @@ def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     """Use peer copies in linears that gather or scatter rows, except in experts; collective over their tp groups."""
     copies_of: dict[dist.ProcessGroup, PeerCopies | None] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if (
-            not isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            or not module.sequence_parallel
-        ):
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             continue
-        linear: Any = vars(module).get(
-            "_forward_impl"
-        )  # a SplitLinear of an earlier fit, or an Fp8Linear
+        if not module.sequence_parallel:
+            continue
+        # A SplitLinear of an earlier fit, or an Fp8Linear.
+        linear: Any = vars(module).get("_forward_impl")
         if linear is None and module.explicit_expert_comm:
             continue
         if module.tp_group not in copies_of:
             copies_of[module.tp_group] = peer_copies.create_peer_copies(module.tp_group)
-        if (copies := copies_of[module.tp_group]) is not None:
-            module._forward_impl = linear = linear or SplitLinear(module, copies)
-            linear.collectives = copies
+        copies = copies_of[module.tp_group]
+        if copies is None:
+            continue
+        if linear is None:
+            linear = SplitLinear(module, copies)
+            module._forward_impl = linear
+        linear.collectives = copies

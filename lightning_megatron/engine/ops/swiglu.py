@@ -35,9 +35,8 @@ def liger_swiglu(original: Any) -> type:
             fp8_input_store: bool = False,
             cpu_offload_input: bool = False,
         ) -> Tensor:
-            if (
-                fp8_input_store or cpu_offload_input
-            ):  # both change what the engine saves for backward
+            # Both change what the engine saves for backward.
+            if fp8_input_store or cpu_offload_input:
                 result: Tensor = original.apply(input, fp8_input_store, cpu_offload_input)
             else:
                 result = LigerFusedGateUpSiLUMulFunction.apply(input, False)

@@ -96,19 +96,20 @@ class _Permute(torch.autograd.Function):
         order: Permutation,
         inverse: bool,
     ) -> Tensor:
-        ctx.order, ctx.inverse = order, inverse
-        return _sum_rows(x, order.positions) if inverse else x.index_select(0, order.rows)
+        ctx.order = order
+        ctx.inverse = inverse
+        if inverse:
+            return _sum_rows(x, order.positions)
+        return x.index_select(0, order.rows)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,), order = upstream, ctx.order
-        return (
-            gradient.index_select(0, order.rows)
-            if ctx.inverse
-            else _sum_rows(gradient, order.positions),
-            None,
-            None,
-        )
+        (gradient,) = upstream
+        if ctx.inverse:
+            d_x = gradient.index_select(0, ctx.order.rows)
+        else:
+            d_x = _sum_rows(gradient, ctx.order.positions)
+        return d_x, None, None
 
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
@@ -143,11 +144,9 @@ class Dispatcher(MoETokenDispatcher):
     ) -> None:
         """Accept the arguments of Megatron's own dispatchers."""
         super().__init__(config=config, pg_collection=pg_collection)
-        self._num_local, self._first, self._permuted = (
-            num_local_experts,
-            local_expert_indices[0],
-            RecomputedOutput(),
-        )
+        self._num_local = num_local_experts
+        self._first = local_expert_indices[0]
+        self._permuted = RecomputedOutput()
 
     def dispatch_preprocess(
         self,
@@ -166,11 +165,9 @@ class Dispatcher(MoETokenDispatcher):
             Rows, [n, h], and ``probs``; with several ranks more rows, and for each row the probabilities and the
             indices of its experts, [rows, 2 * topk], fp32.
         """
-        self._shape, self._experts, self._num_assignments = (
-            tokens.shape,
-            routing_map,
-            routing_map.numel(),
-        )
+        self._shape = tokens.shape
+        self._experts = routing_map
+        self._num_assignments = routing_map.numel()
         return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,10 +185,10 @@ class Dispatcher(MoETokenDispatcher):
         """Sort rows by expert; returns the arguments of ``GroupedExperts``."""
         probs, experts = self._select_local(probs)
         self._to_experts = order = sort_rows(experts, self._num_local, self._num_assignments)
-        is_kept = not recomputes_cheap_outputs(self.config)
-        rows = (
-            permute(tokens, order) if is_kept else self._permuted.checkpoint(permute, tokens, order)
-        )
+        if recomputes_cheap_outputs(self.config):
+            rows = self._permuted.checkpoint(permute, tokens, order)
+        else:
+            rows = permute(tokens, order)
         return rows, order.ends, probs.flatten().gather(0, order.assignments)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
@@ -229,10 +226,9 @@ class AllToAllDispatcher(Dispatcher):
         tokens, _ = super().dispatch_preprocess(tokens, routing_map, probs)
         is_on_rank = (routing_map // self._num_local)[:, :, None] == self._ranks
         is_sent = is_on_rank.any(dim=1)
-        counts = torch.stack(
-            (is_sent.sum(dim=0), is_on_rank.sum(dim=(0, 1))),
-            dim=1,
-        )
+        num_rows = is_sent.sum(dim=0)
+        num_assignments = is_on_rank.sum(dim=(0, 1))
+        counts = torch.stack((num_rows, num_assignments), dim=1)
         # For each destination rank (rows, assignments to its experts), and last the number of this rank's tokens.
         counts = F.pad(
             counts,
@@ -242,7 +238,9 @@ class AllToAllDispatcher(Dispatcher):
         all_counts = counts.new_empty(self.ep_size * len(counts), 2)
         dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
         all_counts = all_counts.view(self.ep_size, *counts.shape)
-        sent, received = all_counts[self.ep_group.rank()], all_counts[:, self.ep_group.rank()]
+        rank = self.ep_group.rank()
+        sent = all_counts[rank]
+        received = all_counts[:, rank]
         to_ranks, from_ranks, token_counts = torch.stack(
             (sent[:-1], received, all_counts[:, -1])
         ).tolist()
@@ -284,12 +282,14 @@ class AllToAllDispatcher(Dispatcher):
     def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
         probs, indices = probs.chunk(2, dim=1)
         experts = indices.detach() - self._first
-        return probs, experts.where((experts >= 0) & (experts < self._num_local), self._num_local)
+        is_local = (experts >= 0) & (experts < self._num_local)
+        return probs, experts.where(is_local, self._num_local)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Dispatcher``."""
         sent, received = self._splits
-        tokens, probs = (all_to_all(self.ep_group, x, received, sent) for x in (tokens, probs))
+        tokens = all_to_all(self.ep_group, tokens, received, sent)
+        probs = all_to_all(self.ep_group, probs, received, sent)
         return tokens, probs
 
     def token_combine(self, outputs: Tensor) -> Tensor:
@@ -325,9 +325,8 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
-        tokens, probs = (
-            gather_from_sequence_parallel_region(x, group=self.ep_group) for x in (tokens, probs)
-        )
+        tokens = gather_from_sequence_parallel_region(tokens, group=self.ep_group)
+        probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)
         return tokens, probs
 
     def token_combine(self, outputs: Tensor) -> Tensor:
@@ -349,6 +348,7 @@ def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
         config: Any,
         pg_collection: ProcessGroupCollection,
     ) -> Dispatcher:
+        # A rank that has all experts sends nothing.
         constructor = kind if pg_collection.ep.size() > 1 else Dispatcher
         return constructor(num_local_experts, local_expert_indices, config, pg_collection)
 

@@ -36,7 +36,8 @@ def accumulate_weight_gradient(total_input: Tensor, grad_output: Tensor, main_gr
             out=main_grad,
         )
     else:
-        main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
+        dtype = main_grad.dtype
+        main_grad.addmm_(grad_output.t().to(dtype), total_input.to(dtype))
 
 
 def placeholder_gradient(weight: Any) -> Tensor | None:
@@ -75,16 +76,8 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
         if bias is None:
             return original(ctx, input, weight, bias, *options)
         fuses, reduces, is_sequence_parallel, *others = options
-        original(
-            ctx,
-            input[:0],
-            weight,
-            bias,
-            fuses,
-            reduces,
-            False,
-            *others,
-        )  # prepares ctx for backward
+        # Prepares ctx for the backward pass.
+        original(ctx, input[:0], weight, bias, fuses, reduces, False, *others)
         ctx.save_for_backward(input, weight)
         ctx.sequence_parallel = is_sequence_parallel
         if is_sequence_parallel:
@@ -116,15 +109,11 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
         rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
-        weight.main_grad.index_put_(
-            (ids.flatten(),),
-            rows,
-            accumulate=True,
-        )
-        # For a tied weight the output layer returns the zeros to autograd.
-        return None, None if getattr(weight, "zero_out_wgrad", False) else placeholder_gradient(
-            weight
-        )
+        weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
+        if getattr(weight, "zero_out_wgrad", False):
+            # Tied: the output layer returns the zeros to autograd.
+            return None, None
+        return None, placeholder_gradient(weight)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
