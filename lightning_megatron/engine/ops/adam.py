@@ -8,12 +8,15 @@ whatever is installed: on a GPU one kernel clips, updates and copies (``triton/a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+
+_KernelInputs: TypeAlias = tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]
+"""Parameters, their gradients and their states."""
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -49,11 +52,11 @@ class MasterOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def _kernel_inputs(
-        self, group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        return parameters, [p.grad for p in parameters], [self._state_of(p) for p in parameters]
+    def _kernel_inputs(self, group: dict[str, Any]) -> _KernelInputs:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        states = [self._state_of(parameter) for parameter in parameters]
+        return parameters, gradients, states
 
 
 class FusedAdam(MasterOptimizer):
@@ -141,34 +144,32 @@ class FusedAdam(MasterOptimizer):
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
     ) -> None:
-        from lightning_megatron.engine.ops.triton.adam import (  # Triton is on GPUs only
-            adam_step,
-            adam_table,
-        )
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
 
         model_params = self.model_params or {}
         lows = [model_params.get(parameter) for parameter in parameters]
         moments = ([state[name] for state in states] for name in self.state_names)
-        lists: tuple[list[Any], ...] = (parameters, gradients, *moments, lows)
-        key = tuple(tuple(0 if x is None else x.data_ptr() for x in tensors) for tensors in lists)
-        if self._tables.get(id(group), ((), ()))[0] != key:
-            table = adam_table(
-                key,
-                [p.numel() for p in parameters],
-                parameters[0].device,
-            )
-            self._tables[id(group)] = key, table
-        low = next((x.dtype for x in lows if x is not None), None)
+        key = tuple(_addresses(tensors) for tensors in (parameters, gradients, *moments, lows))
+        known_key, table = self._tables.get(id(group), (None, None))
+        if known_key != key:
+            sizes = [parameter.numel() for parameter in parameters]
+            table = adam_table(key, sizes, parameters[0].device)
+            self._tables[id(group)] = (key, table)
+        low_dtype = next((low.dtype for low in lows if low is not None), None)
         self.has_copied = self.model_params is not None
-        table = self._tables[id(group)][1]
         adam_step(
             table,
-            low,
+            low_dtype,
             group,
             self.grad_scale,
             self.found_inf,
             decoupled=self.adam_w_mode,
         )
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 class FusedSGD(MasterOptimizer):
@@ -206,10 +207,13 @@ class FusedSGD(MasterOptimizer):
             parameters, gradients, states = self._kernel_inputs(group)
             if not parameters:
                 continue
+            momenta = []
+            if group["momentum"] != 0.0:
+                momenta = [state["exp_avg"] for state in states]
             torch._fused_sgd_(
                 parameters,
                 gradients,
-                [state["exp_avg"] for state in states] if group["momentum"] != 0.0 else [],
+                momenta,
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],

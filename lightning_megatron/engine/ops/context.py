@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,12 @@ class ContextParallel:
         n = self.size
         if n == 1:
             return full
-        r = self.rank if rank is None else rank
+        if rank is None:
+            rank = self.rank
         if self.exchanges_heads:
-            return full.chunk(n, dim)[r]
+            return full.chunk(n, dim)[rank]
         runs = full.chunk(2 * n, dim)
-        return torch.cat((runs[r], runs[2 * n - 1 - r]), dim)
+        return torch.cat((runs[rank], runs[2 * n - 1 - rank]), dim)
 
     def gather_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
         """All-gather tokens into full rows, the inverse of ``own_tokens``; collective over the cp group.
@@ -123,7 +125,9 @@ class ContextParallel:
         Args:
             output: Computed from the first token of this rank; of the same shape on all ranks.
         """
-        return output if self.size == 1 else self.gather_tokens(output[None], 0)[0]
+        if self.size == 1:
+            return output
+        return self.gather_tokens(output[None], 0)[0]
 
     def restore_order(self, gathered: Tensor) -> Tensor:
         """Reorder tokens that were gathered rank by rank into the order of the row, along the first dimension."""
@@ -164,86 +168,69 @@ class ContextParallelAttention(SDPAttention):
                 ``own_queries``) and all keys.
             packed_seq_params: Unused.
         """
-        context, attend, mask, bias = (
-            ContextParallel(self.config),
-            super().forward,
-            attention_mask,
-            attention_bias,
-        )
+        context = ContextParallel(self.config)
+        attend = super().forward
+        mask = attention_mask
+        bias = attention_bias
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if context.size == 1:
             return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
             exchange = (self.collectives or Collectives(context.group)).all_to_all
-            messages = ((query,), (key, value)) if self.is_cross else ((query, key, value),)
-            query, key, value = (
-                x for message in messages for x in exchange(*message, split_dim=2, concat_dim=0)
-            )
-            return exchange(
-                attend(query, key, value, mask, kind, bias),
-                split_dim=0,
-                concat_dim=2,
-            )[0]
-        gathered: Tensor = _GatherKeys.apply(
-            torch.stack((key, value), dim=1),
-            context.group,
-        )  # type: ignore[no-untyped-call]
+            to_heads = partial(exchange, split_dim=2, concat_dim=0)
+            if self.is_cross:
+                (query,) = to_heads(query)
+                key, value = to_heads(key, value)
+            else:
+                query, key, value = to_heads(query, key, value)
+            output = attend(query, key, value, mask, kind, bias)
+            (output,) = exchange(output, split_dim=0, concat_dim=2)
+            return output
+        stacked = torch.stack((key, value), dim=1)
+        gathered: Tensor = _GatherKeys.apply(stacked, context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
                 gathered, mask = _rotate_own_last(context, gathered, mask)
             else:
                 gathered = context.restore_order(gathered)
-            return attend(
-                query,
-                gathered[:, 0],
-                gathered[:, 1],
-                mask,
-                kind,
-                bias,
-            )
-        gathered, outputs = context.restore_order(gathered), []
-        for run, index in zip(
-            query.chunk(2), (context.rank, 2 * context.size - 1 - context.rank), strict=True
-        ):
+            return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
+        gathered = context.restore_order(gathered)
+        outputs = []
+        indices = (context.rank, 2 * context.size - 1 - context.rank)
+        for run, index in zip(query.chunk(2), indices, strict=True):
             end = (index + 1) * len(run)
             run_mask = None if mask is None else _first_keys(mask, end)
-            outputs.append(
-                attend(
-                    run,
-                    gathered[:end, 0],
-                    gathered[:end, 1],
-                    run_mask,
-                    kind,
-                    bias,
-                )
-            )
+            keys = gathered[:end, 0]
+            values = gathered[:end, 1]
+            outputs.append(attend(run, keys, values, run_mask, kind, bias))
         return torch.cat(outputs)
 
     @override
     def _alibi_of(self, q: Tensor) -> Alibi | None:
-        alibi, context = super()._alibi_of(q), ContextParallel(self.config)
+        alibi = super()._alibi_of(q)
+        context = ContextParallel(self.config)
         if alibi is None or not context.exchanges_heads:
             return alibi
-        return replace(
-            alibi,
-            first_head=(self.tp_rank * context.size + context.rank) * alibi.num_local_heads,
-        )
+        number = self.tp_rank * context.size + context.rank
+        return replace(alibi, first_head=number * alibi.num_local_heads)
 
 
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by peer copies where the GPUs support it; collective over the cp group."""
-    attentions = [
-        m for chunk in chunks for m in chunk.modules() if isinstance(m, ContextParallelAttention)
-    ]
     collectives = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
-    for attention in attentions:
-        attention.collectives = collectives
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, ContextParallelAttention):
+                module.collectives = collectives
 
 
 def _first_keys(mask: Tensor, end: int) -> Tensor:
     """Mask of the first ``end`` keys, [b, end]: one tensor for all layers, which share what is derived from it."""
-    first: Tensor = MASK_CACHE.get(mask, ("first keys", end), lambda own: own[:, :end].contiguous())
-    return first
+
+    def make(own: Tensor) -> Tensor:
+        return own[:, :end].contiguous()
+
+    return MASK_CACHE.get(mask, ("first keys", end), make)
 
 
 def _rotate_own_last(
@@ -262,10 +249,11 @@ def _rotate_own_last(
     if mask.dim() == 4 and mask.shape[2] > 1:
         mask = context.own_tokens(mask, 2)
     ranks = [(after + i) % context.size for i in range(context.size)]
-    keys = MASK_CACHE.get(
-        mask, "own last", lambda own: torch.cat([context.own_tokens(own, -1, r) for r in ranks], -1)
-    )
-    return rotated, keys
+
+    def make(own: Tensor) -> Tensor:
+        return torch.cat([context.own_tokens(own, -1, rank) for rank in ranks], -1)
+
+    return rotated, MASK_CACHE.get(mask, "own last", make)
 
 
 class _GatherKeys(torch.autograd.Function):

@@ -72,9 +72,8 @@ def quantize(
         columns: Whether the transpose is needed, too.
         group: Ranks whose shards share the scale (one all-reduce, collective over it); None for this rank alone.
     """
-    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(
-        1
-    )  # NaN if an element is
+    # NaN if an element is.
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).reshape(1)
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return _cast(x, dtype, amax, rows=True, columns=columns)
@@ -89,35 +88,21 @@ def _cast(
     columns: bool,
 ) -> Operand:
     m, n = x.shape
-    quantized = (
-        torch.empty(
-            (m, n),
-            dtype=dtype,
-            device=x.device,
-        )
-        if rows
-        else None
-    )
-    padded = -(-m // ALIGNMENT) * ALIGNMENT
-    transposed = (
-        torch.empty(
-            (n, padded),
-            dtype=dtype,
-            device=x.device,
-        )
-        if columns
-        else None
-    )
+    quantized = transposed = None
+    if rows:
+        quantized = torch.empty((m, n), dtype=dtype, device=x.device)
+    if columns:
+        padded = -(-m // ALIGNMENT) * ALIGNMENT
+        transposed = torch.empty((n, padded), dtype=dtype, device=x.device)
     if x.is_cuda:
-        from lightning_megatron.engine.ops.triton.fp8 import fp8_cast  # Triton is on GPUs only
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
 
-        return Operand(
-            quantized,
-            transposed,
-            fp8_cast(x, amax, _MIN_AMAX, quantized, transposed),
-        )
+        scale = fp8_cast(x, amax, _MIN_AMAX, quantized, transposed)
+        return Operand(quantized, transposed, scale)
+    amax = amax.clamp(min=_MIN_AMAX)
     # Division of two tensors is rounded correctly, as in the kernel; division of a number by a tensor is not.
-    amax, limit = amax.clamp(min=_MIN_AMAX), torch.full_like(amax, torch.finfo(dtype).max)
+    limit = torch.full_like(amax, torch.finfo(dtype).max)
     values = (x.float() * (limit / amax)).to(dtype)
     if transposed is not None:
         transposed.zero_()[:, :m] = values.t()
@@ -150,12 +135,8 @@ class Fp8Linear(SplitLinear):
         is_gradient: bool = False,
     ) -> Operand:
         group = self.collectives.group if is_gathered else None
-        return quantize(
-            x.contiguous(),
-            E5M2 if is_gradient else E4M3,
-            columns=columns,
-            group=group,
-        )
+        dtype = E5M2 if is_gradient else E4M3
+        return quantize(x.contiguous(), dtype, columns=columns, group=group)
 
     @override
     def weight_operand(self, weight: Tensor, *, columns: bool) -> Operand:
@@ -167,18 +148,9 @@ class Fp8Linear(SplitLinear):
     @override
     def transposed(self, rows: Tensor) -> Tensor:
         """Transpose fp8 rows, exactly: the scale is 1."""
-        unscaled = torch.full(
-            (1,),
-            torch.finfo(rows.dtype).max,
-            device=rows.device,
-        )
-        columns: Tensor = _cast(
-            rows,
-            rows.dtype,
-            unscaled,
-            rows=False,
-            columns=True,
-        ).columns
+        unscaled = torch.full((1,), torch.finfo(rows.dtype).max, device=rows.device)
+        operand = _cast(rows, rows.dtype, unscaled, rows=False, columns=True)
+        columns: Tensor = operand.columns
         return columns
 
     @override
@@ -192,21 +164,20 @@ class Fp8Linear(SplitLinear):
         def write(rows: Tensor, out: Tensor) -> Tensor:
             # cuBLAS assumes that its output is aligned as torch's own allocations are, and of this dtype (gradients may
             # be in bf16).
-            fits, fast = (
-                out.dtype is dtype and not out.data_ptr() % 256,
-                FAST_BACKWARD or rows.dtype is E4M3,
-            )
-            target = out if fits else None
+            fits = out.dtype is dtype and not out.data_ptr() % 256
             product = torch._scaled_mm(
                 rows,
                 weight.t(),
                 *scales,
                 out_dtype=dtype,
-                use_fast_accum=fast,
-                out=target,
+                use_fast_accum=FAST_BACKWARD or rows.dtype is E4M3,
+                out=out if fits else None,
             )
-            product = product if target is out else out.copy_(product)
-            return product if bias is None else product.add_(bias)
+            if not fits:
+                product = out.copy_(product)
+            if bias is not None:
+                product.add_(bias)
+            return product
 
         return Product(len(weight), dtype, write)
 
@@ -258,12 +229,14 @@ def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
 def quantized_weights(linears: Iterable[Fp8Linear]) -> Iterator[None]:
     """Context of one step: ``linears`` multiply in fp8, quantize weights once, and write the first weight gradient."""
     for linear in linears:
-        linear.is_active, linear.has_gradient = True, False
+        linear.is_active = True
+        linear.has_gradient = False
     try:
         yield
     finally:
         for linear in linears:
-            linear.is_active, linear.weight = False, None
+            linear.is_active = False
+            linear.weight = None
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------

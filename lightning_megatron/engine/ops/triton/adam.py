@@ -52,10 +52,10 @@ def _adam(
             weight -= lr * decay * weight
         else:
             gradient += decay * weight
-        first = beta1 * tl.load(firsts + offset, mask=inside) + (1.0 - beta1) * gradient
-        second = (
-            beta2 * tl.load(seconds + offset, mask=inside) + (1.0 - beta2) * gradient * gradient
-        )
+        first = tl.load(firsts + offset, mask=inside)
+        first = beta1 * first + (1.0 - beta1) * gradient
+        second = tl.load(seconds + offset, mask=inside)
+        second = beta2 * second + (1.0 - beta2) * gradient * gradient
         weight -= lr / correction1 * first / (tl.sqrt(second) / correction2 + eps)
         written = offset < changed  # not the mask of the loads, which would wait for found_inf
         tl.store(weights + offset, weight, mask=written)
@@ -85,26 +85,26 @@ def adam_table(
     counts = -(-torch.tensor(sizes) // _CHUNK)
     tensor = torch.repeat_interleave(counts)
     offset = _CHUNK * (torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor])
-    addresses = torch.tensor(key)[:, tensor]
-    addresses = torch.where(
-        addresses == 0,
-        0,
-        addresses + offset * torch.tensor([4, 4, 4, 4, 2])[:, None],
-    )
-    rows = (
-        torch.cat((addresses, (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)[None]))
-        .t()
-        .contiguous()
-    )
+    item_sizes = torch.tensor([4, 4, 4, 4, 2])[:, None]
+    begins = torch.tensor(key)[:, tensor]
+    addresses = torch.where(begins == 0, 0, begins + offset * item_sizes)
+    lengths = (torch.tensor(sizes)[tensor] - offset).clamp(max=_CHUNK)
+    rows = torch.cat((addresses, lengths[None])).t().contiguous()
     if device.type == "cuda":
         rows = rows.pin_memory()  # so that the copy does not synchronize
-    return rows.to(device, non_blocking=True), 4 if (addresses % 16).any() else 16
+    alignment = 4 if (addresses % 16).any() else 16
+    return rows.to(device, non_blocking=True), alignment
 
 
 def adam_step(
-    table: tuple[Tensor, int], low: torch.dtype | None, options: dict[str, Any], grad_scale: Tensor | None,
-    found_inf: Tensor | None, *, decoupled: bool,
-) -> None:  # fmt: skip
+    table: tuple[Tensor, int],
+    low: torch.dtype | None,
+    options: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    *,
+    decoupled: bool,
+) -> None:
     """Update all tensors of a parameter group.
 
     Args:
@@ -115,9 +115,24 @@ def adam_step(
         found_inf: [1], fp32: if not 0, nothing is changed.
         decoupled: Whether weight decay is decoupled (AdamW).
     """
-    (rows, alignment), (beta1, beta2) = table, options["betas"]
+    rows, alignment = table
+    beta1, beta2 = options["betas"]
+    step = options["step"]
     _adam[(len(rows),)](
-        rows, grad_scale, found_inf, options["lr"], beta1, beta2, options["eps"], options["weight_decay"],
-        1.0 - beta1 ** options["step"], (1.0 - beta2 ** options["step"]) ** 0.5, CHUNK=_CHUNK, BLOCK=_BLOCK,
-        ALIGNMENT=alignment, DECOUPLED=decoupled, LOW=_TRITON_DTYPES[low], num_warps=8,
-    )  # fmt: skip
+        rows,
+        grad_scale,
+        found_inf,
+        options["lr"],
+        beta1,
+        beta2,
+        options["eps"],
+        options["weight_decay"],
+        1.0 - beta1**step,
+        (1.0 - beta2**step) ** 0.5,
+        CHUNK=_CHUNK,
+        BLOCK=_BLOCK,
+        ALIGNMENT=alignment,
+        DECOUPLED=decoupled,
+        LOW=_TRITON_DTYPES[low],
+        num_warps=8,
+    )

@@ -28,17 +28,15 @@ def _row_sums(
     total = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(COUNT):
         position = tl.load(positions + row * COUNT + i)
-        total += tl.load(
-            x + position * width + column,
-            inside & (position < rows),
-            0.0,
-        ).to(tl.float32)
+        exists = inside & (position < rows)
+        total += tl.load(x + position * width + column, exists, 0.0).to(tl.float32)
     tl.store(out + row * width + column, total, inside)
 
 
 def row_sums(x: Tensor, positions: Tensor) -> Tensor:
     """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], int64: [n, h]; position m stands for no row."""
-    x, positions = x.contiguous(), positions.contiguous()
+    x = x.contiguous()
+    positions = positions.contiguous()
     out = x.new_empty(len(positions), x.shape[1])
     columns = min(triton.next_power_of_2(x.shape[1]), 1024)
     if len(positions):
@@ -59,9 +57,8 @@ def row_sums(x: Tensor, positions: Tensor) -> Tensor:
 def _add(total, x, count, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < count
-    added = tl.load(total + offset, inside).to(tl.float32) + tl.load(x + offset, inside).to(
-        tl.float32
-    )
+    added = tl.load(total + offset, inside).to(tl.float32)
+    added += tl.load(x + offset, inside).to(tl.float32)
     tl.store(total + offset, added, inside)
 
 

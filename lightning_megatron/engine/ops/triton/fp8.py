@@ -25,32 +25,23 @@ def _fp8_cast(
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # In reverse: the reduction of amax has read the end last, which is still in the cache.
-    block_m, block_n = (
-        tl.num_programs(1) - 1 - tl.program_id(1),
-        tl.num_programs(0) - 1 - tl.program_id(0),
-    )
-    at_m, at_n = block_m * BM + tl.arange(0, BM), block_n * BN + tl.arange(0, BN)
+    block_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    block_n = tl.num_programs(0) - 1 - tl.program_id(0)
+    at_m = block_m * BM + tl.arange(0, BM)
+    at_n = block_n * BN + tl.arange(0, BN)
     inside = (at_m[:, None] < m) & (at_n[None, :] < n)
     offset = at_m[:, None].to(tl.int64) * n + at_n[None, :]
     largest = tl.maximum(tl.load(amax), SMALLEST)
     # Not clamped: scaled values are in range, and NaN must stay NaN.
-    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(
-        MAX, largest
-    )
+    factor = tl.math.div_rn(MAX, largest)
+    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * factor
     if ROWS:
-        tl.store(
-            rows + offset,
-            values.to(rows.dtype.element_ty),
-            mask=inside,
-        )
+        tl.store(rows + offset, values.to(rows.dtype.element_ty), mask=inside)
     if COLUMNS:
         offset = at_n[:, None].to(tl.int64) * stride + at_m[None, :]
         inside = (at_n[:, None] < n) & (at_m[None, :] < stride)
-        tl.store(
-            columns + offset,
-            tl.trans(values.to(columns.dtype.element_ty)),
-            mask=inside,
-        )
+        transposed = tl.trans(values.to(columns.dtype.element_ty))
+        tl.store(columns + offset, transposed, mask=inside)
     if block_m + block_n == 0:
         tl.store(scale, tl.math.div_rn(largest, MAX))
 
@@ -71,8 +62,9 @@ def fp8_cast(
         rows: Output, [m, n], fp8; None if it is not needed.
         columns: Output, [n, m or more], fp8: the transpose, padded with zeros; None if it is not needed.
     """
-    (m, n), (tile_m, tile_n) = x.shape, _TILE
-    output = rows if rows is not None else columns
+    m, n = x.shape
+    tile_m, tile_n = _TILE
+    output = columns if rows is None else rows
     assert output is not None
     scale = torch.empty(1, device=x.device)
     stride = m if columns is None else columns.shape[1]

@@ -41,26 +41,16 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < columns
-    added = tl.load(
-        x + row * columns + column,
-        mask=inside,
-        other=0.0,
-    ).to(tl.float32)
+    offset = row * columns + column
+    added = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if DROPPED is not None:
-        added = tl.where(
-            _dropout_mask(seed, row, WIDTH, DROPPED),
-            added * keep_scale,
-            0.0,
-        )
-    added += tl.load(
-        residual + row * columns + column,
-        mask=inside,
-        other=0.0,
-    ).to(tl.float32)
+        kept = _dropout_mask(seed, row, WIDTH, DROPPED)
+        added = tl.where(kept, added * keep_scale, 0.0)
+    added += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(total.dtype.element_ty)
-    tl.store(total + row * columns + column, rounded, mask=inside)
+    tl.store(total + offset, rounded, mask=inside)
     h = rounded.to(tl.float32)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if not RMS:
@@ -72,7 +62,7 @@ def _add_norm(
     h = h * inverse * gain
     if not RMS:
         h += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, h, mask=inside)
+    tl.store(out + offset, h, mask=inside)
 
 
 @triton.jit
@@ -95,11 +85,8 @@ def _add_norm_backward(
         residual_gradient = tl.load(d_total + offset, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(scale + row)
         if not RMS:
-            h = tl.where(
-                inside,
-                h - tl.load(mean + row),
-                0.0,
-            )
+            center = tl.load(mean + row)
+            h = tl.where(inside, h - center, 0.0)
         h *= inverse
         d_weight += upstream * h
         d_normed = upstream * gain
@@ -110,11 +97,8 @@ def _add_norm_backward(
         gradient = gradient * inverse + residual_gradient
         tl.store(d_residual + offset, gradient, mask=inside)
         if DROPPED is not None:
-            gradient = tl.where(
-                _dropout_mask(seed, row, WIDTH, DROPPED),
-                gradient * keep_scale,
-                0.0,
-            )
+            kept = _dropout_mask(seed, row, WIDTH, DROPPED)
+            gradient = tl.where(kept, gradient * keep_scale, 0.0)
             tl.store(d_x + offset, gradient, mask=inside)
         if HAS_BIAS:
             d_bias += gradient
@@ -139,22 +123,19 @@ class _AddNorm(torch.autograd.Function):
         options: Any,
     ) -> Any:
         eps, probability = options
-        rows, columns = x.shape[:-1].numel(), x.shape[-1]
-        total, out = torch.empty_like(x), torch.empty_like(x)
+        columns = x.shape[-1]
+        rows = x.shape[:-1].numel()
+        total = torch.empty_like(x)
+        out = torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = scale if shift is None else torch.empty_like(scale)
-        seed = (
-            torch.randint(
-                2**62,
-                (1,),
-                device=x.device,
-            )
-            if probability > 0.0
-            else scale
-        )
+        seed = scale  # unused
+        dropped = None
+        if probability > 0.0:
+            seed = torch.randint(2**62, (1,), device=x.device)
+            dropped = round(probability * (2**32 - 1)) - 2**31
         ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
         width = triton.next_power_of_2(columns)
-        dropped = round(probability * (2**32 - 1)) - 2**31 if probability > 0.0 else None
         ctx.flags = {
             "WIDTH": width,
             "HAS_BIAS": bias is not None,
@@ -172,42 +153,29 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, mean, scale, seed = ctx.saved_tensors
-        columns, rows = total.shape[-1], len(scale)
+        columns = total.shape[-1]
+        rows = len(scale)
         d_total, d_out = (gradient.contiguous() for gradient in upstream)
         d_residual = torch.empty_like(total)
         d_x = d_residual if ctx.flags["DROPPED"] is None else torch.empty_like(total)
         # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
-        per_multiprocessor, stages = {
-            1: (8, 2),
-            2: (8, 2),
-            4: (8, 1),
-        }.get(ctx.num_warps, (2, 1))
-        # Triton's interpreter runs on the CPU.
-        count = (
-            torch.cuda.get_device_properties(total.device).multi_processor_count
-            if total.is_cuda
-            else 1
-        )
+        tuned = {1: (8, 2), 2: (8, 2), 4: (8, 1)}
+        per_multiprocessor, stages = tuned.get(ctx.num_warps, (2, 1))
+        count = 1  # Triton's interpreter runs on the CPU
+        if total.is_cuda:
+            count = torch.cuda.get_device_properties(total.device).multi_processor_count
         programs = min(per_multiprocessor * count, rows)
-        partial = torch.empty(
-            3 if ctx.flags["HAS_BIAS"] else 2,
-            programs,
-            columns,
-            device=total.device,
-        )
+        num_sums = 3 if ctx.flags["HAS_BIAS"] else 2
+        partial = torch.empty(num_sums, programs, columns, device=total.device)
         _add_norm_backward[(programs,)](
             total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
             **ctx.flags, STAGES=stages, num_warps=ctx.num_warps,
         )  # fmt: skip
-        d_weight, d_shift, *d_bias = partial.sum(1).to(weight.dtype)
-        return (
-            d_x,
-            (d_bias or [None])[0],
-            d_residual,
-            d_weight,
-            None if ctx.flags["RMS"] else d_shift,
-            None,
-        )
+        sums = partial.sum(1).to(weight.dtype)
+        d_weight = sums[0]
+        d_shift = None if ctx.flags["RMS"] else sums[1]
+        d_bias = sums[2] if ctx.flags["HAS_BIAS"] else None
+        return d_x, d_bias, d_residual, d_weight, d_shift, None
 
 
 def add_norm(
@@ -231,11 +199,10 @@ def add_norm(
         probability: Probability of dropping an element of ``x + bias``; torch's generator on the device draws one
             number as the seed of the mask.
     """
-    x, residual = x.contiguous(), residual.contiguous()
     outputs: tuple[Tensor, Tensor] = _AddNorm.apply(
-        x,
+        x.contiguous(),
         bias,
-        residual,
+        residual.contiguous(),
         weight,
         shift,
         (eps, probability),

@@ -36,53 +36,50 @@ def _rotate(
     GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Rotate ``BLOCK_HEADS`` heads of a token; a group's ``GROUP`` heads are ``QUERIES`` queries, a key, a value."""
-    s, b = (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
+    s = (tl.program_id(0) // batch).to(tl.int64)
+    b = (tl.program_id(0) % batch).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
-    group, member = head // GROUP, head % GROUP
+    group = head // GROUP
+    member = head % GROUP
     exists = (head < HEADS) & (pair < HALF)
-    is_query, is_key = exists & (member < QUERIES), exists & (member == QUERIES)
+    is_query = exists & (member < QUERIES)
+    is_key = exists & (member == QUERIES)
     is_value = exists & (member == QUERIES + 1)
     rows = mixed + s * mixed_s + b * mixed_b + head * mixed_h + pair
     queries = query + s * query_s + b * query_b + (group * QUERIES + member) * query_h + pair
     keys = key + s * key_s + b * key_b + group * key_h + pair
     values = value + s * value_s + b * value_b + group * value_h + pair
     cosines = table + s * table_s + b * table_b + pair
-    cosine = tl.where(
-        is_value,
-        1.0,
-        tl.load(cosines, mask=pair < HALF, other=0.0),
-    )
-    sine = tl.where(
-        is_value,
-        0.0,
-        tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0),
-    )
+    cosine = tl.load(cosines, mask=pair < HALF, other=0.0)
+    cosine = tl.where(is_value, 1.0, cosine)
+    sine = tl.load(cosines + sine_offset, mask=pair < HALF, other=0.0)
+    sine = tl.where(is_value, 0.0, sine)
     if BACKWARD:
-        first, second = tl.load(queries, is_query, 0.0), tl.load(queries + HALF, is_query, 0.0)
-        first, second = (
-            first + tl.load(keys, is_key, 0.0),
-            second + tl.load(keys + HALF, is_key, 0.0),
-        )
-        first, second = (
-            first + tl.load(values, is_value, 0.0),
-            second + tl.load(values + HALF, is_value, 0.0),
-        )
+        first = tl.load(queries, is_query, 0.0)
+        second = tl.load(queries + HALF, is_query, 0.0)
+        first += tl.load(keys, is_key, 0.0)
+        second += tl.load(keys + HALF, is_key, 0.0)
+        first += tl.load(values, is_value, 0.0)
+        second += tl.load(values + HALF, is_value, 0.0)
         sine = -sine
     else:
-        first, second = tl.load(rows, exists, 0.0), tl.load(rows + HALF, exists, 0.0)
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    first, second = first * cosine - second * sine, second * cosine + first * sine
+        first = tl.load(rows, exists, 0.0)
+        second = tl.load(rows + HALF, exists, 0.0)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    rotated_first = first * cosine - second * sine
+    rotated_second = second * cosine + first * sine
     if BACKWARD:
-        tl.store(rows, first, exists)
-        tl.store(rows + HALF, second, exists)
+        tl.store(rows, rotated_first, exists)
+        tl.store(rows + HALF, rotated_second, exists)
     else:
-        tl.store(queries, first, is_query)
-        tl.store(queries + HALF, second, is_query)
-        tl.store(keys, first, is_key)
-        tl.store(keys + HALF, second, is_key)
-        tl.store(values, first, is_value)
-        tl.store(values + HALF, second, is_value)
+        tl.store(queries, rotated_first, is_query)
+        tl.store(queries + HALF, rotated_second, is_query)
+        tl.store(keys, rotated_first, is_key)
+        tl.store(keys + HALF, rotated_second, is_key)
+        tl.store(values, rotated_first, is_value)
+        tl.store(values + HALF, rotated_second, is_value)
 
 
 def _launch_rotate(
@@ -118,17 +115,15 @@ class _Rotate(torch.autograd.Function):
         angles: Tensor,
         queries: int,
     ) -> tuple[Tensor, ...]:
-        mixed = mixed if mixed.stride(-1) == 1 else mixed.contiguous()
+        if mixed.stride(-1) != 1:
+            mixed = mixed.contiguous()
         s, b, heads, width = mixed.shape
         groups = heads // (queries + 2) if queries < heads else 0
-        parts = tuple(
-            mixed.new_empty(s, b, n, width) for n in (groups * queries or heads, groups, groups)
-        )
-        ctx.table, ctx.queries, ctx.shape = (
-            _TABLES.get(angles, "table", _cos_sin),
-            queries,
-            mixed.shape,
-        )
+        counts = (groups * queries or heads, groups, groups)
+        parts = tuple(mixed.new_empty(s, b, count, width) for count in counts)
+        ctx.table = _TABLES.get(angles, "table", _cos_sin)
+        ctx.queries = queries
+        ctx.shape = mixed.shape
         _launch_rotate(mixed, parts, ctx.table, queries, backward=False)
         return parts
 
@@ -181,13 +176,14 @@ def use_rope_kernel(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         *options: Any,
         **named: Any,
     ) -> Tensor:
-        is_standard = not named.get("rotary_interleaved") and not named.get(
-            "multi_latent_attention"
-        )
-        is_unscaled, width = named.get("mscale", 1.0) == 1.0, freqs.shape[-1]
-        if options or not (is_standard and is_unscaled and t.is_cuda):
+        is_special = named.get("rotary_interleaved") or named.get("multi_latent_attention")
+        is_unscaled = named.get("mscale", 1.0) == 1.0
+        if options or is_special or not is_unscaled or not t.is_cuda:
             return original(t, freqs, *options, **named)
+        width = freqs.shape[-1]
         rotated = rotate(t[..., :width], freqs)
-        return rotated if width == t.shape[-1] else torch.cat((rotated, t[..., width:]), -1)
+        if width == t.shape[-1]:
+            return rotated
+        return torch.cat((rotated, t[..., width:]), -1)
 
     return _apply_rotary_pos_emb_bshd
