@@ -49,12 +49,13 @@ def raise_on_all_ranks() -> Iterator[None]:
         error = ConfigError(str(caught))
         error.__cause__ = caught
     if dist.is_initialized() and dist.get_world_size() > 1:
-        errors: list[tuple[type[ConfigError], str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, None if error is None else (type(error), str(error)))
-        first = next(((rank, *each) for rank, each in enumerate(errors) if each is not None), None)
-        if error is None and first is not None:
-            rank, kind, text = first
-            raise kind(f"{text} (on rank {rank})")
+        own = None if error is None else (type(error), str(error))
+        errors: list[tuple[type[ConfigError], str] | None] = [own] * dist.get_world_size()
+        dist.all_gather_object(errors, own)
+        for rank, each in enumerate(errors):
+            if error is None and each is not None:
+                kind, text = each
+                raise kind(f"{text} (on rank {rank})")
     if error is not None:
         raise error
 
@@ -130,8 +131,8 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
             )
     all_counts = zip(*(counts for _, counts in of_ranks), strict=True)
     gathered = [
-        r if r is None else all_gather_rows(r, n, group)
-        for r, n in zip(rows, all_counts, strict=True)
+        own if own is None else all_gather_rows(own, counts_of_ranks, group)
+        for own, counts_of_ranks in zip(rows, all_counts, strict=True)
     ]
     return pytree.tree_unflatten(gathered, structure)
 
@@ -141,11 +142,13 @@ def _as_rows(leaf: Any) -> torch.Tensor:
         raise ConfigError(
             f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors"
         )
-    return leaf.detach()[None] if leaf.dim() == 0 else leaf.detach()
+    rows = leaf.detach()
+    return rows[None] if rows.dim() == 0 else rows
 
 
 def _kind(rows: torch.Tensor) -> str:
-    return f"{rows.dtype} of the shape [{', '.join(['rows', *map(str, rows.shape[1:])])}]"
+    shape = ["rows", *(str(size) for size in rows.shape[1:])]
+    return f"{rows.dtype} of the shape [{', '.join(shape)}]"
 
 
 def all_gather_rows(
@@ -157,18 +160,16 @@ def all_gather_rows(
     if len(counts) == 1:
         return rows
     own_device = rows.device
-    if (
-        own_device.type == "cpu" and dist.get_backend(group) == "nccl"
-    ):  # as predictions of Trainer.predict are
+    if own_device.type == "cpu" and dist.get_backend(group) == "nccl":
+        # Predictions of Trainer.predict are on the CPU.
         rows = rows.cuda()
     # Collectives need equal shapes: ranks with fewer rows send padding, which is cut off again.
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    return torch.cat(
-        [part[:count].to(own_device) for part, count in zip(gathered, counts, strict=True)]
-    )
+    parts = zip(gathered, counts, strict=True)
+    return torch.cat([part[:count].to(own_device) for part, count in parts])
 
 
 def compute_metrics(

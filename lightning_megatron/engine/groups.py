@@ -66,11 +66,10 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         and _current[1] is world
         and parallel_state.model_parallel_is_initialized()
     ):
-        before, topology = _current[0].parallel, replace(_current[0], parallel=parallel)
-        if all(
-            getattr(before, axis) == getattr(parallel, axis)
-            for axis in ("tp", "pp", "vpp", "cp", "ep")
-        ):
+        before, _ = _current
+        axes = ("tp", "pp", "vpp", "cp", "ep")
+        if all(getattr(before.parallel, axis) == getattr(parallel, axis) for axis in axes):
+            topology = replace(before, parallel=parallel)
             _current = (topology, world)
             return topology
     destroy()
@@ -83,13 +82,15 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
-    # Megatron's model-parallel group leaves out cp. Gloo never waits for work that is queued on a GPU.
-    mp_group = (
-        parallel_state.get_model_parallel_group()
-        if parallel.cp == 1
-        else _replica_group(parallel, timeout)
-    )
-    has_gloo = dist.get_backend(mp_group) == "gloo"
+    # Megatron's model-parallel group leaves out cp.
+    if parallel.cp == 1:
+        mp_group = parallel_state.get_model_parallel_group()
+    else:
+        mp_group = _replica_group(parallel, timeout)
+    # Gloo never waits for work that is queued on a GPU.
+    mp_header_group = mp_group
+    if dist.get_backend(mp_group) != "gloo":
+        mp_header_group = _replica_group(parallel, timeout, "gloo")
     topology = Topology(
         parallel=parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -101,7 +102,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
-        mp_header_group=mp_group if has_gloo else _replica_group(parallel, timeout, "gloo"),
+        mp_header_group=mp_header_group,
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )
@@ -116,12 +117,12 @@ def _replica_group(
 ) -> dist.ProcessGroup:
     """Create this rank's tp x cp x pp group. Collective over the world."""
     # Megatron numbers ranks along tp first, then along cp, dp and pp.
-    ranks = torch.arange(dist.get_world_size()).view(parallel.pp, -1, parallel.cp * parallel.tp)
+    ranks = torch.arange(dist.get_world_size())
+    ranks = ranks.view(parallel.pp, -1, parallel.cp * parallel.tp)
     replicas = [replica.flatten().tolist() for replica in ranks.unbind(1)]
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
-        replicas, timeout=timeout, backend=backend
-    )[0]
-    return group
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timeout, backend=backend)
+    return own
 
 
 _host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -133,11 +134,9 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
     global _host
     world: Any = dist.group.WORLD
     if _host is None or _host[0] is not world:
-        group: Any = (
-            world
-            if dist.get_backend(world) == "gloo"
-            else dist.new_group(backend="gloo", timeout=timeout)
-        )
+        group = world
+        if dist.get_backend(world) != "gloo":
+            group = dist.new_group(backend="gloo", timeout=timeout)
         _host = (world, group)
     return _host[1]
 

@@ -78,11 +78,8 @@ class LRSchedule:
             if name in _STYLES:
                 require_choice(name, value, _STYLES[name])
             elif value is not None:
-                require_number(
-                    name,
-                    value,
-                    at_least=1 if name in ("decay_steps", "wsd_decay_steps") else 0,
-                )
+                smallest = 1 if name in ("decay_steps", "wsd_decay_steps") else 0
+                require_number(name, value, at_least=smallest)
         if self.warmup_fraction is not None and self.warmup_steps:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction} differ; leave one out"
@@ -99,11 +96,9 @@ class LRSchedule:
             raise ConfigError(
                 f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it"
             )
-        start, end, style = (
-            self.start_weight_decay,
-            self.end_weight_decay,
-            self.weight_decay_incr_style,
-        )
+        start = self.start_weight_decay
+        end = self.end_weight_decay
+        style = self.weight_decay_incr_style
         has_ends = start is not None or end is not None
         if style == "constant" and has_ends:
             raise ConfigError(
@@ -133,21 +128,19 @@ def scheduler_settings(
         ConfigError: If a needed number of steps is unknown, the warm-up or WSD's decay does not fit into the decay, or
             the peak is below ``min_lr`` or ``init_lr``, or the weight decay would fall.
     """
-    known_steps = (
-        total_steps if total_steps is not None and total_steps > 0 else None
-    )  # Lightning's -1: no limit
+    known_steps = total_steps
+    if total_steps is not None and total_steps <= 0:  # Lightning's -1: no limit
+        known_steps = None
     decay = schedule.decay_steps or known_steps
     if decay is None and (schedule.style != "constant" or schedule.warmup_fraction):
         what = f"style={schedule.style!r}" if schedule.style != "constant" else "warmup_fraction"
         raise ConfigError(
             f"{what} needs the number of steps; set max_steps or max_epochs of Trainer, or decay_steps"
         )
-    # As in Megatron, a fraction need not give a whole number of steps.
-    warmup = (
-        schedule.warmup_fraction * (decay or 0)
-        if schedule.warmup_fraction
-        else schedule.warmup_steps
-    )
+    warmup: float = schedule.warmup_steps
+    if schedule.warmup_fraction:
+        # As in Megatron, a fraction need not give a whole number of steps.
+        warmup = schedule.warmup_fraction * (decay or 0)
     if decay is not None:
         source = "decay_steps" if schedule.decay_steps else "trainer.max_steps"
         if warmup >= decay:
@@ -166,8 +159,12 @@ def scheduler_settings(
         raise ConfigError(
             f"init_lr={schedule.init_lr} is above the peak lr={lr}; lower init_lr or raise lr"
         )
-    start = weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay
-    end = weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay
+    start = schedule.start_weight_decay
+    if start is None:
+        start = weight_decay
+    end = schedule.end_weight_decay
+    if end is None:
+        end = weight_decay
     if start > end:
         raise ConfigError(
             f"start_weight_decay={start} is above end_weight_decay={end}; a ramp rises, swap them"

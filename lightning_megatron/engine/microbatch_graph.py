@@ -76,8 +76,8 @@ class MicrobatchGraphs:
         key = _key(inputs)
         if key not in self._captured:
             # No memory of a graph is read after the next graph has run, so all graphs share one pool.
-            pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-            self._captured[key] = _capture(inputs, body, self._stream, pool)
+            pools = (captured.graph.pool() for captured in self._captured.values())
+            self._captured[key] = _capture(inputs, body, self._stream, next(pools, None))
         captured = self._captured[key]
         for name, static in captured.inputs.items():
             static.copy_(inputs[name])

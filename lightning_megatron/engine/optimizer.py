@@ -482,11 +482,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         algorithm = config.optimizer
         if algorithm == "sgd" and config.sgd_momentum <= 0:
             algorithm += " without momentum"
-        groups = {(float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups}
+        multipliers = {
+            (float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups
+        }
         return {
             "implementation": "DistributedOptimizer",  # formerly the only one that could read the format
             "algorithm": algorithm,
-            "multipliers of lr and weight decay": [list(group) for group in sorted(groups)],
+            "multipliers of lr and weight decay": [list(pair) for pair in sorted(multipliers)],
         }
 
     def sharded_state_dict(

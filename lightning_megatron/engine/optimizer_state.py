@@ -71,7 +71,8 @@ def param_states(parts: Iterable[Any]) -> Iterator[ParamState]:
         for parameter, master, start in _master_weights(part):
             tensors = {"param": master.detach().view(-1)}
             for name in part.optimizer.state_names:
-                tensors[name] = part.optimizer.state[master][name].view(-1)
+                moment = part.optimizer.state[master][name]
+                tensors[name] = moment.view(-1)
             yield ParamState(parameter, start, is_sharded, tensors)
 
 
@@ -93,9 +94,10 @@ def sharded(
     for number, held in enumerate(param_states(parts)):
         for name, tensor in held.tensors.items():
             has_own_memory = is_loading and name == "param" and held.is_own_master
-            flat = torch.empty_like(tensor) if has_own_memory else tensor
+            if has_own_memory:
+                tensor = torch.empty_like(tensor)
             placed = placements[id(held.parameter)]
-            shards = _shards(placed, held, flat, f"optimizer.state.{name}")
+            shards = _shards(placed, held, tensor, f"optimizer.state.{name}")
             for index, shard in enumerate(shards):
                 entries[f"{number}.{name}.{index}"] = shard
     return entries
@@ -110,9 +112,10 @@ def copy_masters(parts: Iterable[Any], entries: Mapping[str, Any]) -> None:
     """
     for number, held in enumerate(param_states(parts)):
         prefix = f"{number}.param."
-        indices = [int(key.removeprefix(prefix)) for key in entries if key.startswith(prefix)]
-        if held.is_own_master and indices:
-            pieces = [entries[f"{prefix}{index}"].flatten() for index in sorted(indices)]
+        keys = [key for key in entries if key.startswith(prefix)]
+        if held.is_own_master and keys:
+            keys.sort(key=lambda key: int(key.removeprefix(prefix)))
+            pieces = [entries[key].flatten() for key in keys]
             held.tensors["param"].copy_(torch.cat(pieces))
 
 
@@ -162,10 +165,10 @@ def _placements(models: Mapping[str, Any]) -> dict[int, list[ShardedTensor]]:
     tensors, _ = extract_sharded_tensors_and_factories(dict(models))
     placements = {}
     for placement in nested_values(tensors):
+        parts = [placement]
         if isinstance(placement, ShardedTensorFactory):
-            placements[id(placement.data)] = list(nested_values(placement.build()))
-        else:
-            placements[id(placement.data)] = [placement]
+            parts = list(nested_values(placement.build()))
+        placements[id(placement.data)] = parts
     return placements
 
 
@@ -183,17 +186,20 @@ def _shards(
         begin = data.storage_offset() - held.parameter.storage_offset()
         start = max(held.start, begin)
         stop = min(held.stop, begin + data.numel())
-        # The last component is the data-parallel rank: of ranks that hold the same elements, the first one writes.
-        replica = (*placement.replica_id[:2], 0) if held.is_sharded else placement.replica_id
+        replica = placement.replica_id
+        if held.is_sharded:
+            # The last component is the data-parallel rank: of ranks that hold the same elements, the first one writes.
+            replica = (*replica[:2], 0)
         prepended = placement.prepend_axis_num
         for offset, size in boxes(tuple(data.shape), start - begin, stop - begin):
             shape = (1,) * prepended + size
             inside = (0,) * prepended + offset
             offsets = zip(placement.global_offset, inside, strict=True)
             count = math.prod(size)
+            elements = flat[start - held.start :][:count]
             yield ShardedTensor(
                 key=f"{name}.{placement.key}",
-                data=flat[start - held.start :][:count].view(shape),
+                data=elements.view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,
                 global_shape=placement.global_shape,
@@ -217,11 +223,15 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     last = stop // row
 
     def within(index: int, begin: int, end: int) -> list[Box]:
-        return [((index, *offset), (1, *size)) for offset, size in boxes(inner, begin, end)]
+        found = boxes(inner, begin, end)
+        return [((index, *offset), (1, *size)) for offset, size in found]
 
     if first > last:
         return within(last, start - last * row, stop - last * row)
-    found = within(first - 1, start - (first - 1) * row, row)
-    if first < last:
-        found.append(((first, *(0 for _ in inner)), (last - first, *inner)))
-    return found + within(last, 0, stop - last * row)
+    start_of_row = within(last, 0, stop - last * row)
+    rest_of_row = within(first - 1, start - (first - 1) * row, row)
+    if first == last:
+        return rest_of_row + start_of_row
+    origin = (0,) * len(inner)
+    rows = ((first, *origin), (last - first, *inner))
+    return [*rest_of_row, rows, *start_of_row]

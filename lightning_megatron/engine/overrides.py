@@ -37,23 +37,21 @@ _OPTIONS = {
     DistributedDataParallelConfig: "ddp_config_overrides",
 }
 SAME_NAME_FIELDS = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-    ),
-    *(
-        "normalization",
-        "layernorm_epsilon",
-        "gated_linear_unit",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "qk_layernorm",
-    ),
-    *("rotary_interleaved", "hidden_dropout", "attention_dropout"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "hidden_dropout",
+    "attention_dropout",
 )
 """Fields that have the same name in ``TransformerConfig`` and ``ModelConfig``."""
 _SAME = "use the option of MegatronStrategy with this name"
@@ -122,8 +120,12 @@ _REFUSED: dict[type, dict[str, str]] = {
 }
 """Refused fields as globs, by the fix that the error names; the first match wins."""
 _EXPERT_FIELDS = (
-    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    *("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dispatcher_type"),
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_force_load_balancing",
+    "moe_input_jitter_eps",
+    "moe_token_dispatcher_type",
 )
 """Fields ``moe_*`` that may be overridden."""
 
@@ -150,15 +152,15 @@ class Overrides:
         Raises:
             ConfigError: If there is no such field, its value has another type, or it may not be overridden.
         """
-        for kind, overrides in zip(
-            _OPTIONS, (self.transformer, self.optimizer, self.ddp), strict=True
-        ):
+        of_kinds = (self.transformer, self.optimizer, self.ddp)
+        for kind, overrides in zip(_OPTIONS, of_kinds, strict=True):
             for name, value in overrides.items():
                 _check(kind, name, value)
 
 
 def _check(kind: type, name: str, value: object) -> None:
-    option, known = _OPTIONS[kind], {each.name: each for each in fields(kind) if each.init}
+    option = _OPTIONS[kind]
+    known = {each.name: each for each in fields(kind) if each.init}
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         fix = f"did you mean {close[0]!r}?" if close else "remove it"
@@ -166,7 +168,8 @@ def _check(kind: type, name: str, value: object) -> None:
             f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}"
         )
     for fix, refused in _REFUSED[kind].items():
-        if name not in _EXPERT_FIELDS and any(fnmatch(name, glob) for glob in refused.split()):
+        is_refused = any(fnmatch(name, glob) for glob in refused.split())
+        if is_refused and name not in _EXPERT_FIELDS:
             raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {fix}")
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])
@@ -179,9 +182,11 @@ def _check(kind: type, name: str, value: object) -> None:
 @functools.cache
 def _annotations(kind: type) -> dict[str, str]:
     """Types of a config's fields as ``require_kind`` spells them; "" for types that it does not check."""
-    plain: dict[Any, str] = {each: each.__name__ for each in (bool, int, float, str)}
-    plain |= {each | None: f"{name} | None" for each, name in plain.items()}
-    return {name: plain.get(hint, "") for name, hint in get_type_hints(kind).items()}
+    spelled: dict[Any, str] = {}
+    for each in (bool, int, float, str):
+        spelled[each] = each.__name__
+        spelled[each | None] = f"{each.__name__} | None"
+    return {name: spelled.get(hint, "") for name, hint in get_type_hints(kind).items()}
 
 
 def build_config(

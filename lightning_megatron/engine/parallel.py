@@ -103,7 +103,9 @@ class ParallelConfig:
     def sequence_divisor(self) -> int:
         """Number that every sequence length must be a multiple of."""
         shards = self.tp if self.uses_sequence_parallel else 1
-        return math.lcm(2 * self.cp, self.cp * shards) if self.cp > 1 else shards
+        if self.cp == 1:
+            return shards
+        return math.lcm(2 * self.cp, self.cp * shards)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of replicas in a world of ``world_size`` ranks.
@@ -115,13 +117,14 @@ class ParallelConfig:
         if world_size % size != 0:
             axes = ("tp", "pp", "cp") if self.cp > 1 else ("tp", "pp")
             sizes = " x ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
+            choices = ", ".join(str(divisor) for divisor in divisors(world_size))
             raise ConfigError(
                 f"world size {world_size} (devices x num_nodes) is not a multiple of {sizes} = {size}; use "
-                f"{math.ceil(world_size / size) * size} devices, or a {' x '.join(axes)} from "
-                f"{', '.join(str(d) for d in divisors(world_size))}"
+                f"{math.ceil(world_size / size) * size} devices, or a {' x '.join(axes)} from {choices}"
             )
         replicas = world_size // size
-        if (ranks := replicas * self.tp * self.cp) % self.ep != 0:
+        ranks = replicas * self.tp * self.cp
+        if ranks % self.ep != 0:
             raise ConfigError(
                 f"ep={self.ep}: expected a divisor of the {ranks} ranks of a stage; choose from {divisors(ranks)}"
             )
@@ -135,24 +138,24 @@ class ParallelConfig:
         Raises:
             ConfigError: If the other stages cannot share the layers that the first and last stage leave evenly.
         """
-        first, last = (getattr(self, name) for name in UNEVEN_STAGES)
+        first = self.num_layers_in_first_pipeline_stage
+        last = self.num_layers_in_last_pipeline_stage
+        chunks = self.num_model_chunks
         ends = [each for each in (first, last) if each is not None]
-        others, rest, chunks = self.pp - len(ends), num_layers - sum(ends), self.num_model_chunks
+        others = self.pp - len(ends)
+        rest = num_layers - sum(ends)
         share = rest // others if others else 0
-        if (
-            min(ends, default=1) < 1
-            or share * others != rest
-            or any(n % chunks for n in (*ends, share))
-            or rest < 0
-        ):
+        is_even = share * others == rest and rest >= 0 and min(ends, default=1) >= 1
+        if not is_even or any(count % chunks for count in (*ends, share)):
             sizes = ", ".join(f"{name}={getattr(self, name)}" for name in UNEVEN_STAGES)
             raise ConfigError(
                 f"{sizes}: expected to leave {others} of pp={self.pp} stages equal shares of the {num_layers} layers, "
                 f"multiples of vpp={chunks}, got a rest of {rest}; correct them"
             )
         stages = [share] * self.pp
-        stages[0], stages[-1] = first or share, last or share
-        return tuple(n // chunks for n in stages) * chunks
+        stages[0] = first or share
+        stages[-1] = last or share
+        return tuple(count // chunks for count in stages) * chunks
 
     def check_sequence(
         self,
@@ -172,13 +175,14 @@ class ParallelConfig:
             ConfigError: If context or sequence parallelism cannot split the sequence evenly, or it is too long for the
                 model.
         """
-        if (rest := seq_length % (divisor := self.sequence_divisor)) != 0:
-            reasons = [f"cp={self.cp} splits it into 2 x cp runs"] if self.cp > 1 else []
-            reasons += (
-                [f"tp={self.tp} splits it with sequence_parallel=True"]
-                if self.uses_sequence_parallel
-                else []
-            )
+        divisor = self.sequence_divisor
+        rest = seq_length % divisor
+        if rest != 0:
+            reasons = []
+            if self.cp > 1:
+                reasons.append(f"cp={self.cp} splits it into 2 x cp runs")
+            if self.uses_sequence_parallel:
+                reasons.append(f"tp={self.tp} splits it with sequence_parallel=True")
             raise ConfigError(
                 f"{name}={seq_length}: expected a multiple of {divisor}, because {' and '.join(reasons)}; use "
                 f"{seq_length - rest + divisor}"

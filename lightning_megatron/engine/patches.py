@@ -47,30 +47,21 @@ def replacements(patches: Iterable[Patch]) -> list[tuple[Any, str, Any]]:
     resolved = []
     for patch in patches:
         *path, name = patch.attribute.split(".")
-        owner: Any = functools.reduce(
-            getattr,
-            path,
-            importlib.import_module(patch.module),
-        )
-        resolved.append(
-            (
-                owner,
-                name,
-                patch.replacement(getattr(owner, name, None)),
-            )
-        )
+        owner: Any = importlib.import_module(patch.module)
+        for each in path:
+            owner = getattr(owner, each)
+        original = getattr(owner, name, None)
+        resolved.append((owner, name, patch.replacement(original)))
     return resolved
 
 
 def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """All patches of a run on ``device_type``, from the model's construction to the last step."""
-    on_gpu = (*ROPE, *(SWIGLU if has_liger() else ()))
-    rows = (
-        *MEGATRON,
-        *WEIGHT_GRADIENTS,
-        *LIGHTNING,
-        *(on_gpu if device_type == "cuda" else ()),
-    )
+    rows = [*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING]
+    if device_type == "cuda":
+        rows += ROPE
+        if has_liger():
+            rows += SWIGLU
     return tuple(row for row in rows if _is_installed(row.requirement))
 
 
@@ -214,29 +205,25 @@ class _SideStream(torch.cpu.Stream):
 
 _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_device": _returning(lambda: cpu.DEVICE),  # buffers are created on it
-    "current_stream": _returning(
-        torch.cpu.Stream
-    ),  # distributed/param_and_grad_buffer.py orders its communication
-    "default_stream": _returning(
-        torch.cpu.Stream
-    ),  # pipeline_parallel/schedules.py returns to the default stream
+    # distributed/param_and_grad_buffer.py orders its communication.
+    "current_stream": _returning(torch.cpu.Stream),
+    # pipeline_parallel/schedules.py returns to the default stream.
+    "default_stream": _returning(torch.cpu.Stream),
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream
     "Stream": _use(_SideStream),  # side streams are created in constructors
     "synchronize": _returning(lambda: None),  # a CPU operation is finished when it returns
     "empty_cache": _returning(lambda: None),  # dist_checkpointing frees the GPU cache around saves
     "manual_seed": _use(torch.manual_seed),  # tensor_parallel/random.py seeds the device generator
-    "get_rng_state": _returning(
-        torch.get_rng_state
-    ),  # tensor_parallel/random.py reads the device generator
+    # tensor_parallel/random.py reads the device generator.
+    "get_rng_state": _returning(torch.get_rng_state),
     "set_rng_state": _set_rng_state,  # tensor_parallel/random.py sets the device generator
     "FloatTensor": _use(torch.FloatTensor),  # optimizer/optimizer.py builds loss scales with it
 }
 
 CPU: tuple[Patch, ...] = (
     *(Patch("torch.cuda", attribute, replacement) for attribute, replacement in _CUDA.items()),
-    Patch(
-        _RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)
-    ),  # reads torch.cuda.random directly
+    # It reads torch.cuda.random directly.
+    Patch(_RANDOM, "_get_cuda_rng_state", _returning(torch.get_rng_state)),
     Patch(_RANDOM, "_set_cuda_rng_state", _set_rng_state),  # sets torch.cuda.default_generators
 )
 """Replacements of every CUDA call that the engine makes in training, where there is no GPU."""

@@ -127,9 +127,8 @@ class Runtime:
     def patch(self) -> None:
         """Apply the patches of Megatron until ``unpatch``."""
         if not self._is_patched:
-            self._patches.enter_context(
-                patched(replacements(patches("cpu" if self._on_cpu else "cuda")))
-            )
+            rows = patches("cpu" if self._on_cpu else "cuda")
+            self._patches.enter_context(patched(replacements(rows)))
             self._is_patched = True
 
     def unpatch(self) -> None:
@@ -143,7 +142,8 @@ class Runtime:
         if self._is_active:
             yield
             return
-        was_patched, self._is_active = self._is_patched, True
+        was_patched = self._is_patched
+        self._is_active = True
         try:
             self.patch()
             with contextlib.ExitStack() as stack:
@@ -163,7 +163,8 @@ def patched(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Apply what ``patches.replacements`` returned, and restore every original at the end of the block."""
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in replacements:
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+            patch = mock.patch.object(owner, name, replacement, create=True)
+            stack.enter_context(patch)
         yield
 
 

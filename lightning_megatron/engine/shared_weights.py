@@ -50,11 +50,8 @@ def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> No
     copies: list[tuple[str, torch.nn.Parameter]] = []
     for model in models:
         if hasattr(model, "shared_weights"):
-            copies += [
-                (name, weight)
-                for name, weight in model.shared_weights().weights.items()
-                if weight is not None
-            ]
+            shared = model.shared_weights().weights
+            copies += [(name, weight) for name, weight in shared.items() if weight is not None]
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
@@ -80,9 +77,8 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
         chunks: This rank's chunks.
         pp_group: The stages of one pipeline.
     """
-    per_chunk = [
-        model.shared_weights() for model in map(unwrap, chunks) if hasattr(model, "shared_weights")
-    ]
+    models = [unwrap(chunk) for chunk in chunks]
+    per_chunk = [model.shared_weights() for model in models if hasattr(model, "shared_weights")]
     if dist.get_world_size(pp_group) == 1 or not per_chunk:
         return
     sums = torch.zeros(
@@ -90,15 +86,13 @@ def reduce_shared_gradients(chunks: Sequence[Any], pp_group: dist.ProcessGroup) 
         *per_chunk[0].shape,
         device=next(chunks[0].parameters()).device,
     )
-    of_chunks = (zip(sums, shared.weights.values(), strict=True) for shared in per_chunk)
-    pairs = (
-        (total, getattr(weight, "main_grad", None)) for each in of_chunks for total, weight in each
-    )
-    copies = [
-        (total, gradient) for total, gradient in pairs if gradient is not None
-    ]  # a frozen weight has none
-    for total, gradient in copies:
-        total += gradient
+    copies = []
+    for shared in per_chunk:
+        for total, weight in zip(sums, shared.weights.values(), strict=True):
+            gradient = getattr(weight, "main_grad", None)
+            if gradient is not None:  # a frozen weight has none
+                total += gradient
+                copies.append((total, gradient))
     dist.all_reduce(sums, group=pp_group)
     for total, gradient in copies:
         gradient.copy_(total)

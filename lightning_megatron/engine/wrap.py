@@ -39,9 +39,11 @@ def to_16bit(
         return chunks
     if fp8 is not None:
         use_fp8(chunks)
-    return torch.nn.ModuleList(
-        [c if unwrap(c) is not c else Float16Module(unwrap(c).config, c) for c in chunks]
-    )
+    wrapped = torch.nn.ModuleList()
+    for chunk in chunks:
+        is_wrapped = unwrap(chunk) is not chunk
+        wrapped.append(chunk if is_wrapped else Float16Module(chunk.config, chunk))
+    return wrapped
 
 
 def to_ddp(
@@ -55,19 +57,20 @@ def to_ddp(
         split_linear.use_for_linears(chunks)
     if config.context_parallel_size > 1 and config.cp_comm_type == "a2a":
         context.use_peer_copies(chunks)
+    wrapped = torch.nn.ModuleList()
     with contextlib.nullcontext() if graphs is None else graphs.on_stream():
-        return torch.nn.ModuleList(
-            [_ddp(_without_stale_ddp(c), settings, i) for i, c in enumerate(chunks)]
-        )
+        for index, chunk in enumerate(chunks):
+            wrapped.append(_ddp(_without_stale_ddp(chunk), settings, index))
+    return wrapped
 
 
 def _without_stale_ddp(chunk: Any) -> Any:
     """The chunk, without the DDP of an earlier fit if other weights were frozen in that fit."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return chunk
     weights = list(chunk.parameters())
-    is_wrapped = isinstance(chunk, DistributedDataParallel)
-    if not is_wrapped or all(
-        w.requires_grad == (w in chunk.param_to_bucket_group) for w in weights
-    ):
+    in_buckets = chunk.param_to_bucket_group
+    if all(weight.requires_grad == (weight in in_buckets) for weight in weights):
         return chunk
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook()
@@ -115,11 +118,9 @@ def _require_gradient(
 
     megatron-core 0.16.1, tensor_parallel/random.py: ``CheckpointFunction`` does not see the weights.
     """
-    return (
-        output.detach().requires_grad_()
-        if torch.is_grad_enabled() and not output.requires_grad
-        else output
-    )
+    if torch.is_grad_enabled() and not output.requires_grad:
+        return output.detach().requires_grad_()
+    return output
 
 
 def finish_parameter_gathers(chunks: list[Any]) -> None:

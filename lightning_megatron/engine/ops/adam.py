@@ -150,7 +150,8 @@ class FusedAdam(MasterOptimizer):
         model_params = self.model_params or {}
         lows = [model_params.get(parameter) for parameter in parameters]
         moments = ([state[name] for state in states] for name in self.state_names)
-        key = tuple(_addresses(tensors) for tensors in (parameters, gradients, *moments, lows))
+        lists: tuple[Sequence[Tensor | None], ...] = (parameters, gradients, *moments, lows)
+        key = tuple(_addresses(tensors) for tensors in lists)
         known_key, table = self._tables.get(id(group), (None, None))
         if known_key != key:
             sizes = [parameter.numel() for parameter in parameters]
